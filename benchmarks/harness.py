@@ -221,7 +221,7 @@ def in_words(value: float, unit: str) -> str:
     """Format a figure with three digits and a suitable prefix: ``2.31 M items/s``, ``11.6 GB/s``, ``20.8
     µs``."""
     steps = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
-    counted = unit in ("items/s", "words/s")
+    counted = unit in ("items/s", "words/s", "calls/s")
     if counted:
         steps = steps[1:4]
     if unit == "%":

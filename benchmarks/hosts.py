@@ -24,10 +24,10 @@ from flowchan.hosts import local
 ISOLATES = (
     "All hosts are agents on this machine, connected over loopback. A process that the first run starts forks"
     " them. The clock of a flowchan graph includes the declaration, the start of agents and workers, and "
-    "their end. There are two exceptions, arrays between hosts and the comparison with Ray: both are warm, "
-    "and the clock runs from the first output to the last. Ray's Queue is compared with a channel whose "
-    "reader is on the other end of a link. Arrays from host to host all pass through the driver. The direct "
-    "path is one link between two processes. Both make each array fresh."
+    "their end. Arrays between hosts and the comparison with Ray are warm: the clock runs from the first "
+    "output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a link. "
+    "Arrays from host to host all pass through the driver. The direct path is one link between two "
+    "processes. Both make each array fresh."
 )
 
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import TIMES
+from benchmarks.harness import TIMES, in_words
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
@@ -27,13 +27,38 @@ FRONT_ROWS = (
 )
 """The rows of the project's README: the label in the page, and the stored names of the work and of the
 peer."""
-PEER_NAMES = {"openmpi": "Open MPI"}
+PEER_NAMES = {
+    "multiprocessing.Queue(1024)": "multiprocessing.Queue",
+    "multiprocessing.Queue(8)": "multiprocessing.Queue",
+    "openmpi": "Open MPI",
+}
+SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+TITLES = {
+    "channels_threads": "Channels between threads",
+    "channels_processes": "Channels between processes",
+    "channels_fresh": "Channels between new processes",
+    "arrays": "Arrays and tensors between processes",
+    "links": "Links between hosts",
+    "collectives": "Collective operations",
+    "hosts": "Graphs on hosts",
+    "round_trip": "Round trips",
+    "maps": "Maps",
+    "wordcount": "Word count",
+    "wakeup": "Wake-ups",
+    "imports": "Time to import",
+    "dataset": "Data for a training loop",
+    "sequential": "Sequential: inference",
+    "training": "Sequential: training",
+    "defaults": "Sequential: defaults",
+    "schedules": "Sequential: schedules",
+}
+"""The heading of each benchmark."""
 
 INTRODUCTION = """# Benchmarks
 
 Each row compares flowchan with a peer that was measured in the same run.
 The ratio is the ratio of the medians, and higher is better: 2 means that flowchan is twice as fast.
-The table also has the rows that miss their target.
+The tables also have the rows that miss their target.
 
 - `make bench` measures everything and writes this page.
 - `.venv/bin/python -m benchmarks --only maps` runs one benchmark.
@@ -52,7 +77,8 @@ def write(latest: dict[str, Any]) -> None:
 
 def page(latest: dict[str, Any]) -> str:
     """Return the page of all benchmarks."""
-    return "\n".join([INTRODUCTION, *(_section(name, benchmark) for name, benchmark in latest.items())])
+    sections = [_section(name, benchmark) for name, benchmark in latest.items()]
+    return "\n".join([INTRODUCTION, _overview(latest), *sections, _versions(latest)])
 
 
 def front(latest: dict[str, Any], text: str) -> str:
@@ -64,19 +90,43 @@ def front(latest: dict[str, Any], text: str) -> str:
     return f"{head}{BEGIN}\n{_front(latest)}\n{END}{tail}"
 
 
+def _overview(latest: dict[str, Any]) -> str:
+    """Return a table of the benchmarks with their numbers of rows and of reached targets."""
+    rows = []
+    for name, benchmark in latest.items():
+        answers = [answer for answer in map(_reached, benchmark["rows"]) if answer]
+        anchor = TITLES[name].lower().replace(":", "").replace(" ", "-")
+        reached = f"{answers.count('yes')} of {len(answers)}" if answers else ""
+        rows.append([f"[{TITLES[name]}](#{anchor})", f"`{name}`", reached])
+    return "\n".join([*_table(["benchmark", "`--only`", "targets reached"], rows), ""])
+
+
 def _section(name: str, benchmark: dict[str, Any]) -> str:
-    """Return the section of one benchmark: what the clock includes, the rows, and the machine."""
+    """Return the section of one benchmark: the rows, the rules of the measurement, and the machine."""
     keys = ("work", "target", "flowchan", "peer", "ratio")
     rows = [[row[key] for key in keys] + [_reached(row)] for row in benchmark["rows"]]
-    versions = ", ".join(f"{package} {version}" for package, version in benchmark["versions"].items())
+    rules = benchmark["isolates"].rstrip(".").split(". ")
     return "\n".join(
         [
-            f"## {name.replace('_', ' ')}\n",
-            f"{benchmark['isolates']}\n",
+            f"## {TITLES[name]}\n",
             *_table(["work", "target", "flowchan", "peer", "ratio", "reached"], rows),
-            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\nVersions: {versions}.\n",
+            "\nRules of the measurement:\n",
+            *(f"- {rule}." for rule in rules),
+            f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\n",
         ]
     )
+
+
+def _versions(latest: dict[str, Any]) -> str:
+    """Return the section that lists the measured versions of all packages."""
+    found: dict[str, list[str]] = {}
+    for benchmark in latest.values():
+        for package, version in benchmark["versions"].items():
+            versions = found.setdefault(package, [])
+            if version not in versions:
+                versions.append(version)
+    rows = [[package, ", ".join(versions)] for package, versions in found.items()]
+    return "\n".join(["## Versions\n", *_table(["package", "version"], rows), ""])
 
 
 def _reached(row: dict[str, Any]) -> str:
@@ -94,12 +144,23 @@ def _front(latest: dict[str, Any]) -> str:
         if row["work"] == work and row["target"].endswith(f" {peer}")
     ]
     rows = [
-        [label, row["flowchan"], f"{row['peer']} ({PEER_NAMES.get(peer, peer)})", f"{row['ratio']} {TIMES}"]
+        [
+            label,
+            _rate(row["flowchan"]),
+            f"{PEER_NAMES.get(peer, peer)}: {_rate(row['peer'])}",
+            f"**{row['ratio']} {TIMES}**",
+        ]
         for label, peer, row, _ in everything
     ]
     machines = sorted({_short(benchmark) for *_, benchmark in everything})
-    lines = _table(["work", "flowchan", "baseline", "times as fast"], rows)
+    lines = _table(["work", "flowchan", "compared with", "times as fast"], rows)
     return "\n".join([*lines, "", f"Measured on {' and on '.join(machines)}."])
+
+
+def _rate(figure: str) -> str:
+    """Return a figure for which higher is better: calls per second for a time per call."""
+    number, _, unit = figure.partition(" ")
+    return in_words(1 / (float(number) * SECONDS[unit]), "calls/s") if unit in SECONDS else figure
 
 
 def _short(benchmark: dict[str, Any]) -> str:

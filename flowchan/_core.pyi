@@ -28,46 +28,109 @@ class Channel(Generic[T]):
     @overload
     def __init__(self, fd: int, socket: int, name: str) -> None: ...
     def put(self, item: T, timeout: float | None = None) -> None:
-        """Put an item, and wait for a place while the channel is full.
+        """Put an item, and wait while the channel is full.
 
         Args:
-            item: the item
-            timeout: seconds to wait (None: no limit)
+            item: The item. Between processes the reader gets a copy.
+            timeout: Seconds to wait (default: no limit).
 
         Raises:
-            Full: the timeout ran out
-            Closed: the channel was closed, or its last reader left
-            Broken: the channel was aborted
-            TypeError: the item cannot be serialised (between processes; or another pickling error)
+            Full: The channel stayed full for ``timeout`` seconds.
+            Closed: The channel was closed, or its last reader left.
+            Broken: The channel is broken.
+            TypeError: The item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(capacity=2)
+            >>> channel.put("a")
+            >>> channel.put("b", timeout=0.1)
+            >>> channel.get_many(2)
+            ['a', 'b']
         """
     def put_nowait(self, item: T, /) -> None:
-        """Put an item if there is a place now, else raise Full."""
-    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
-        """Put all items of an iterable, in order, and wait for places as needed.
+        """Put an item if there is room now.
 
         Args:
-            items: the items
-            timeout: seconds for all items together (None: no limit)
+            item: The item. Between processes the reader gets a copy.
 
         Raises:
-            Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before
+            Full: The channel is full.
+            Closed: The channel was closed, or its last reader left.
+            Broken: The channel is broken.
+            TypeError: The item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel, Full
+            >>> channel = Channel(capacity=1)
+            >>> channel.put_nowait("a")
+            >>> try:
+            ...     channel.put_nowait("b")
+            ... except Full:
+            ...     print("full")
+            full
         """
-    def get(self, timeout: float | None = None) -> T:
-        """Take the oldest item, and wait for one while the channel is empty.
+    def put_many(self, items: Iterable[T], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full.
 
         Args:
-            timeout: seconds to wait (None: no limit)
+            items: The iterable. It is read while the items are put.
+            timeout: Seconds for all items together (default: no limit).
+
+        Raises:
+            Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.
+            Closed: The channel was closed, or its last reader left. The error has ``items_put``.
+            Broken: The channel is broken. The error has ``items_put``.
+            TypeError: An item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(capacity=3)
+            >>> channel.put_many(range(3))
+            >>> len(channel)
+            3
+        """
+    def get(self, timeout: float | None = None) -> T:
+        """Take the oldest item, and wait while the channel is empty.
+
+        Args:
+            timeout: Seconds to wait (default: no limit).
 
         Returns:
             The item.
 
         Raises:
-            Empty: the timeout ran out
-            Drained: the channel is closed and all its items were read
-            Broken: the channel was aborted
+            Empty: No item came within ``timeout`` seconds.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> channel.get(timeout=1)
+            'a'
         """
     def get_nowait(self) -> T:
-        """Take the oldest item if there is one now, else raise Empty."""
+        """Take the oldest item if there is one now.
+
+        Returns:
+            The item.
+
+        Raises:
+            Empty: The channel is empty.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+
+        Example:
+            >>> from flowchan import Channel, Empty
+            >>> channel = Channel()
+            >>> try:
+            ...     channel.get_nowait()
+            ... except Empty:
+            ...     print("empty")
+            empty
+        """
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """Take up to ``max`` items as a list.
 
@@ -75,47 +138,68 @@ class Channel(Generic[T]):
         cannot be unpickled ends the list before it, and the next call raises its error.
 
         Args:
-            max: the largest number of items
-            timeout: seconds to wait for the first item (None: no limit)
+            max: Largest number of items.
+            timeout: Seconds to wait for the first item (default: no limit).
 
         Returns:
             A list of at least one item.
 
         Raises:
-            Empty, Drained, Broken: as for ``get``
-            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before
+            Empty: No item came within ``timeout`` seconds.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put_many("abc")
+            >>> channel.get_many(2)
+            ['a', 'b']
         """
     def close(self) -> None:
-        """Close the channel: later puts raise Closed, and the items inside can still be read. Any user
-        may close it, any number of times."""
+        """Close the channel: later puts raise ``Closed``.
+
+        The items inside can still be taken. Any user may close the channel, any number of times.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> channel.close()
+            >>> channel.closed, list(channel), channel.drained
+            (True, ['a'], True)
+        """
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel: its items are discarded, and every waiting or later call raises Broken from
-        ``cause``."""
+        """Break the channel and discard its items.
+
+        Every waiting or later call raises ``Broken`` from ``cause``.
+        """
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T]: ...
     def __next__(self) -> T: ...
     @property
     def capacity(self) -> int:
-        """The number of items that may be inside."""
+        """Return the number of items at which ``put`` waits."""
     @property
     def max_bytes(self) -> int | None:
-        """The number of bytes that may be inside (None: no limit)."""
+        """Return the number of bytes at which ``put`` waits, or None for no limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
-        """The transport."""
+        """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""
     _hosts: bool
     _elsewhere: bool
     def _uncounted_session(self) -> int: ...
     def _allow(self, puts: int) -> None: ...
     @property
     def closed(self) -> bool:
-        """Whether puts are no longer possible."""
+        """Return whether puts are no longer possible."""
     @property
     def drained(self) -> bool:
-        """Whether it is closed and empty, and no item is on lease."""
+        """Return whether the channel is closed and empty, with no item on lease."""
     @property
     def broken(self) -> bool:
-        """Whether it was aborted, or its end was not clean."""
+        """Return whether the channel was aborted, or ended by a failure."""
     _name: str
     @property
     def _fd(self) -> int: ...
@@ -133,21 +217,46 @@ class In(Generic[T_co]):
 
     def __init__(self, channel: Channel[T_co], session: int = 0) -> None: ...
     def get(self, timeout: float | None = None) -> T_co:
-        """Take the oldest item, and wait for one while the channel is empty.
+        """Take the oldest item, and wait while the channel is empty.
 
         Args:
-            timeout: seconds to wait (None: no limit)
+            timeout: Seconds to wait (default: no limit).
 
         Returns:
             The item.
 
         Raises:
-            Empty: the timeout ran out
-            Drained: the channel is closed and all its items were read
-            Broken: the channel was aborted
+            Empty: No item came within ``timeout`` seconds.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> channel.get(timeout=1)
+            'a'
         """
     def get_nowait(self) -> T_co:
-        """Take the oldest item if there is one now, else raise Empty."""
+        """Take the oldest item if there is one now.
+
+        Returns:
+            The item.
+
+        Raises:
+            Empty: The channel is empty.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+
+        Example:
+            >>> from flowchan import Channel, Empty
+            >>> channel = Channel()
+            >>> try:
+            ...     channel.get_nowait()
+            ... except Empty:
+            ...     print("empty")
+            empty
+        """
     def get_many(self, max: int, timeout: float | None = None) -> list[T_co]:
         """Take up to ``max`` items as a list.
 
@@ -155,20 +264,49 @@ class In(Generic[T_co]):
         cannot be unpickled ends the list before it, and the next call raises its error.
 
         Args:
-            max: the largest number of items
-            timeout: seconds to wait for the first item (None: no limit)
+            max: Largest number of items.
+            timeout: Seconds to wait for the first item (default: no limit).
 
         Returns:
             A list of at least one item.
 
         Raises:
-            Empty, Drained, Broken: as for ``get``
-            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before
+            Empty: No item came within ``timeout`` seconds.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put_many("abc")
+            >>> channel.get_many(2)
+            ['a', 'b']
         """
     def get_more(self, timeout: float | None = None) -> T_co:
         """Take an item as ``get`` does, but keep the earlier items on lease.
 
         All of them count as unfinished until the next ``get``.
+
+        Args:
+            timeout: Seconds to wait (default: no limit).
+
+        Returns:
+            The item.
+
+        Raises:
+            Empty: No item came within ``timeout`` seconds.
+            Drained: The channel is closed, and all its items have been taken.
+            Broken: The channel is broken.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(across="processes")
+            >>> channel.put_many("ab")
+            >>> with channel.reader() as reader:
+            ...     pair = [reader.get(), reader.get_more()]
+            >>> pair
+            ['a', 'b']
         """
     def close(self) -> None:
         """Close the port; its leased items count as finished."""
@@ -180,10 +318,13 @@ class In(Generic[T_co]):
     ) -> None: ...
     @property
     def channel(self) -> Any:
-        """The channel that the port reads."""
+        """Return the channel that the port reads."""
     @property
     def closed(self) -> bool:
-        """Whether no more items can come: the port was closed, or the channel is drained or broken."""
+        """Return whether no more items can come.
+
+        The port was closed, or the channel is drained or broken.
+        """
     def _give_up(self) -> None: ...
     def _supervise(self) -> None: ...
     def _hand_over(self) -> tuple[Any, int]: ...
@@ -208,29 +349,67 @@ class Out(Generic[T_contra]):
 
     def __init__(self, channel: Channel[T_contra], session: int = 0) -> None: ...
     def put(self, item: T_contra, timeout: float | None = None) -> None:
-        """Put an item, and wait for a place while the channel is full.
+        """Put an item, and wait while the channel is full.
 
         Args:
-            item: the item
-            timeout: seconds to wait (None: no limit)
+            item: The item. Between processes the reader gets a copy.
+            timeout: Seconds to wait (default: no limit).
 
         Raises:
-            Full: the timeout ran out
-            Closed: the channel was closed, or its last reader left
-            Broken: the channel was aborted
-            TypeError: the item cannot be serialised (between processes; or another pickling error)
+            Full: The channel stayed full for ``timeout`` seconds.
+            Closed: The channel was closed, or its last reader left.
+            Broken: The channel is broken.
+            TypeError: The item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(capacity=2)
+            >>> channel.put("a")
+            >>> channel.put("b", timeout=0.1)
+            >>> channel.get_many(2)
+            ['a', 'b']
         """
     def put_nowait(self, item: T_contra, /) -> None:
-        """Put an item if there is a place now, else raise Full."""
-    def put_many(self, items: Iterable[T_contra], timeout: float | None = None) -> None:
-        """Put all items of an iterable, in order, and wait for places as needed.
+        """Put an item if there is room now.
 
         Args:
-            items: the items
-            timeout: seconds for all items together (None: no limit)
+            item: The item. Between processes the reader gets a copy.
 
         Raises:
-            Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before
+            Full: The channel is full.
+            Closed: The channel was closed, or its last reader left.
+            Broken: The channel is broken.
+            TypeError: The item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel, Full
+            >>> channel = Channel(capacity=1)
+            >>> channel.put_nowait("a")
+            >>> try:
+            ...     channel.put_nowait("b")
+            ... except Full:
+            ...     print("full")
+            full
+        """
+    def put_many(self, items: Iterable[T_contra], timeout: float | None = None) -> None:
+        """Put all items of an iterable in order, and wait while the channel is full.
+
+        Args:
+            items: The iterable. It is read while the items are put.
+            timeout: Seconds for all items together (default: no limit).
+
+        Raises:
+            Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.
+            Closed: The channel was closed, or its last reader left. The error has ``items_put``.
+            Broken: The channel is broken. The error has ``items_put``.
+            TypeError: An item cannot be serialised for another process.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(capacity=3)
+            >>> channel.put_many(range(3))
+            >>> len(channel)
+            3
         """
     def close(self) -> None:
         """Close the port; the last writer closes the channel."""
@@ -240,11 +419,13 @@ class Out(Generic[T_contra]):
     ) -> None: ...
     @property
     def channel(self) -> Any:
-        """The channel that the port writes."""
+        """Return the channel that the port writes."""
     @property
     def closed(self) -> bool:
-        """Whether puts are no longer possible: the port or the channel was closed, the channel broke, or
-        its readers left."""
+        """Return whether puts are no longer possible.
+
+        The port or the channel was closed, the channel broke, or its readers left.
+        """
     def _follow(self, reader: In[Any], ordered: bool, single: bool, later: bool = False) -> None: ...
     def _replay(self) -> None: ...
     def _waited(self) -> tuple[float, float]: ...
@@ -259,8 +440,10 @@ class Link:
 
     def __init__(self, home: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of it. Frames that did not arrive over
-        the former one are sent again."""
+        """Continue over this connected socket, and take ownership of it.
+
+        Frames that did not arrive over the former one are sent again.
+        """
     def line(
         self,
         number: int,
@@ -269,24 +452,32 @@ class Link:
         on_demand: bool = False,
         limited: bool = False,
     ) -> None:
-        """Serve the ports of one worker, under a number that both sides use. on_demand: items come only
-        for workers that wait for one or process one. limited: the worker puts only as many items as the
-        owner has room for."""
+        """Serve the ports of one worker, under a number that both sides use.
+
+        ``on_demand``: items come only for workers that wait for one or process one.
+        ``limited``: the worker puts only as many items as the owner has room for.
+        """
     def pair(self, writes: int, reads: int) -> None:
         """Count the items prefetched through stream ``reads`` against the room of the limited stream ``writes``."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
-        """Send up to ``most`` of the next items of this stream. Return how many were sent in total, and
-        whether the end has come; None during a recall."""
+        """Send up to ``most`` of the next items of this stream.
+
+        Returns how many were sent in total, and whether the end has come; None during a recall.
+        """
     def room(self, number: int) -> tuple[int, bool]:
         """Return how many puts are granted to this stream in total, and whether it has ended."""
     def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
         """Wait until the other side has put ``count`` items of this stream (True) or never will (False).
-        Return None at the timeout."""
+
+        Returns None at the timeout.
+        """
     def drop(self, number: int) -> None:
         """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the next event and return its kind and values, or () after the timeout.
-        flowchan.transport.link_events converts them to typed events."""
+
+        flowchan.transport.link_events converts them to typed events.
+        """
     def state(self) -> dict[str, Any]:
         """Return the state of the connection and the counts of the link."""
     def close(self) -> None:
@@ -299,42 +490,46 @@ class Group:
     def allreduce(
         self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine what all members give, element by element, in the order of their ranks: all get the same
-        bits.
+        """Combine the values of all members element by element, in the order of the ranks.
 
-        An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is
-        returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum',
-        'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False``
-        gives a handle.
+        See flowchan.collective.Group.allreduce.
         """
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
-        """Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten
-        and returned; any other value is returned."""
+        """Copy the value of ``root`` to all members.
+
+        See flowchan.collective.Group.broadcast.
+        """
     def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
-        """Return when all members have called it."""
+        """Wait until all members have called it.
+
+        See flowchan.collective.Group.barrier.
+        """
     def allgather(self, x: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in
-        shape. ``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead
-        and returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a
-        handle."""
-    def _choose(self, doing: int, way: int) -> None: ...
+        """Gather one value from each member on all members.
+
+        See flowchan.collective.Group.allgather.
+        """
+    def _choose(self, doing: int, algorithm: int) -> None: ...
     def _plan(self, doing: int, size: int) -> tuple[int, int, bool, bool, bool]: ...
     def _took(self, doing: int, size: int) -> list[tuple[tuple[int, int, bool, bool, bool], int]]: ...
     def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i.
-        ``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a
-        handle."""
+        """Send one value to each member and receive one from each.
+
+        See flowchan.collective.Group.alltoall.
+        """
     def reduce_scatter(
         self, x: Any, op: Any = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of
-        ``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."""
+        """Combine the arrays of all members, and return this member's part of the result.
+
+        See flowchan.collective.Group.reduce_scatter.
+        """
     @property
     def rank(self) -> int:
-        """Which member this is, from 0."""
+        """Return the number of this member, from 0."""
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Return the number of members."""
     @staticmethod
     def _make(size: int) -> int: ...
     @property
@@ -352,8 +547,8 @@ class Group:
     def _disband(self) -> None: ...
     @property
     def _disbanded(self) -> bool: ...
-    def _show_lane(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
-    def _lane_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
+    def _publish_channel(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
+    def _channel_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
     def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
     def _exchange(
         self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
@@ -407,10 +602,9 @@ def _take_up(
     blame: bool = True,
 ) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is
-    none."""
+    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is none."""
 
-def _look_at(channels: list[Any]) -> tuple[int, int, int]: ...
+def _observe(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...
 def _descriptor_of(pid: int, fd: int) -> int: ...
 def _select(

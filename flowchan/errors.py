@@ -33,6 +33,16 @@ class Closed(ChannelError):
     """The channel was closed, so it takes no more items.
 
     A call of ``close()`` closes it, or the end of its last reader.
+
+    Example:
+        >>> from flowchan import Channel, Closed
+        >>> channel = Channel()
+        >>> channel.close()
+        >>> try:
+        ...     channel.put("a")
+        ... except Closed:
+        ...     print("closed")
+        closed
     """
 
 
@@ -40,6 +50,16 @@ class Drained(Closed):
     """The channel ended cleanly: it is closed and empty, and no item is on lease.
 
     A ``for`` loop over the channel ends at this point and does not raise.
+
+    Example:
+        >>> from flowchan import Channel, Drained
+        >>> channel = Channel()
+        >>> channel.close()
+        >>> try:
+        ...     channel.get()
+        ... except Drained:
+        ...     print("no more items")
+        no more items
     """
 
 
@@ -48,15 +68,46 @@ class Broken(ChannelError):
 
     Causes are a call of ``abort(cause)``, the death of a process that held a counted writer, and damaged
     shared memory.
+
+    Example:
+        >>> from flowchan import Broken, Channel
+        >>> channel = Channel()
+        >>> channel.abort(ValueError("bad input"))
+        >>> try:
+        ...     channel.get()
+        ... except Broken as error:
+        ...     print(error.__cause__)
+        bad input
     """
 
 
 class Full(ChannelError, queue.Full, TimeoutError):
-    """The channel is full: the item could not be put now, or within ``timeout`` seconds."""
+    """The channel is full: the item could not be put now, or within ``timeout`` seconds.
+
+    Example:
+        >>> from flowchan import Channel, Full
+        >>> channel = Channel(capacity=1)
+        >>> channel.put("a")
+        >>> try:
+        ...     channel.put("b", timeout=0.01)
+        ... except Full:
+        ...     print("full")
+        full
+    """
 
 
 class Empty(ChannelError, queue.Empty, TimeoutError):
-    """The channel is empty but not at its end: no item came now, or within ``timeout`` seconds."""
+    """The channel is empty but not at its end: no item came now, or within ``timeout`` seconds.
+
+    Example:
+        >>> from flowchan import Channel, Empty
+        >>> channel = Channel()
+        >>> try:
+        ...     channel.get(timeout=0.01)
+        ... except Empty:
+        ...     print("empty")
+        empty
+    """
 
 
 class WorkerDied(FlowchanError):
@@ -66,6 +117,18 @@ class WorkerDied(FlowchanError):
         exitcode: Exit code of the process, or minus the number of the signal that killed it; ``None`` if
             unknown.
         pid: Process id, or ``None`` if unknown.
+
+    Example:
+        >>> import os
+        >>> from flowchan import Graph, RunError
+        >>> graph = Graph()
+        >>> graph.source([0]).sink(lambda _: os._exit(3), on="process", restarts=0)
+        >>> try:
+        ...     graph.run()
+        ... except RunError as error:
+        ...     died = error.exceptions[0].__cause__
+        >>> type(died).__name__, died.exitcode
+        ('WorkerDied', 3)
     """
 
     def __init__(self, message: str, *, exitcode: int | None = None, pid: int | None = None) -> None:
@@ -86,6 +149,15 @@ class HostError(FlowchanError):
 
     Attributes:
         host: Name of the host; empty if the error concerns all hosts.
+
+    Example:
+        >>> from flowchan import Graph, HostError, hosts
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print, on=hosts.ssh("gpu1"))
+        >>> try:
+        ...     graph.run()
+        ... except* HostError as errors:
+        ...     print(errors.exceptions[0].host)
     """
 
     def __init__(self, message: str, host: str = "") -> None:
@@ -105,7 +177,19 @@ class Refused(FlowchanError, ConnectionError):
 
 
 class GroupError(FlowchanError):
-    """Base class of the exceptions that group operations define."""
+    """Base class of the exceptions that group operations define.
+
+    Example:
+        >>> from flowchan import GroupError
+        >>> from flowchan.collective import group
+        >>> g = group()
+        >>> g.close()
+        >>> try:
+        ...     g.barrier()
+        ... except GroupError:
+        ...     print("this member was closed")
+        this member was closed
+    """
 
 
 class MemberDied(GroupError):
@@ -116,6 +200,15 @@ class MemberDied(GroupError):
     Attributes:
         ranks: Ranks of the members that are gone.
         operation: Name of the operation that raised.
+
+    Example:
+        >>> from flowchan import MemberDied
+        >>> from flowchan.collective import group
+        >>> with group(rank=0, size=4, at="10.0.0.1:4711", secret=b"sixteen secret b") as g:
+        ...     try:
+        ...         g.barrier()
+        ...     except MemberDied as error:
+        ...         print(error.ranks, error.operation)
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), operation: str = "") -> None:
@@ -128,13 +221,39 @@ class MemberDied(GroupError):
 
 
 class MemberLeft(MemberDied):
-    """A member closed its group while other members still call operations."""
+    """A member closed its group while other members still call operations.
+
+    Example:
+        >>> from flowchan import MemberLeft
+        >>> from flowchan.collective import members
+        >>> first, second = members(2)
+        >>> with first:
+        ...     pass
+        >>> try:
+        ...     second.barrier()
+        ... except MemberLeft as error:
+        ...     print(error.ranks, error.operation)
+        (0,) barrier
+    """
 
 
 class Mismatch(GroupError, ValueError):
     """The members of a group called different operations, or one operation with arguments that do not match.
 
     All members raise this exception, and the message names every call. The group remains usable.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan import Mismatch
+        >>> from flowchan.collective import members
+        >>> def work(g):
+        ...     try:
+        ...         g.barrier() if g.rank else g.allreduce(1)
+        ...     except Mismatch:
+        ...         return "mismatch"
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(work, members(2)))
+        ['mismatch', 'mismatch']
     """
 
 
@@ -142,6 +261,18 @@ class Deadlock(FlowchanError):
     """Every worker of a run waited for a channel, and no item was in flight, so the run could not continue.
 
     The message names each waiting worker and its channel.
+
+    Example:
+        >>> from flowchan import Deadlock, Graph, In, RunError
+        >>> def one_after_the_other(first: In[int], second: In[int]) -> None:
+        ...     list(first), list(second)
+        >>> graph = Graph()
+        >>> graph.stage(one_after_the_other, *graph.source(range(1000)).tee(2))
+        >>> try:
+        ...     graph.run()
+        ... except RunError as error:
+        ...     print(type(error.exceptions[0].__cause__).__name__)
+        Deadlock
     """
 
 
@@ -165,6 +296,13 @@ class Problem:
         stage: Name of the stage; empty if the problem concerns the whole graph.
         where: Source line of the declaration.
         message: Description of the problem and its remedy.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> numbers = graph.source(range(3))
+        >>> [(problem.rule, problem.stage) for problem in graph.check()]
+        [('unread', 'source')]
     """
 
     rule: str
@@ -183,6 +321,16 @@ class GraphError(FlowchanError):
     Attributes:
         graph: Name of the graph.
         problems: Every :class:`Problem` that ``check`` found.
+
+    Example:
+        >>> from flowchan import Graph, GraphError
+        >>> graph = Graph()
+        >>> numbers = graph.source(range(3))
+        >>> try:
+        ...     graph.run()
+        ... except GraphError as error:
+        ...     print(error.problems[0].rule)
+        unread
     """
 
     def __init__(self, graph: str, problems: Sequence[Problem]) -> None:
@@ -205,6 +353,17 @@ class StageError(FlowchanError):
         stage: Name of the stage.
         worker: Name of the worker.
         item: Text of the item that the worker processed, or ``None`` if there was none.
+
+    Example:
+        >>> from flowchan import Graph, RunError
+        >>> graph = Graph()
+        >>> graph.source(["1", "x"]).sink(int)
+        >>> try:
+        ...     graph.run()
+        ... except RunError as error:
+        ...     failure = error.exceptions[0]
+        >>> failure.stage, failure.item, type(failure.__cause__).__name__
+        ('int', "'x'", 'ValueError')
     """
 
     def __init__(self, message: str, *, stage: str, worker: str, item: str | None = None) -> None:
@@ -235,6 +394,20 @@ class Interrupted(KeyboardInterrupt):
         report: The run's report as text.
         signal: The number of the signal, ``signal.SIGINT`` or ``signal.SIGTERM``.
         __cause__: The :class:`RunError` of a stage that failed before the run ended.
+
+    Example:
+        >>> import signal
+        >>> from flowchan import Graph, Interrupted
+        >>> graph = Graph()
+        >>> items = graph.input()
+        >>> squares = items.map(lambda n: n * n).collect()
+        >>> try:
+        ...     with graph.start() as run:
+        ...         run[items].put(3)
+        ...         signal.raise_signal(signal.SIGINT)  # as Ctrl-C does
+        ... except Interrupted as error:
+        ...     print(error.results[squares])
+        [9]
     """
 
     def __init__(
@@ -249,17 +422,28 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def results(self) -> Mapping[Any, Any]:
-        """Results that were complete."""
+        """Return the results that were complete."""
         return self._tell(self)[0]
 
     @property
     def report(self) -> str:
-        """Report of the run."""
+        """Return the report of the run."""
         return self._tell(self)[1]
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
-    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, the first failure first."""
+    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, the first failure first.
+
+    Example:
+        >>> from flowchan import Graph, RunError
+        >>> graph = Graph()
+        >>> graph.source(["1", "x"]).sink(int)
+        >>> try:
+        ...     graph.run()
+        ... except RunError as error:
+        ...     print(error.exceptions[0].stage)
+        int
+    """
 
     if TYPE_CHECKING:  # Python declares that a group may hold other exceptions.
 
@@ -268,5 +452,12 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
             """One :class:`StageError` per failure, the first failure first."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
-        """Return a run error with the same message and other failures, for ``except*``."""
+        """Return a run error with the same message and other failures, for ``except*``.
+
+        Args:
+            excs: The failures of the new error.
+
+        Returns:
+            The new error.
+        """
         return RunError(self.message, excs)

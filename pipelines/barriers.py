@@ -28,7 +28,7 @@ from flowchan.pipelines.shared_dict import SharedDict
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _Generation:
     """Channels at which the parties of a barrier meet until it is broken."""
 
     arrivals: Channel[None]
@@ -36,7 +36,7 @@ class _Room:
     """Used in turns, so an early thread of the next meeting cannot leave through the gate of this one."""
 
     @classmethod
-    def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Room:
+    def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
@@ -68,8 +68,11 @@ class Barrier:
         ValueError: ``parties`` is less than 1, or ``across`` is unknown.
 
     Example:
-        barrier = Barrier(4)
-        workers = map(4, train, barrier, on="process")  # each calls barrier.wait()
+        >>> from flowchan.pipelines import Barrier, map
+        >>> def work(barrier, worker):
+        ...     return barrier.wait(timeout=60)
+        >>> sorted(map(3, work, Barrier(3), on="process").join())
+        [0, 1, 2]
     """
 
     @refuses_misspelt("Barrier")
@@ -81,8 +84,8 @@ class Barrier:
         if action is not None and not callable(action):
             raise TypeError(f"Barrier: action must be callable or None, got {action!r}")
         self._action = action
-        self._room = _Room.of(parties, functools.partial(Channel, across=across))
-        self._rooms: SharedDict[str, _Room] = SharedDict({"now": self._room}, across=across)
+        self._generation = _Generation.of(parties, functools.partial(Channel, across=across))
+        self._generations: SharedDict[str, _Generation] = SharedDict({"now": self._generation}, across=across)
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until all parties have arrived.
@@ -94,64 +97,82 @@ class Barrier:
             The order of arrival of this thread, from 0 to ``parties - 1``.
 
         Raises:
-            BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was broken or
-                reset. All waiting threads raise it, and all later ones until :meth:`reset`.
+            threading.BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was
+                broken or reset. All waiting threads raise it, and all later ones until :meth:`reset`.
         """
-        room = self._room
+        generation = self._generation
         try:
-            with self._rooms.lock:
-                room = self._now()
-                meeting, index = divmod(room.arrive(), self.parties)
-                gate = room.gates[meeting % 2]
+            with self._generations.lock:
+                generation = self._now()
+                meeting, index = divmod(generation.arrive(), self.parties)
+                gate = generation.gates[meeting % 2]
                 if index == 0:
                     _clear(gate)
                 if index == self.parties - 1:
-                    self._release_all(room, gate)
+                    self._release_all(generation, gate)
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            room.abort()  # the thread that broke it may have died before it finished
+            generation.abort()  # the thread that broke it may have died before it finished
             raise threading.BrokenBarrierError from error
         return index
 
-    def _now(self) -> _Room:
+    def _now(self) -> _Generation:
         """Return the current room: the known one, or its successor if it was broken."""
-        if self._room.arrivals.broken:
+        if self._generation.arrivals.broken:
             with contextlib.suppress(Broken):  # the creator of the barrier is gone, so it stays broken
-                self._room = self._rooms["now"]
-        return self._room
+                self._generation = self._generations["now"]
+        return self._generation
 
-    def _release_all(self, room: _Room, gate: Channel[None]) -> None:
+    def _release_all(self, generation: _Generation, gate: Channel[None]) -> None:
         if self._action is not None:
             try:
                 self._action()
             except BaseException:
-                room.abort()
+                generation.abort()
                 raise
         gate.put_many([None] * (self.parties - 1))
 
     def reset(self) -> None:
-        """Make a broken barrier usable again. Waiting threads get ``threading.BrokenBarrierError``."""
-        with self._rooms.lock:
+        """Make a broken barrier usable again.
+
+        Waiting threads get ``threading.BrokenBarrierError``.
+
+        Example:
+            >>> from flowchan.pipelines import Barrier
+            >>> barrier = Barrier(1)
+            >>> barrier.abort()
+            >>> barrier.reset()
+            >>> barrier.wait()
+            0
+        """
+        with self._generations.lock:
             self._now().abort()
-            self._room = _Room.of(self.parties, self._rooms._another)
-            self._rooms["now"] = self._room
+            self._generation = _Generation.of(self.parties, self._generations._another)
+            self._generations["now"] = self._generation
 
     def abort(self) -> None:
-        """Break the barrier. Waiting threads, and later ones until :meth:`reset`, get the error.
+        """Break the barrier.
 
-        The error is ``threading.BrokenBarrierError``.
+        Waiting threads get ``threading.BrokenBarrierError``, and later ones too, until :meth:`reset`.
+
+        Example:
+            >>> from flowchan.pipelines import Barrier
+            >>> barrier = Barrier(2)
+            >>> barrier.abort()
+            >>> barrier.broken
+            True
         """
         self._now().abort()
 
     @property
     def broken(self) -> bool:
-        """True if the barrier is broken."""
+        """Return True if the barrier is broken."""
         return bool(self._now().arrivals.broken)
 
     @property
     def n_waiting(self) -> int:
-        """Number of threads that wait now."""
+        """Return the number of threads that wait now."""
         arrivals = self._now().arrivals
         return 0 if arrivals.broken else arrivals.stats().items_in % self.parties
 
@@ -181,9 +202,12 @@ class Event:
         ValueError: ``across`` is unknown.
 
     Example:
-        ready = Event()
-        workers = map(4, work, ready, on="process")  # each calls ready.wait()
-        ready.set()
+        >>> from flowchan.pipelines import Event, map
+        >>> ready = Event()
+        >>> workers = map(2, lambda ready, worker: ready.wait(timeout=60), ready, on="process")
+        >>> ready.set()
+        >>> workers.join()
+        [True, True]
     """
 
     @refuses_misspelt("Event")
@@ -197,11 +221,27 @@ class Event:
         return bool(self._gates["now"].closed)
 
     def set(self) -> None:
-        """Set the event: all waiting threads continue, and later ones do not wait until :meth:`clear`."""
+        """Set the event.
+
+        All waiting threads continue, and later ones do not wait until :meth:`clear`.
+
+        Example:
+            >>> from flowchan.pipelines import Event
+            >>> event = Event()
+            >>> event.set()
+            >>> event.is_set()
+            True
+            >>> event.clear()
+            >>> event.is_set()
+            False
+        """
         self._gates["now"].close()
 
     def clear(self) -> None:
-        """Clear the event: later threads wait for the next :meth:`set`."""
+        """Clear the event.
+
+        Later threads wait for the next :meth:`set`.
+        """
         with self._gates.lock:
             if self.is_set():
                 self._gates["now"] = self._gates._another(1)
@@ -221,7 +261,7 @@ class Event:
             return True
         except Empty:
             return False
-        raise AssertionError("Event: its gate holds an item, but gates of events must stay empty")
+        raise AssertionError("Event: its channel holds an item, but it must stay empty")
 
     def __repr__(self) -> str:
         return f"<Event {'set' if self.is_set() else 'not set'}>"
@@ -242,9 +282,18 @@ class Condition(Held):
         ValueError: ``across`` is unknown, or differs from that of ``lock``.
 
     Example:
-        changed = Condition()
-        with changed:
-            changed.wait_for(lambda: state["ready"])
+        >>> from flowchan.pipelines import Condition, SharedDict, map
+        >>> def consume(changed, state, worker):
+        ...     with changed:
+        ...         changed.wait_for(lambda: state["ready"], timeout=60)
+        ...         return state["ready"]
+        >>> changed, state = Condition(), SharedDict({"ready": False})
+        >>> workers = map(2, consume, changed, state, on="process")
+        >>> with changed:
+        ...     state["ready"] = True
+        ...     changed.notify_all()
+        >>> workers.join()
+        [True, True]
     """
 
     @refuses_misspelt("Condition")
@@ -299,6 +348,13 @@ class Condition(Held):
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
+
+        Example:
+            >>> from flowchan.pipelines import Condition
+            >>> changed = Condition()
+            >>> with changed:
+            ...     changed.wait(timeout=0.01)
+            False
         """
         self._check("wait")
         ticket, gate = secrets.randbits(62), self._waiting._another(1)
@@ -330,10 +386,10 @@ class Condition(Held):
         """
         until = None if timeout is None else time.monotonic() + timeout
         while not (found := predicate()):
-            left = None if until is None else until - time.monotonic()
-            if left is not None and left <= 0:
+            remaining = None if until is None else until - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 break
-            self.wait(left)
+            self.wait(remaining)
         return found
 
     def notify(self, n: int = 1) -> None:
@@ -344,6 +400,14 @@ class Condition(Held):
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
+
+        Example:
+            >>> from flowchan.pipelines import Condition
+            >>> changed = Condition()
+            >>> changed.acquire()
+            True
+            >>> changed.notify()
+            >>> changed.release()
         """
         self._check("notify")
         for ticket in self._waiting:

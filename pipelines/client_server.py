@@ -31,6 +31,15 @@ class Traffic:
         received: Bytes received by the caller's side.
         breaks: Number of times that the connection broke and was restored.
         round_trip: Round-trip time in seconds.
+
+    Example:
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret) as client:
+        ...     client.send("hello")
+        ...     message, sender = server.recv_any()
+        ...     traffic = client.stats()
+        >>> traffic.sent > 0, traffic.breaks
+        (True, 0)
     """
 
     sent: int
@@ -45,14 +54,14 @@ class _End:
     ``id`` is the number of the client, from 1 in order of arrival, and ``tag`` its label.
     """
 
-    def __init__(self, who: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
+    def __init__(self, kind: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
         self.id, self.tag = id, tag
-        self._who = who
+        self._kind = kind
         self._inbox, self._outbox, self._link = inbox, outbox, link
         self._unread: collections.deque[Any] = collections.deque()
 
     def __repr__(self) -> str:
-        return f"<{self._who} {self.id}, tag {self.tag!r}>"
+        return f"<{self._kind} {self.id}, tag {self.tag!r}>"
 
     def send(self, message: Any, timeout: float | None = None) -> None:
         """Send a message.
@@ -65,6 +74,13 @@ class _End:
             Closed: The peer has left.
             Broken: The peer has died.
             Full: ``timeout`` expired.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.send("hello")
+            ...     server.recv_any()[0]
+            'hello'
         """
         self._outbox.put(message, timeout)
 
@@ -84,6 +100,13 @@ class _End:
             Broken: The peer has died.
             Empty: ``timeout`` expired.
             ValueError: ``into`` does not fit. The message stays the next one.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)[0].send("hello")
+            ...     client.recv(timeout=60)
+            'hello'
         """
         message = self._unread.popleft() if self._unread else self._inbox.get(timeout)
         if into is None:
@@ -96,16 +119,59 @@ class _End:
         return into
 
     def recv_nowait(self) -> Any:
-        """Return the next message if there is one, else raise ``Empty``."""
+        """Return the next message if there is one now.
+
+        Returns:
+            The message.
+
+        Raises:
+            Empty: No message has arrived.
+            Drained: The peer has closed its end, and all its messages are read.
+            Broken: The peer has died.
+
+        Example:
+            >>> from flowchan import Empty
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     try:
+            ...         client.recv_nowait()
+            ...     except Empty:
+            ...         print("nothing yet")
+            nothing yet
+        """
         return self._unread.popleft() if self._unread else self._inbox.get_nowait()
 
     def stats(self) -> Traffic:
-        """Return the statistics of the connection so far."""
+        """Return the statistics of the connection so far.
+
+        Returns:
+            The bytes, the breaks and the round-trip time.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.stats().breaks
+            0
+        """
         state = self._link.state()
         return Traffic(state["bytes_out"], state["bytes_in"], state["breaks"], state["round_trip"])
 
     def close(self) -> None:
-        """Close this end: the peer reads the messages sent so far, and then gets the end."""
+        """Close this end.
+
+        The peer reads the messages sent so far, and then gets the end.
+
+        Example:
+            >>> from flowchan import Drained
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)[0].close()
+            ...     try:
+            ...         client.recv()
+            ...     except Drained:
+            ...         print("no more messages")
+            no more messages
+        """
         self._outbox.close()
         self._inbox.close()
 
@@ -130,9 +196,14 @@ class Client(_End):
         HostError: No server with this secret answered within ``timeout`` seconds.
 
     Example:
-        with Client(address, secret, tag="trainer") as client:
-            client.send(gradients)
-            weights = client.recv()
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server:
+        ...     with Client(server.address, server.secret, tag="trainer") as client:
+        ...         client.send({"loss": 0.5})
+        ...         message, sender = server.recv_any()
+        ...         sender.send("go on")
+        ...         print(message, client.recv())
+        {'loss': 0.5} go on
     """
 
     @refuses_misspelt("Client")
@@ -145,7 +216,21 @@ class Client(_End):
 
 
 class ServedClient(_End):
-    """Client as seen by its server, which may change its ``tag``."""
+    """Client as its server sees it.
+
+    The server may change its ``tag``.
+
+    Attributes:
+        id: Number of the client, from 1 in order of arrival.
+        tag: Label of the client.
+
+    Example:
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret, tag="trainer"):
+        ...     (served,) = server.clients(1)
+        ...     served.id, served.tag
+        (1, 'trainer')
+    """
 
     def __init__(self, member: JoinedClient) -> None:
         super().__init__("client", member.id, member.tag, member.inbox, member.outbox, member.link)
@@ -167,10 +252,13 @@ class Server:
         ValueError: ``secret`` is too short.
 
     Example:
-        with Server("0.0.0.0:0") as server:
-            print(server.address, server.secret.hex())
-            message, client = server.recv_any()
-            client.send(reply(message))
+        >>> from flowchan.pipelines import Client, Server
+        >>> with Server() as server, Client(server.address, server.secret) as client:
+        ...     client.send("hello")
+        ...     message, sender = server.recv_any()
+        ...     sender.send(message.upper())
+        ...     client.recv()
+        'HELLO'
     """
 
     @refuses_misspelt("Server")
@@ -181,7 +269,7 @@ class Server:
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
         # one channel per waiting call, which receives an item for each new client
-        self._news: list[Channel[None]] = []
+        self._wakeups: list[Channel[None]] = []
         self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
 
@@ -191,10 +279,10 @@ class Server:
     def _add_client(self, member: JoinedClient) -> None:
         with self._lock:
             self._all.append(ServedClient(member))
-            told = list(self._news)
-        for news in told:
+            waiting = list(self._wakeups)
+        for wakeup in waiting:
             with contextlib.suppress(Exception):  # the channel has an item already
-                news.put_nowait(None)
+                wakeup.put_nowait(None)
 
     def clients(
         self, count: int | None = None, *, tag: str | None = None, timeout: float = LATE
@@ -206,11 +294,20 @@ class Server:
             tag: Return only clients with this tag (default: all).
             timeout: Maximum seconds to wait for ``count`` clients (default: 300).
 
+        Returns:
+            The clients.
+
         Raises:
             Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret, tag="trainer"):
+            ...     [client.tag for client in server.clients(1, timeout=60)]
+            ['trainer']
         """
         give_up = time.monotonic() + timeout
-        with self._subscription() as news:
+        with self._subscription() as wakeup:
             while True:
                 with self._lock:
                     self._all = [client for client in self._all if not client._has_left()]
@@ -218,7 +315,7 @@ class Server:
                 if count is None or len(found) >= count:
                     return found
                 try:
-                    news.get(max(0.0, give_up - time.monotonic()))
+                    wakeup.get(max(0.0, give_up - time.monotonic()))
                 except Empty:
                     raise Empty(
                         f"{self!r} has {len(found)} of {count} clients{'' if tag is None else f' {tag!r}'} "
@@ -227,14 +324,14 @@ class Server:
 
     @contextlib.contextmanager
     def _subscription(self) -> Any:
-        news: Channel[None] = Channel(1)
+        wakeup: Channel[None] = Channel(1)
         with self._lock:
-            self._news.append(news)
+            self._wakeups.append(wakeup)
         try:
-            yield news
+            yield wakeup
         finally:
             with self._lock:
-                self._news.remove(news)
+                self._wakeups.remove(wakeup)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
         """Receive the next message of any client, chosen fairly.
@@ -251,9 +348,17 @@ class Server:
         Raises:
             Broken: A client has died; raised once for each.
             Empty: No message came within ``timeout`` seconds.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     client.send("hello")
+            ...     message, sender = server.recv_any(timeout=60)
+            >>> message
+            'hello'
         """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
-        with self._subscription() as news:
+        with self._subscription() as wakeup:
             while True:
                 clients = self.clients(tag=tag)
                 for client in clients:
@@ -262,13 +367,13 @@ class Server:
                 inboxes = [client._inbox for client in clients]
                 left = None if give_up == math.inf else max(0.0, give_up - time.monotonic())
                 try:
-                    done = select([*inboxes, news], timeout=left)
+                    done = select([*inboxes, wakeup], timeout=left)
                 except NothingReady:
                     raise Empty(f"{self!r}: no message within {timeout:g} s") from None
                 except Broken as error:
                     self._raise_for_dead_client(clients, error)
                     continue
-                if done.channel is not news:
+                if done.channel is not wakeup:
                     return done.item, clients[inboxes.index(done.channel)]
 
     def _raise_for_dead_client(self, clients: list[ServedClient], error: Broken) -> None:
@@ -289,6 +394,14 @@ class Server:
 
         Returns:
             The number of clients that the message was sent to.
+
+        Example:
+            >>> from flowchan.pipelines import Client, Server
+            >>> with Server() as server, Client(server.address, server.secret) as client:
+            ...     server.clients(1)
+            ...     server.broadcast("stop"), client.recv()
+            [<client 1, tag ''>]
+            (1, 'stop')
         """
         once, count = sealed_once(message), 0
         for client in self.clients(tag=tag):
@@ -298,7 +411,17 @@ class Server:
         return count
 
     def stats(self) -> Traffic:
-        """Return the sum of the statistics of all connected clients; ``round_trip`` is the longest."""
+        """Return the sum of the statistics of all connected clients.
+
+        Returns:
+            The sums; ``round_trip`` is the longest.
+
+        Example:
+            >>> from flowchan.pipelines import Server
+            >>> with Server() as server:
+            ...     server.stats()
+            Traffic(sent=0, received=0, breaks=0, round_trip=0.0)
+        """
         links = {id(client._link): client.stats() for client in self.clients()}.values()
         return Traffic(
             sum(one.sent for one in links),
@@ -308,10 +431,17 @@ class Server:
         )
 
     def close(self, timeout: float = 10.0) -> None:
-        """Close the server: no client can join, and each client gets the end after its messages.
+        """Close the server.
+
+        No client can join any more, and each client gets the end after its messages.
 
         Args:
             timeout: Maximum seconds to wait until all clients have read their messages (default: 10).
+
+        Example:
+            >>> from flowchan.pipelines import Server
+            >>> server = Server()
+            >>> server.close()
         """
         for client in self.clients():
             client.close()
@@ -336,11 +466,11 @@ def _fill(into: Any, message: Any) -> None:
         raise ValueError(
             f"recv: into must be a {type(message).__name__} like the message, got {type(into).__name__}"
         )
-    ours, theirs = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
-    if ours != theirs:
+    expected, received = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
+    if expected != received:
         raise ValueError(
-            f"recv: into must have type {theirs[0]} and shape {theirs[1]} like the message, "
-            f"got {ours[0]} {ours[1]}"
+            f"recv: into must have type {received[0]} and shape {received[1]} like the message, "
+            f"got {expected[0]} {expected[1]}"
         )
     if hasattr(into, "copy_"):
         with torch.no_grad():  # type: ignore[union-attr]

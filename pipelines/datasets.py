@@ -22,6 +22,21 @@ class Dataset(IterableDataset[T_co]):
 
     In a ``with`` block of the dataset, worker processes last from one epoch to the next. Then only one
     iteration can run at a time, so ``zip(data, data)`` needs a dataset without a block.
+
+    Args:
+        stream: Stream of a graph. The dataset is its reader.
+        seed: Seed of the workers' random numbers, as for :func:`dataset`.
+        pin_memory: Whether to copy tensors into page-locked memory.
+
+    Raises:
+        TypeError: ``stream`` is not a stream of a graph, or ``seed`` is not an int.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> from flowchan.pipelines import dataset
+        >>> data = dataset(Graph().source(range(3)))
+        >>> list(data), data.epoch
+        ([0, 1, 2], 1)
     """
 
     def __init__(self, stream: Stream[T_co], *, seed: int | None = None, pin_memory: bool = False) -> None:
@@ -40,7 +55,9 @@ class Dataset(IterableDataset[T_co]):
 
     def __enter__(self) -> Self:
         if self._pool is not None:
-            raise RuntimeError("dataset: the with block must not be nested; leave the first block before")
+            raise RuntimeError(
+                "dataset: with blocks must not be nested; leave the first block before the second"
+            )
         self._pool = self._graph.pool().__enter__()
         return self
 
@@ -54,8 +71,8 @@ class Dataset(IterableDataset[T_co]):
     def __iter__(self) -> Iterator[T_co]:
         if get_worker_info() is not None:
             raise RuntimeError(
-                "dataset: each worker of a DataLoader would run the whole graph; use num_workers=0, because "
-                "the graph has its own workers: map(function, on='process', workers=n)"
+                "dataset: each worker of a DataLoader would run the whole graph; use num_workers=0, "
+                "and give the graph workers: map(function, on='process', workers=n)"
             )
         seed, self.epoch = self._seed_of(self.epoch), self.epoch + 1
         with (self._pool or self._graph).start(seed=seed) as run:
@@ -91,11 +108,19 @@ def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = Fa
     The loop raises ``RunError`` if a stage fails.
 
     Example:
-        batches = graph.source(paths).map(load, on="process", workers=4).batch(32).map(stack)
-        with dataset(batches, seed=0) as data:
-            for epoch in range(10):
-                for batch in data:
-                    step(batch)
+        >>> import torch
+        >>> from flowchan import Graph
+        >>> from flowchan.pipelines import dataset
+        >>> graph = Graph()
+        >>> batches = graph.source(range(4)).map(float, on="process").batch(2).map(torch.tensor)
+        >>> with dataset(batches, seed=0) as data:
+        ...     for epoch in range(2):
+        ...         for batch in data:
+        ...             print(epoch, batch)
+        0 tensor([0., 1.])
+        0 tensor([2., 3.])
+        1 tensor([0., 1.])
+        1 tensor([2., 3.])
     """
     return Dataset(stream, seed=seed, pin_memory=pin_memory)
 

@@ -31,8 +31,14 @@ class Lock(Held, Shared):
         ValueError: ``across`` is unknown.
 
     Example:
-        lock = Lock()
-        workers = map(4, update, lock, on="process")  # each uses `with lock:`
+        >>> from flowchan.pipelines import Lock, SharedDict, map
+        >>> def work(lock, counts, worker):
+        ...     with lock:
+        ...         counts["n"] += 1
+        >>> counts = SharedDict({"n": 0})
+        >>> results = map(4, work, Lock(), counts, on="process").join()
+        >>> counts["n"]
+        4
     """
 
     @refuses_misspelt("Lock")
@@ -59,6 +65,15 @@ class Lock(Held, Shared):
 
         Returns:
             True if this thread holds the lock now.
+
+        Example:
+            >>> from flowchan.pipelines import Lock
+            >>> lock = Lock()
+            >>> lock.acquire(timeout=1), lock.locked()
+            (True, True)
+            >>> lock.release()
+            >>> lock.locked()
+            False
         """
         began = time.monotonic()
         if not self._turn.acquire(blocking, timeout):
@@ -92,7 +107,7 @@ class Lock(Held, Shared):
             RuntimeError: The calling thread does not hold the lock.
         """
         if not self._is_owned():
-            raise RuntimeError("this thread does not hold the lock")
+            raise RuntimeError("release: this thread does not hold the lock")
         self._depth -= 1
         if self._depth == 0 and self._token is not None:
             token, self._token, self._holder = self._token, None, None
@@ -139,8 +154,12 @@ class Semaphore(Held, Shared):
         ValueError: ``value`` is less than 1, or ``across`` is unknown.
 
     Example:
-        downloads = Semaphore(3)
-        workers = map(8, fetch, downloads, on="process")  # each uses `with downloads:`
+        >>> from flowchan.pipelines import Semaphore, map
+        >>> def fetch(downloads, worker):
+        ...     with downloads:  # at most two workers at a time
+        ...         return worker
+        >>> map(4, fetch, Semaphore(2), on="process").join()
+        [1, 2, 3, 4]
     """
 
     @refuses_misspelt("Semaphore")
@@ -164,6 +183,13 @@ class Semaphore(Held, Shared):
 
         Returns:
             True if the permit was acquired.
+
+        Example:
+            >>> from flowchan.pipelines import Semaphore
+            >>> permits = Semaphore(1)
+            >>> permits.acquire(), permits.acquire(timeout=0.01)
+            (True, False)
+            >>> permits.release()
         """
         permit = self.channels[0].reader()
         try:

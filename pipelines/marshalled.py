@@ -18,6 +18,16 @@ class Marshalled(Generic[T]):
     """Handle of a serialised object, returned by :func:`marshal`.
 
     It can be an argument of a process and an item of a channel.
+
+    Args:
+        obj: Object to serialise.
+
+    Example:
+        >>> from flowchan.pipelines import marshal
+        >>> table = marshal({"a": 1})
+        >>> table.read()
+        {'a': 1}
+        >>> table.close()
     """
 
     def __init__(self, obj: T) -> None:
@@ -26,7 +36,12 @@ class Marshalled(Generic[T]):
         self._channel.close()
 
     def read(self) -> T:
-        """Return a new copy of the object. Readers take turns.
+        """Return a new copy of the object.
+
+        Readers take turns.
+
+        Returns:
+            The copy.
 
         Raises:
             Closed: The handle was closed.
@@ -39,7 +54,10 @@ class Marshalled(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Free the memory in all processes. Later reads raise ``Closed``; further calls have no effect."""
+        """Free the memory in all processes.
+
+        Later reads raise ``Closed``. Further calls have no effect.
+        """
         try:
             self._channel.get()
         except Drained:
@@ -62,7 +80,9 @@ def marshal(obj: T) -> Marshalled[T]:
         TypeError: A part of ``obj`` cannot be serialised; the message names it.
 
     Example:
-        table = marshal(load_table())
-        workers = map(4, lookup, table, on="process")  # each calls table.read()
+        >>> from flowchan.pipelines import map, marshal
+        >>> table = marshal({1: "a", 2: "b"})
+        >>> map(2, lambda table, worker: table.read()[worker], table, on="process").join()
+        ['a', 'b']
     """
     return Marshalled(obj)

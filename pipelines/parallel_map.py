@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
 from flowchan.declare.placements import PlacementOption
-from flowchan.items.arguments import refuses_misspelt
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.user_calls import call, name_of, reason
 
 
 class Workers:
-    """Handle of the workers that :func:`map` starts.
+    """Handle of running workers, returned by :func:`map`.
 
     Workers that are not joined continue. The end of the program ends them.
+
+    Args:
+        n: Number of workers.
+        fn: Function that each worker calls.
+        args: Arguments of all workers.
+        on: Placement of the workers.
+
+    Example:
+        >>> from flowchan.pipelines import map
+        >>> workers = map(2, lambda worker: worker * worker)
+        >>> workers.join()
+        [1, 4]
+        >>> workers.check_errors()
     """
 
     def __init__(self, n: int, fn: Callable[..., Any], args: tuple[Any, ...], on: PlacementOption) -> None:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed[Any]] = Channel(
-            max(1, n)
-        )  # an item leaves with the call that raises it
+        self._failures: Channel[Failed[Any]] = Channel(n)  # an item leaves with the call that raises it
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # A worker that dies ends its call. A replacement might repeat side effects of the call.
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
+        graph._address(frozenset({"items"}))  # so no worker takes the call of another
         done.errors.sink(self._failures.put, name="failures")
         # Not a method: if the run referred to its handle, their memory would wait for the garbage collector.
         done.sink(functools.partial(_keep, self._results), name="results")
@@ -82,8 +94,9 @@ class Workers:
         return found
 
 
-def _numbers(n: int) -> range:
-    return range(1, n + 1)
+def _numbers(n: int) -> Iterator[Any]:
+    """Address the number of each worker to that worker."""
+    return ((number, number) for number in range(1, n + 1))
 
 
 def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
@@ -98,7 +111,7 @@ class _Call:
         self.fn = fn
         self.args = args
 
-    def __call__(self, worker: int) -> tuple[int, Any]:
+    def __call__(self, worker: Any) -> tuple[int, Any]:
         return worker, call(self.fn, *self.args, worker)
 
 
@@ -127,8 +140,11 @@ def map(  # noqa: A001
         GraphError: An argument cannot be sent to a process.
 
     Example:
-        print(map(4, lambda base, worker: base + worker, 10).join())  # [11, 12, 13, 14]
+        >>> from flowchan.pipelines import map
+        >>> map(4, lambda base, worker: base + worker, 10).join()
+        [11, 12, 13, 14]
     """
     if not callable(fn):
         raise TypeError(f"map: fn must be callable, got {fn!r}")
+    whole("map", "n", n, 1)
     return Workers(n, fn, args, on)

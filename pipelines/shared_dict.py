@@ -37,8 +37,13 @@ class SharedDict(Shared, MutableMapping[K, V]):
         ValueError: ``across`` is unknown.
 
     Example:
-        counts = SharedDict({"done": 0})
-        workers = map(4, work, counts, on="process")  # each calls counts.increment("done")
+        >>> from flowchan.pipelines import SharedDict, map
+        >>> def work(counts, worker):
+        ...     counts.increment("done")
+        >>> counts = SharedDict({"done": 0})
+        >>> results = map(4, work, counts, on="process").join()
+        >>> counts.copy()
+        {'done': 4}
     """
 
     @refuses_misspelt("SharedDict")
@@ -104,6 +109,13 @@ class SharedDict(Shared, MutableMapping[K, V]):
         Args:
             *args: A mapping or an iterable of pairs.
             **kwargs: Items with string keys.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> ages = SharedDict()
+            >>> ages.update({"Ada": 36}, Alan=41)
+            >>> ages["Ada"], ages["Alan"]
+            (36, 41)
         """
         packed = {key: _packed(value) for key, value in dict(*args, **kwargs).items()}
         self._change(lambda items: items.update(packed))
@@ -117,6 +129,15 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
         Returns:
             The new value.
+
+        Raises:
+            TypeError: The value of the key is not a number.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> counts = SharedDict()
+            >>> counts.increment("done"), counts.increment("done", by=2)
+            (1, 3)
         """
         found: list[Any] = []
 
@@ -128,7 +149,15 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found[0]
 
     def clear(self) -> None:
-        """Remove all items."""
+        """Remove all items.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> ages = SharedDict({"Ada": 36})
+            >>> ages.clear()
+            >>> len(ages)
+            0
+        """
         self._change(lambda items: items.clear())
 
     def pop(self, *args: Any) -> Any:
@@ -137,8 +166,17 @@ class SharedDict(Shared, MutableMapping[K, V]):
         Args:
             *args: Key, and optionally the value to return for a missing key.
 
+        Returns:
+            The value of the key, or the default.
+
         Raises:
             KeyError: The key is missing, and no default is given.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> ages = SharedDict({"Ada": 36})
+            >>> ages.pop("Ada"), ages.pop("Alan", None)
+            (36, None)
         """
         with self.lock:
             return super().pop(*args)
@@ -146,8 +184,16 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def popitem(self) -> tuple[K, V]:
         """Remove and return one item, like ``dict.popitem``, in no particular order.
 
+        Returns:
+            The key and its value.
+
         Raises:
             KeyError: The dictionary is empty.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> SharedDict({"Ada": 36}).popitem()
+            ('Ada', 36)
         """
         with self.lock:
             return super().popitem()
@@ -157,6 +203,15 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
         Args:
             *args: Key, and the value for a missing key (default: None).
+
+        Returns:
+            The value of the key.
+
+        Example:
+            >>> from flowchan.pipelines import SharedDict
+            >>> ages = SharedDict({"Ada": 36})
+            >>> ages.setdefault("Ada", 0), ages.setdefault("Alan", 41)
+            (36, 41)
         """
         with self.lock:
             return super().setdefault(*args)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.items.worker_globals import shared_globals
 from flowchan.pipelines.user_calls import call, name_of, reason
 from flowchan.run.policy.failures import Retires
 
@@ -61,9 +62,11 @@ class TaskPool(Executor):
         ValueError: An argument is out of range, or ``max_tasks_per_child`` is given for threads.
 
     Example:
-        with TaskPool(4, on="process") as pool:
-            future = pool.submit(pow, 2, 100)
-            print(future.result())
+        >>> from flowchan.pipelines import TaskPool
+        >>> with TaskPool(2, on="process") as pool:
+        ...     future = pool.submit(pow, 2, 10)
+        ...     future.result(), list(pool.map(abs, [-1, -2]))
+        (1024, [1, 2])
     """
 
     @refuses_misspelt("TaskPool")
@@ -77,33 +80,34 @@ class TaskPool(Executor):
         max_tasks_per_child: int | None = None,
     ) -> None:
         self._place = placement_argument("TaskPool", on)
-        workers = _usual_workers(self._place) if workers is None else workers
+        workers = _usual_workers(self._place) if workers is None else whole("TaskPool", "workers", workers, 1)
         if initializer is not None and not callable(initializer):
             raise TypeError(f"TaskPool: initializer must be callable or None, got {initializer!r}")
         if max_tasks_per_child is not None:
             whole("TaskPool", "max_tasks_per_child", max_tasks_per_child, 1)
-            if not self._place.apart:
+            if not self._place.own_process:
                 raise ValueError(
-                    "TaskPool: max_tasks_per_child needs worker processes, got on='thread'; use on='process'"
+                    "TaskPool: max_tasks_per_child must be None with on='thread', got "
+                    f"{max_tasks_per_child!r}; use on='process'"
                 )
         ready = _Ready(initializer, tuple(initargs))
         self._tasks: dict[int, _Task] = {}
         self._numbers = itertools.count(1)
         self._is_shut = False
-        self._book = book = _Book(self._tasks, ready)
+        self._calls = calls = _CallTable(self._tasks, ready)
         graph = Graph(name)
         numbers = graph.input("submitted", capacity=WAITING)
-        if not self._place.apart:
-            numbers.sink(book.work, name="call", workers=workers)
+        if not self._place.own_process:
+            numbers.sink(calls.work, name="call", workers=workers)
         else:
-            begun = numbers.flat_map(book.begin, name="begin", capacity=1)
+            begun = numbers.flat_map(calls.begin, name="begin", capacity=1)
             done = begun.map(
                 _Called(ready, max_tasks_per_child), name="call", on=on, workers=workers,
                 ordered=False, max_deaths=1, restarts=10**9,
             )  # fmt: skip
-            begun.errors.sink(book.fail, name="not sent")
-            done.errors.sink(book.fail, name="failures")
-            done.sink(book.finish, name="results")
+            begun.errors.sink(calls.fail, name="not sent")
+            done.errors.sink(calls.fail, name="failures")
+            done.sink(calls.finish, name="results")
         run = graph.start()
         self._submitted = run[numbers]
         self._watcher = threading.Thread(
@@ -126,7 +130,7 @@ class TaskPool(Executor):
         Raises:
             TypeError: ``fn`` cannot be called.
             RuntimeError: The pool is closed.
-            BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
+            concurrent.futures.BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
         """
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -141,8 +145,8 @@ class TaskPool(Executor):
     ) -> None:
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, got {fn!r}")
-        if self._book.broken is not None:
-            raise _broken(self._book.broken)
+        if self._calls.broken is not None:
+            raise _broken(self._calls.broken)
         number = next(self._numbers)
         self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
@@ -153,7 +157,7 @@ class TaskPool(Executor):
 
     def _refuse(self, error: Exception) -> NoReturn:
         if self._is_shut and not isinstance(error, Broken):
-            raise RuntimeError("cannot schedule new futures after shutdown") from error
+            raise RuntimeError("cannot schedule new futures after shutdown") from None
         raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (
             error.__cause__ or error
         )
@@ -183,17 +187,27 @@ class TaskPool(Executor):
         """
         if chunksize < 1:
             raise ValueError(f"map: chunksize must be at least 1, got {chunksize!r}")
-        if not self._place.apart or chunksize == 1:
+        if not self._place.own_process or chunksize == 1:
             return super().map(fn, *iterables, timeout=timeout)
         chunks = _chunks(zip(*iterables, strict=False), chunksize)
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks. Further calls have no effect.
+        """Accept no more tasks.
+
+        Further calls have no effect.
 
         Args:
             wait: True to wait until all tasks are done (default: True).
             cancel_futures: True to cancel the tasks that have not begun (default: False).
+
+        Example:
+            >>> from flowchan.pipelines import TaskPool
+            >>> pool = TaskPool(1)
+            >>> future = pool.submit(abs, -1)
+            >>> pool.shutdown()
+            >>> future.result()
+            1
         """
         self._is_shut = True
         if cancel_futures:
@@ -204,7 +218,16 @@ class TaskPool(Executor):
             self._watcher.join()
 
     def close(self) -> None:
-        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``."""
+        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``.
+
+        Example:
+            >>> from flowchan.pipelines import TaskPool
+            >>> pool = TaskPool(1)
+            >>> future = pool.submit(abs, -1)
+            >>> pool.close()
+            >>> future.done()
+            True
+        """
         self.shutdown()
 
 
@@ -223,8 +246,11 @@ class BackgroundTask(Future[T]):
         TypeError: ``fn`` cannot be called.
 
     Example:
-        task = BackgroundTask(train, model, on="process")
-        print(task.result())
+        >>> from flowchan.pipelines import BackgroundTask
+        >>> task = BackgroundTask(pow, 2, 10, on="process")
+        >>> task.result()
+        1024
+        >>> task.close()
     """
 
     def __init__(
@@ -250,7 +276,7 @@ class _Task(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Book:
+class _CallTable:
     """Tasks of one pool by number, with the functions of its stages.
 
     It has no reference to the pool, so a pool without other references can be deleted. A task stays in the
@@ -364,7 +390,7 @@ def _usual_workers(placement: Placement) -> int:
     if placement.hosts:
         raise TypeError("TaskPool: workers must be the number of workers on all hosts, got None")
     cores = len(os.sched_getaffinity(0))
-    return cores if placement.apart else min(MOST_THREADS, cores + 4)
+    return cores if placement.own_process else min(MOST_THREADS, cores + 4)
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
@@ -375,7 +401,7 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
         pass  # the future was done before
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
-            "a callback of a future of a TaskPool asked to exit"
+            "a callback of a future of a TaskPool raised an exception that asks to exit"
         )
 
 
@@ -409,14 +435,14 @@ class _Called:
 
     def __init__(self, ready: _Ready, most: int | None) -> None:
         self._ready: _Ready | None = ready
-        self._left = most
+        self._remaining = most
 
     def __call__(self, item: tuple[int, Any]) -> tuple[int, Any]:
         number, packed = item
-        if self._left is not None:
-            if self._left == 0:
+        if self._remaining is not None:
+            if self._remaining == 0:
                 raise Retires
-            self._left -= 1
+            self._remaining -= 1
         if self._ready is not None:
             try:
                 self._ready.call()
@@ -429,11 +455,13 @@ class _Called:
 def _answer(packed: Any) -> Any:
     """Call a task in a process, including all unpacking and packing of the user's objects."""
     try:
-        fn, args, kwargs = unpack(packed)
+        with shared_globals():
+            fn, args, kwargs = unpack(packed)
     except ImportError as error:
         if host := worker().host:
             error.add_note(
-                f"raised on host {host!r}: what a task uses must be importable there, or of the main script"
+                f"raised on host {host!r}: the objects of a task must be importable there, or be "
+                "defined in the main script"
             )
         raise
     if isinstance(packed, list):
@@ -470,7 +498,7 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
         _, task = tasks.popitem()
         # Waiting threads are notified of a cancelled task.
         if task.future.running() or task.future.set_running_or_notify_cancel():
-            broken = BrokenExecutor("the pool has failed, and this task was not done")
+            broken = BrokenExecutor("the pool failed before this task was done")
             broken.__cause__ = cause
             _end(task.future.set_exception, broken)
 

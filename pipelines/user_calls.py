@@ -8,7 +8,7 @@ from typing import Any
 from flowchan.declare.callables import name_of as declared
 
 
-class AskedToExit(Exception):
+class ExitRequested(Exception):
     """The function raised a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
 
     This ends the call, but not the shared worker. ``args[0]`` is the original exception.
@@ -22,12 +22,12 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     except Exception:
         raise
     except BaseException as error:
-        raise AskedToExit(error) from error
+        raise ExitRequested(error) from error
 
 
 def reason(error: BaseException) -> BaseException:
     """Return the original exception of an error from :func:`call`."""
-    return error.args[0] if isinstance(error, AskedToExit) else error
+    return error.args[0] if isinstance(error, ExitRequested) else error
 
 
 def name_of(fn: Callable[..., Any]) -> str:

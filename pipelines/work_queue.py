@@ -40,9 +40,23 @@ A live creator needs microseconds.
 
 
 class WorkQueue:
-    """Work queue, returned by :func:`workqueue`.
+    """Questions of one owner and the answers of many workers, returned by :func:`workqueue`.
 
-    ``creator`` is True if this handle created the queue, False if it opened an existing one.
+    Attributes:
+        creator: True if this handle created the queue, False if it opened an existing one.
+
+    Example:
+        >>> from flowchan.pipelines import map, workqueue
+        >>> def answer(queue, worker):
+        ...     for question in queue:
+        ...         queue.put(question * 10)
+        >>> queue = workqueue()
+        >>> workers = map(3, answer, queue)
+        >>> queue.put_many([1, 2, 3])
+        >>> queue.drain()
+        >>> sorted([queue.get(), queue.get_nowait(), queue.get(timeout=1)])
+        [10, 20, 30]
+        >>> queue.close()
     """
 
     def __init__(self, sides: _SharedQueue, creator: bool) -> None:
@@ -54,12 +68,12 @@ class WorkQueue:
 
     @property
     def name(self) -> str | None:
-        """Name of the queue, or ``None``."""
+        """Return the name of the queue, or ``None``."""
         return self._sides.name
 
     @property
     def is_owner(self) -> bool:
-        """True if the calling thread is the owner."""
+        """Return True if the calling thread is the owner."""
         return self._sides.is_owner
 
     def put(self, item: Any, timeout: float | None = None) -> None:
@@ -109,6 +123,9 @@ class WorkQueue:
 
     def get_nowait(self) -> Any:
         """Get an item if there is one now.
+
+        Returns:
+            The answer or question.
 
         Raises:
             Empty: No item is available.
@@ -192,12 +209,12 @@ class _SharedQueue(Shared):
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
         # The queue outlives its last worker, because another may come.
-        self._stay = self.channels[0].reader()
+        self._keep_open = self.channels[0].reader()
 
     def _renew(self) -> None:
         self._worker = threading.local()
         self._kept: deque[Any] = deque()  # answers that drain received and the owner has not read yet
-        self._asked = self._received = 0
+        self._requested = self._received = 0
 
     def claim_name(self, name: str) -> bool:
         claimed = claim(name, WorkQueue(self, creator=True))
@@ -218,27 +235,27 @@ class _SharedQueue(Shared):
 
     def ask(self, item: Any, timeout: float | None) -> None:
         self.channels[0].put(item, timeout=timeout)
-        self._asked += 1
+        self._requested += 1
 
     def next_answer(self, timeout: float | None) -> Any:
         return self._kept.popleft() if self._kept else self._receive(timeout)
 
     def drain(self, timeout: float | None) -> None:
         deadline = _deadline(timeout)
-        while self._received < self._asked:
-            self._kept.append(self._receive(_left(deadline)))
+        while self._received < self._requested:
+            self._kept.append(self._receive(_remaining(deadline)))
 
     def _receive(self, timeout: float | None) -> Any:
         questions, answers = self.channels
         deadline = _deadline(timeout)
         while True:
-            left = _left(deadline)
+            remaining = _remaining(deadline)
             if questions.closed:  # the last worker may leave without a message
                 if questions.drained and len(answers) == 0:
                     answers.close()
-                left = POLL_INTERVAL_S if left is None else min(left, POLL_INTERVAL_S)
+                remaining = POLL_INTERVAL_S if remaining is None else min(remaining, POLL_INTERVAL_S)
             try:
-                item = answers.get(timeout=left)
+                item = answers.get(timeout=remaining)
             except Empty:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise
@@ -281,7 +298,7 @@ def _deadline(timeout: float | None) -> float | None:
     return None if timeout is None else time.monotonic() + timeout
 
 
-def _left(deadline: float | None) -> float | None:
+def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
@@ -317,11 +334,16 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
         TimeoutError: Another process has the name, but did not publish its queue within 10 seconds.
 
     Example:
-        queue = workqueue(capacity=8)
-        workers = map(3, answer, queue)  # each loops: for question in queue: queue.put(...)
-        queue.put_many(questions)
-        queue.close()
-        answers = list(queue)
+        >>> from flowchan.pipelines import map, workqueue
+        >>> def answer(queue, worker):
+        ...     for question in queue:
+        ...         queue.put(question * 10)
+        >>> queue = workqueue(capacity=8)
+        >>> workers = map(3, answer, queue)
+        >>> queue.put_many([1, 2, 3])
+        >>> queue.close()
+        >>> sorted(queue)
+        [10, 20, 30]
     """
     sides = _SharedQueue()
     if name is None:
@@ -345,6 +367,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
                 return WorkQueue(sides, creator=True)
             if time.monotonic() > give_up:
                 raise TimeoutError(
-                    f"workqueue: a process has the name {name!r}, but did not publish its queue in time"
+                    f"workqueue: another process claimed the name {name!r}, but did not publish its queue "
+                    "in time"
                 )
             time.sleep(0.001)

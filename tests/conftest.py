@@ -41,7 +41,7 @@ import pytest_timeout
 from support import combinations, scripts
 from support.optional_packages import LARGE, LOADED, optional
 from support.outcomes import Outcomes
-from support.peers import Apart
+from support.peers import LaunchedElsewhere
 from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
 from support.waiting import wait_until
 
@@ -54,8 +54,10 @@ LOADS = re.compile(
     re.MULTILINE,
 )
 """Lines by which a file loads a large library into the process that runs it."""
+PROGRAM = re.compile(r'"""(?:[^"\\]|"(?!"")|\\.)*"""', re.DOTALL)
+"""A string of several lines. It may be a program, whose imports happen in another process."""
 ENDING = ("thread ", "process ")
-"""What ends by itself a moment after a test has seen the last of it; descriptors and mappings have owners."""
+"""Kinds of leftovers that may end a moment after a test; descriptors and mappings have owners."""
 PORT_END_S = 5.0
 """Seconds to wait for the rings of a dropped remote channel, which end after the owner's reply."""
 PASSED = pytest.StashKey[bool]()
@@ -91,7 +93,7 @@ def ignored(collection_path: Path, config: pytest.Config) -> bool:
 
 
 def loads_much(file: Path) -> bool:
-    return PIPES in file.parents or LOADS.search(file.read_text()) is not None
+    return PIPES in file.parents or LOADS.search(PROGRAM.sub("", file.read_text())) is not None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -212,7 +214,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start the separate program whose children are a test's peers, before the check for leftovers begins."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
-        Apart.begin()
+        LaunchedElsewhere.begin()
 
 
 @pytest.hookimpl(trylast=True)
@@ -220,7 +222,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End this program and the fork servers before the tests of another file, which may list all
     processes."""
     if nextitem is None or nextitem.path != item.path:
-        Apart.end()
+        LaunchedElsewhere.end()
         if seeds_of_agents():
             sys.modules["flowchan.hosts.providers.forked_agents"].end_seeds()
 
@@ -322,12 +324,14 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     with contextlib.suppress(AssertionError):  # the check below reports what has not ended
         # A joined thread's task ends a moment after its join, and a channel server checks dropped channels
         # later.
-        wait_until(lambda: not any(left.startswith(ENDING) for left in leftovers(before)) and not dropped())
+        wait_until(
+            lambda: not any(remaining.startswith(ENDING) for remaining in leftovers(before)) and not dropped()
+        )
         if has_connection():
             wait_until(lambda: not leftovers(before), PORT_END_S)
     gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
-    if left := leftovers(before):
-        pytest.fail(f"left behind: {', '.join(sorted(left))}", pytrace=False)
+    if remaining := leftovers(before):
+        pytest.fail(f"left behind: {', '.join(sorted(remaining))}", pytrace=False)
 
 
 def holdings() -> set[str]:

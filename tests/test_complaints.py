@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.listed_tests import there_is
+from support.listed_tests import is_listed_test
 
 from flowchan import Channel, Graph
 
@@ -83,7 +83,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
-            "run/test_stop.py::test_first_signal_finishes_items_in_flight",
+            "run/test_stop_signals.py::test_first_signal_finishes_items_in_flight",
             "run/test_program_exits.py::test_every_exit_leaves_nothing",
         ),
     ),
@@ -118,7 +118,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     16: (
         "put succeeds and pickling fails later in a hidden thread",
-        ("contract/test_bad_input.py::test_an_unpicklable_item_raises_in_put_and_names_the_part",),
+        ("contract/test_bad_input.py::test_put_of_an_unpicklable_item_names_the_part",),
     ),
     17: (
         "a killed worker dies with the lock of the queue",
@@ -149,15 +149,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     22: (
         "CUDA IPC memory is never freed",
         (
-            "contract/test_device_tensors.py::test_blocks_are_kept_while_their_items_exist_and_used_again",
-            "contract/test_device_tensors.py::test_long_stream_opens_the_memory_once_without_waiting",
+            "contract/test_device_tensors.py::test_blocks_are_reused_once_their_items_are_gone",
+            "contract/test_device_tensors.py::test_receiver_opens_memory_once_for_many_tensors_without_waiting",
             "contract/test_device_tensors.py::test_c11_item_or_block_of_a_killed_receiver_returns",
         ),
     ),
     23: (
         "workers survive because they inherited both ends of a pipe",
         (
-            "contract/test_port_deaths.py::test_kill_of_the_last_writer_breaks_the_channel",
+            "contract/test_port_deaths.py::test_killing_the_last_writer_breaks_the_channel",
             "run/test_residue.py::test_workers_of_a_killed_program_end",
             "run/test_nested.py::test_graph_inside_a_killed_worker_ends_with_it",
         ),
@@ -173,7 +173,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "killing a whole tree killed the daemon and itself",
         (
             "run/test_program_exits.py::test_worker_that_dies_after_its_forkserver_is_replaced_or_reported",
-            "contract/test_fork.py::test_fork_during_a_run_leaves_the_run_to_the_parent",
+            "contract/test_fork.py::test_child_forked_during_a_run_does_not_affect_the_run",
         ),
     ),
     26: (
@@ -238,9 +238,9 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     36: (
         "shared-memory allreduce: memory order, threads, groups",
         (
-            "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
-            "model/test_protocol_model.py::test_model_holds_in_the_whole_search",
-            "collective/test_group_failures.py::test_groups_leave_no_resources_in_any_close_order",
+            "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
+            "model/test_protocol_model.py::test_model_holds_in_an_exhaustive_search",
+            "collective/test_group_failures.py::test_groups_free_all_resources_in_any_close_order",
         ),
     ),
     37: (
@@ -249,7 +249,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     38: (
         "a launcher hides the real cause",
-        ("cli/test_cli_launch.py::test_last_line_names_first_failure",),
+        ("cli/test_cli_launch.py::test_last_line_names_the_rank_that_failed_first",),
     ),
 }
 
@@ -270,7 +270,7 @@ def test_every_complaint_is_answered() -> None:
 
 @pytest.mark.parametrize(("number", "test"), list(named()))
 def test_listed_test_exists(number: int, test: str) -> None:
-    assert there_is(test)
+    assert is_listed_test(test)
 
 
 # complaints that no other test covers

@@ -21,10 +21,7 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in PRODUCT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "tools").mkdir()
     monkeypatch.setattr(complexity, "ROOT", tmp_path)
-    monkeypatch.setattr(complexity, "ALLOWED", tmp_path / "tools" / "complexity_allowed.txt")
-    complexity.ALLOWED.write_text("")
     return tmp_path
 
 
@@ -32,16 +29,4 @@ def test_complexity_check_names_each_function_above_a_limit(product: Path) -> No
     assert list(complexity.problems()) == [
         "pipelines/many.py many: complexity 1 (at most 20), 9 parameters (at most 8); take it apart",
         "viz/deep.cpp deep: complexity 21 (at most 20), 1 parameters (at most 8); take it apart",
-    ]
-
-
-def test_allowed_function_may_not_grow_and_leaves_the_list(product: Path) -> None:
-    complexity.ALLOWED.write_text("pipelines/many.py many 1 9\nviz/deep.cpp deep 21 1\n")
-    assert not list(complexity.problems())
-    complexity.ALLOWED.write_text(
-        "pipelines/many.py many 1 9\nviz/deep.cpp deep 20 1\nflowchan/few.py few 1 9\n"
-    )
-    assert list(complexity.problems()) == [
-        "viz/deep.cpp deep: complexity 21 (at most 20), 1 parameters (at most 8); take it apart",
-        "flowchan/few.py few: is within the limits now; remove it from tools/complexity_allowed.txt",
     ]

@@ -1,8 +1,7 @@
 """Check that no function of the product is too complex or takes too many parameters.
 
-``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. ``tools/complexity_allowed.txt``
-lists the functions that exceed a limit, with their numbers. The list may only shrink: an entry that is
-exceeded, or no longer needed, is an error.
+``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. A function
+with many options takes them as ``**options: Unpack[...]``.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import lizard
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("flowchan", "pipelines", "viz", "flowchan_torch")
-ALLOWED = ROOT / "tools" / "complexity_allowed.txt"
-MOST_COMPLEX = 20
-MOST_PARAMETERS = 8
+MAX_COMPLEXITY = 20
+MAX_PARAMETERS = 8
 
 
 class Measured(NamedTuple):
@@ -26,10 +24,6 @@ class Measured(NamedTuple):
 
     complexity: int
     parameters: int
-
-    def exceeds(self, complexity: int = MOST_COMPLEX, parameters: int = MOST_PARAMETERS) -> bool:
-        """Tell whether either number is above its limit."""
-        return self.complexity > complexity or self.parameters > parameters
 
 
 def is_counted(parameter: str) -> bool:
@@ -49,33 +43,14 @@ def functions() -> Iterator[tuple[str, Measured]]:
                 yield name, Measured(function.cyclomatic_complexity, parameters)
 
 
-def allowed() -> dict[str, Measured]:
-    """Read the list of exceptions."""
-    found = {}
-    for line in ALLOWED.read_text().splitlines():
-        if line and not line.startswith("#"):
-            path, name, complexity, parameters = line.split()
-            found[f"{path} {name}"] = Measured(int(complexity), int(parameters))
-    return found
-
-
 def problems() -> Iterator[str]:
-    """Yield the problems, one line each."""
-    exceptions = allowed()
-    needed = set()
-    for name, found in functions():
-        if not found.exceeds():
-            continue
-        before = exceptions.get(name, Measured(0, 0))
-        limits = Measured(max(before.complexity, MOST_COMPLEX), max(before.parameters, MOST_PARAMETERS))
-        needed.add(name)
-        if found.exceeds(*limits):
+    """Yield the functions above a limit, one line each."""
+    for name, (complexity, parameters) in functions():
+        if complexity > MAX_COMPLEXITY or parameters > MAX_PARAMETERS:
             yield (
-                f"{name}: complexity {found.complexity} (at most {limits.complexity}), "
-                f"{found.parameters} parameters (at most {limits.parameters}); take it apart"
+                f"{name}: complexity {complexity} (at most {MAX_COMPLEXITY}), {parameters} parameters (at "
+                f"most {MAX_PARAMETERS}); take it apart"
             )
-    for name in sorted(exceptions.keys() - needed):
-        yield f"{name}: is within the limits now; remove it from {ALLOWED.relative_to(ROOT)}"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import ast
 import os
 import re
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,29 @@ PAGES = {
 }
 """Files outside of docs/, and their names on the site."""
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.py"))
+EXAMPLES_TEXT = """# Examples
+
+Each program runs on real data and prints a result.
+The examples are in the folder `examples` of the repository.
+Some need more packages: `pip install torch scikit-learn pillow pyarrow`.
+"""
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
+"""Section of a docstring, which griffe reads as code under the name ``Examples``."""
+METHOD = re.compile(r"^    (\w+) = (\w+)\.\1$", re.MULTILINE)
+"""A method that another module defines as a function."""
+DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lay the package out as installed, with the roles in its docstrings as Markdown."""
+    """Lay the package out as installed, with roles as Markdown and examples as griffe reads them.
+
+    Names of defaults become their numbers.
+    """
+    values = (ROOT / "flowchan" / "declare" / "values.py").read_text()
+    numbers = dict(re.findall(r"^(DEFAULT_[A-Z_]+)\b.*?(\d+)\)?$", values, re.MULTILINE))
     shutil.rmtree(REFERENCE, ignore_errors=True)
     for source, target in (("flowchan", ""), ("pipelines", "pipelines"), ("viz", "viz")):
         for path in (ROOT / source).rglob("*.py*"):
@@ -42,14 +59,30 @@ def on_startup(**_: Any) -> None:
                 continue
             to = REFERENCE / "flowchan" / target / path.relative_to(ROOT / source)
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.write_text(ROLE.sub(r"`\1`", path.read_text()))
+            text = METHOD.sub(_method, path.read_text())
+            text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", text))
+            text = text.replace(".collective.group import", ".collective._group import")
+            to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
+    # griffe would show this module instead of the function of the same name
+    (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
+
+
+def _method(match: re.Match[str]) -> str:
+    """Return the definition of a method that a class takes from another module, for the reference."""
+    for path in (ROOT / "flowchan").rglob(f"{match[2]}.py"):
+        text = path.read_text()
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == match[1]:
+                return textwrap.indent(ast.get_source_segment(text, node) or match[0], "    ")
+    return match[0]
 
 
 def on_config(config: Any) -> Any:
     """List the examples."""
     for section in config.nav:
         if section.get("Examples"):
-            section["Examples"] = [{Path(path).stem: _page_of(path)} for path in EXAMPLES]
+            pages = [{Path(path).name: _page_of(path)} for path in EXAMPLES]
+            section["Examples"] = [{"All examples": "examples/index.md"}, *pages]
     return config
 
 
@@ -59,6 +92,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     for path in EXAMPLES:
         files.append(File.generated(config, _page_of(path), content=_example(path)))
+    files.append(File.generated(config, "examples/index.md", content=_list_of_examples()))
     files.append(File.generated(config, "reference/command.md", content=_commands()))
     return files
 
@@ -82,7 +116,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def _on_site(path: str) -> str:
     """Return the site's path of a file of the repository. mkdocs reports missing ones."""
     if path == "examples":
-        return _page_of(EXAMPLES[0])
+        return "examples/index.md"
     if path in EXAMPLES:
         return _page_of(path)
     return PAGES.get(path, path.removeprefix("docs/"))
@@ -94,8 +128,22 @@ def _page_of(example: str) -> str:
 
 def _example(path: str) -> str:
     text = (ROOT / path).read_text()
-    title = (ast.get_docstring(ast.parse(text)) or path).partition("\n\n")[0].replace("\n", " ")
-    return f"# {Path(path).name}\n\n{title}\n\n```python\n{text}```\n"
+    return f"# {Path(path).name}\n\n{_summary(text, path)}\n\n```python\n{text}```\n"
+
+
+def _list_of_examples() -> str:
+    """Return the page that lists the examples with their summaries."""
+    rows = [
+        f"| [{Path(path).name}]({os.path.relpath(_page_of(path), 'examples')}) "
+        f"| {_summary((ROOT / path).read_text(), path)} |"
+        for path in EXAMPLES
+    ]
+    return "\n".join([EXAMPLES_TEXT, "| program | what it does |", "|---|---|", *rows, ""])
+
+
+def _summary(text: str, path: str) -> str:
+    """Return the first paragraph of a module's docstring."""
+    return (ast.get_docstring(ast.parse(text)) or path).partition("\n\n")[0].replace("\n", " ")
 
 
 def _commands() -> str:

@@ -33,11 +33,19 @@ def svg(blueprint: Blueprint) -> str:
     Args:
         blueprint: Graph to draw.
 
+    Returns:
+        The text of the picture.
+
     Raises:
         RenderError: Graphviz is missing or failed.
 
     Example:
-        Path("graph.svg").write_text(svg(graph))
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import svg
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> "<svg" in svg(graph)
+        True
     """
     return _render(to_dot(blueprint), "svg").decode()
 
@@ -59,7 +67,14 @@ def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
         RenderError: Graphviz is missing or failed.
 
     Example:
-        draw(graph, "graph.svg")
+        >>> import tempfile
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import draw
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw(graph, f"{folder}/graph.mmd").name
+        'graph.mmd'
     """
     path = Path(path)
     suffix = path.suffix[1:].lower()

@@ -26,7 +26,7 @@ GROUND, INK, FAINT = "#fbfcfd", "#1f2933", "#52606d"
 BLUE, RED = "#627d98", "#c53030"
 
 # border, shape, style
-LOOKS: dict[Role, tuple[str, str, str]] = {
+STYLES: dict[Role, tuple[str, str, str]] = {
     "source": ("#2f855a", "ellipse", "filled"),
     "stage": ("#486581", "box", "filled,rounded"),
     "sink": ("#6b46c1", "cylinder", "filled"),
@@ -55,8 +55,16 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         live: True to leave room for the activity of each stage, for :mod:`flowchan.viz.live` (default:
             False).
 
+    Returns:
+        The text, for Graphviz.
+
     Example:
-        print(to_dot(graph))
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import to_dot
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> print(to_dot(graph).splitlines()[0])
+        digraph flowchan {
     """
     import graphviz
 
@@ -89,13 +97,13 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.said))
+            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.captions))
         elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.said))
+            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.captions))
         else:
             _broken(dot, index, picture, writer, reader, edge)
     _begin_rows(dot, picture)
-    return str(dot.source)
+    return labels.encodable(dot.source)
 
 
 def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:
@@ -104,25 +112,25 @@ def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) 
     file, line = labels.place(stage)
     dot.node(
         f"n{number}",
-        label=_stage_label(stage, picture.said, does),
+        label=_stage_label(stage, picture.captions, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
-        **_look(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
+        **_style_of(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
     )
 
 
-def _look(role: Role, fill: str) -> dict[str, str]:
-    border, shape, style = LOOKS[role]
-    look = {"color": border, "fillcolor": fill, "shape": shape, "style": style}
-    return look | {"margin": "0.01,0.04"} if shape == "ellipse" else look
+def _style_of(role: Role, fill: str) -> dict[str, str]:
+    border, shape, style = STYLES[role]
+    attributes = {"color": border, "fillcolor": fill, "shape": shape, "style": style}
+    return attributes | {"margin": "0.01,0.04"} if shape == "ellipse" else attributes
 
 
-def _stage_label(stage: Stage, said: Mapping[str, str], does: str) -> str:
+def _stage_label(stage: Stage, captions: Mapping[str, str], does: str) -> str:
     workers, options = labels.workers_text(stage), labels.option_text(stage)
     count = f" <B>{workers}</B>" if workers else ""
     rows = [f"<B>{escape(stage.name)}</B>{count}"]
     if options:
         rows.append(f'<FONT POINT-SIZE="10">{escape(options)}</FONT>')
-    detail = escape(labels.detail_text(stage, said)).replace("\n", "<BR/>")
+    detail = escape(labels.detail_text(stage, captions)).replace("\n", "<BR/>")
     rows.append(f'<FONT POINT-SIZE="9" COLOR="{FAINT}">{detail}</FONT>')
     if does:
         rows.append(f'<FONT POINT-SIZE="9">{does}</FONT>')
@@ -141,7 +149,7 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
         node,
         label=f'<<FONT POINT-SIZE="10">{words}</FONT>>',
         tooltip=graphviz.escape(edge.name),
-        **_look(role, END if role == "result" else "#ffffff"),
+        **_style_of(role, END if role == "result" else "#ffffff"),
     )
 
 
@@ -155,9 +163,9 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
             shape="plaintext",
             margin="0.02,0.02",
         )
-    look = _arrow(edge, picture.said) | {"constraint": "true"}
-    dot.edge(f"n{writer}", f"to{index}", **look)
-    dot.edge(f"from{index}", f"n{reader}", **{key: look[key] for key in look if key != "label"})
+    attributes = _arrow(edge, picture.captions) | {"constraint": "true"}
+    dot.edge(f"n{writer}", f"to{index}", **attributes)
+    dot.edge(f"from{index}", f"n{reader}", **{key: attributes[key] for key in attributes if key != "label"})
 
 
 def _begin_rows(dot: Digraph, picture: Picture) -> None:
@@ -188,22 +196,22 @@ def _begin_rows(dot: Digraph, picture: Picture) -> None:
             dot.edge(f"row{row}", node, style="invis")
 
 
-def _arrow(edge: Edge, said: Mapping[str, str]) -> dict[str, Any]:
+def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
     import graphviz
 
-    look = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
-    item, rest = labels.channel_text(edge, said)
+    attributes = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
+    item, rest = labels.channel_text(edge, captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds room around the text
-        look["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
+        attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
     if edge.transport.copies:
-        look |= {"penwidth": "2.2"}
+        attributes |= {"penwidth": "2.2"}
     if edge.feedback:  # it points against the order of the stages, and must not pull them apart
-        look |= {"style": "dashed", "constraint": "false"}
+        attributes |= {"style": "dashed", "constraint": "false"}
     if edge.errors:
-        look |= {"color": RED, "fontcolor": RED, "style": "dashed"}
-    return look
+        attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
+    return attributes
 
 
 def _legend(picture: Picture) -> str:
@@ -213,7 +221,7 @@ def _legend(picture: Picture) -> str:
     }
     used = {*picture.roles, *ends}
     boxes = [
-        _swatch(LOOKS[role][0], "#ffffff") + _key(labels.MEANING[role]) for role in LOOKS if role in used
+        _swatch(STYLES[role][0], "#ffffff") + _key(labels.MEANING[role]) for role in STYLES if role in used
     ]
     boxes += [
         _swatch(FAINT, GROUNDS[kind][0]) + _key(GROUNDS[kind][1])

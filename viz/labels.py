@@ -37,6 +37,12 @@ MEANING: Mapping[Role, str] = {
     "unread": "not read",
 }
 
+
+def encodable(text: str) -> str:
+    """Replace lone surrogates, which a name may have and no picture can show."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 PER_ROW = 6
 """Number of consecutive stages that fit the width of a page."""
 
@@ -53,7 +59,7 @@ class Picture:
         roles: Role of each stage.
         arrows: Triples (writer, reader, edge); the reader is ``None`` if the channel leaves the graph.
         rows: Row of each stage, counted from the top.
-        said: Labels that the graph sets for stages, instead of their operator and line.
+        captions: Labels that the graph sets for stages, instead of their operator and line.
     """
 
     name: str
@@ -61,7 +67,7 @@ class Picture:
     roles: tuple[Role, ...]
     arrows: tuple[tuple[int, int | None, Edge], ...]
     rows: tuple[int, ...]
-    said: Mapping[str, str]
+    captions: Mapping[str, str]
 
     @property
     def grounds(self) -> set[Ground]:
@@ -85,8 +91,8 @@ def picture(blueprint: Blueprint) -> Picture:
     )
     error_readers = {reader for _, reader, edge in arrows if edge.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
-    said = {name: text for name, text in drawn.items() if text}
-    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), said)
+    captions = {name: text for name, text in drawn.items() if text}
+    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), captions)
 
 
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
@@ -123,7 +129,7 @@ def hosts_text(placement: Placement) -> str:
 
 def ground(placement: Placement) -> Ground:
     """Return the colour group of a placement: threads, processes, or processes on hosts."""
-    return "hosts" if placement.is_remote else "processes" if placement.apart else "threads"
+    return "hosts" if placement.is_remote else "processes" if placement.own_process else "threads"
 
 
 def end_role(stage: Stage) -> Role:
@@ -136,13 +142,13 @@ def workers_text(stage: Stage) -> str:
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
-def channel_text(edge: Edge, said: Mapping[str, str]) -> tuple[str, str]:
+def channel_text(edge: Edge, captions: Mapping[str, str]) -> tuple[str, str]:
     """Return the two lines of a channel's label: its item type and its unusual settings.
 
     Either may be empty. Both are empty next to a stage whose label the graph sets, because the items of such
     stages are internal.
     """
-    if edge.writer in said or edge.reader in said:
+    if edge.writer in captions or edge.reader in captions:
         return "", ""
     unusual = [f"capacity {edge.capacity:,}"] if edge.capacity != DEFAULT_CAPACITY else []
     unusual += ["one for each worker"] if edge.worker else []
@@ -166,8 +172,8 @@ def option_text(stage: Stage) -> str:
 
 
 def _options(stage: Stage) -> Iterator[str]:
-    if stage.operator.says is not None:
-        yield stage.operator.says(stage.options)
+    if stage.operator.describe is not None:
+        yield stage.operator.describe(stage.options)
     if stage.function is not None and is_async(stage.function):
         yield "async"
     if stage.workers > 1 and stage.operator.ordered and not stage.ordered:
@@ -182,13 +188,13 @@ def _options(stage: Stage) -> Iterator[str]:
         yield where
 
 
-def detail_text(stage: Stage, said: Mapping[str, str]) -> str:
+def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
     """Return the operator and the line of the function, or the label that the graph sets.
 
     The operator is left out if it is also the name.
     """
-    if stage.name in said:
-        return said[stage.name]
+    if stage.name in captions:
+        return captions[stage.name]
     kind = "" if stage.kind == stage.name else f"{stage.kind} · "
     return kind + place_text(stage)
 

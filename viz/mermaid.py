@@ -44,8 +44,16 @@ def to_mermaid(blueprint: Blueprint) -> str:
     Args:
         blueprint: Graph to convert.
 
+    Returns:
+        The text, for Mermaid.
+
     Example:
-        print(to_mermaid(graph))
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import to_mermaid
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> "flowchart LR" in to_mermaid(graph)
+        True
     """
     picture = labels.picture(blueprint)
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]
@@ -53,7 +61,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
     for number, stage in enumerate(picture.stages):
         role, ground = picture.roles[number], labels.ground(stage.placement)
         classes[f"{role}_{ground}"] = f"{FILLS[ground]},{STROKES[role]}"
-        lines.append(f"    n{number}{_shaped(role, _words(stage, picture.said))}:::{role}_{ground}")
+        lines.append(f"    n{number}{_shaped(role, _words(stage, picture.captions))}:::{role}_{ground}")
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             role = labels.end_role(picture.stages[writer])
@@ -63,18 +71,19 @@ def to_mermaid(blueprint: Blueprint) -> str:
             classes[role] = f"{ENDS},{STROKES[role]}"
             lines.append(f"    out{index}{_shaped(role, words)}:::{role}")
         lines.append(
-            f"    n{writer} {_arrow(edge, picture.said)} {f'out{index}' if reader is None else f'n{reader}'}"
+            f"    n{writer} {_arrow(edge, picture.captions)} "
+            f"{f'out{index}' if reader is None else f'n{reader}'}"
         )
     red = [str(index) for index, (_, _, edge) in enumerate(picture.arrows) if edge.errors]
     if red:
         lines.append(f"    linkStyle {','.join(red)} stroke:#c53030")
     lines += [f"    classDef {name} {style},color:#1f2933" for name, style in classes.items()]
-    return "\n".join(lines) + "\n"
+    return labels.encodable("\n".join(lines) + "\n")
 
 
-def _words(stage: Stage, said: Mapping[str, str]) -> str:
+def _words(stage: Stage, captions: Mapping[str, str]) -> str:
     first = f"{stage.name} {labels.workers_text(stage)}".rstrip()
-    return "\n".join(filter(None, (first, labels.option_text(stage), labels.detail_text(stage, said))))
+    return "\n".join(filter(None, (first, labels.option_text(stage), labels.detail_text(stage, captions))))
 
 
 def _shaped(role: Role, words: str) -> str:
@@ -82,8 +91,8 @@ def _shaped(role: Role, words: str) -> str:
     return f"{left}{_quoted(words)}{right}"
 
 
-def _arrow(edge: Edge, said: Mapping[str, str]) -> str:
-    words = "\n".join(filter(None, labels.channel_text(edge, said)))
+def _arrow(edge: Edge, captions: Mapping[str, str]) -> str:
+    words = "\n".join(filter(None, labels.channel_text(edge, captions)))
     line = "-.->" if edge.errors or edge.feedback else "==>" if edge.transport.copies else "-->"
     return f"{line}|{_quoted(words)}|" if words else line
 

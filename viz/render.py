@@ -22,8 +22,11 @@ from collections.abc import Callable, Iterator
 
 from flowchan.errors import FlowchanError
 from flowchan.viz.dot import FONT
+from flowchan.viz.text_widths import with_widths
 
 PICTURES = ("svg", "png", "pdf")
+_LIVE = "=" * 20
+"""Part of the placeholders of a live picture, whose texts come later."""
 _INSTALL = f"{shlex.quote(sys.executable)} -m pip install graphviz-pure"
 
 _WHEEL = """
@@ -34,11 +37,29 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: Graphviz is missing, or failed for this graph."""
+    """No picture could be made: Graphviz is missing, or failed for this graph.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> from flowchan.viz import RenderError, svg
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(print)
+        >>> try:
+        ...     picture = svg(graph)
+        ... except RenderError as error:
+        ...     print(f"install Graphviz: {error}")
+    """
 
 
 def render(dot: str, picture: str) -> bytes:
-    """Return the picture of ``dot`` in one of the formats of :data:`PICTURES`.
+    """Draw a graph by Graphviz.
+
+    Args:
+        dot: The graph in Graphviz's language.
+        picture: One of the formats of :data:`PICTURES`.
+
+    Returns:
+        The contents of the file.
 
     Raises:
         ValueError: The format is unknown.
@@ -49,7 +70,8 @@ def render(dot: str, picture: str) -> bytes:
     failures = []
     for engine, command, draw in _engines(picture):
         try:
-            return draw(command, dot)
+            drawn = draw(command, dot)
+            return with_widths(drawn.decode(), _LIVE).encode() if picture == "svg" else drawn
         except (RenderError, OSError) as error:
             failures.append(f"{engine}: {error}")
     if failures:
@@ -80,8 +102,8 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
 def _run(command: list[str], dot: str) -> bytes:
     engine = subprocess.run(command, input=dot.encode(), capture_output=True, check=False)
     if engine.returncode or not engine.stdout:
-        said = engine.stderr.decode(errors="replace").strip().splitlines()
-        raise RenderError(f"status {engine.returncode}, {said[-1] if said else 'no error output'}")
+        captions = engine.stderr.decode(errors="replace").strip().splitlines()
+        raise RenderError(f"status {engine.returncode}, {captions[-1] if captions else 'no error output'}")
     return engine.stdout
 
 

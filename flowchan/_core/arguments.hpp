@@ -41,7 +41,7 @@ template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {
     if (n > Py_ssize_t(N)) {
-        PyErr_Format(PyExc_TypeError, "%s() takes at most %zu arguments (%zd given)", function, N, n);
+        PyErr_Format(PyExc_TypeError, "%s: takes at most %zu arguments, got %zd", function, N, n);
         return false;
     }
     for (size_t i = 0; i < N; ++i) values[i] = Py_ssize_t(i) < n ? args[i] : nullptr;
@@ -55,14 +55,14 @@ bool parse(const char* function, const char* const (&names)[N], size_t required,
             return false;
         }
         if (values[i]) {
-            PyErr_Format(PyExc_TypeError, "%s() got two values for argument %R", function, name);
+            PyErr_Format(PyExc_TypeError, "%s: got two values for argument %R", function, name);
             return false;
         }
         values[i] = args[n + k];
     }
     for (size_t i = 0; i < required; ++i) {
         if (values[i]) continue;
-        PyErr_Format(PyExc_TypeError, "%s() needs the argument '%s'", function, names[i]);
+        PyErr_Format(PyExc_TypeError, "%s: the argument '%s' is missing", function, names[i]);
         return false;
     }
     return true;

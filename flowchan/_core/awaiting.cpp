@@ -35,7 +35,7 @@ void Place::leave(bool unused) {
         Wakes wakes;
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
-        Traits<M>::look_for_dead(m, wakes);
+        Traits<M>::check_for_dead(m, wakes);
         // In a wait list no other waiter is woken while this one is on its way, so the next must be, whatever
         // the result was.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
@@ -116,7 +116,7 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
         // the process that would have woken it may be dead
-        all[i]->place->ch->with([](auto& transport) { look_for_dead(transport); });
+        all[i]->place->ch->with([](auto& transport) { check_for_dead(transport); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);
         found.append(i);

@@ -45,7 +45,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
-        look_for_dead(transport);
+        check_for_dead(transport);
         return transport.seen_state();
     });
 }
@@ -117,7 +117,7 @@ nb::tuple port_state(Port& port) {
     if (!port.ch->reaches_processes()) {
         PyErr_SetString(PyExc_TypeError,
                         (port.ch->describe() + " and its ports can't be sent to another process; "
-                                               "make it with across='processes'")
+                                               "create it with across='processes'")
                             .c_str());
         throw nb::python_error();
     }
@@ -288,24 +288,33 @@ NB_MODULE(_core, m) {
              "max_bytes"_a, "name"_a)
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
-             "Close the channel: later puts raise Closed, and the items inside can still be "
-             "read. Any user may close it, any number of times.")
+             "Close the channel: later puts raise ``Closed``.\n\n"
+             "The items inside can still be taken. Any user may close the channel, any number of times.\n\n"
+             "Example:\n"
+             "    >>> from flowchan import Channel\n"
+             "    >>> channel = Channel()\n"
+             "    >>> channel.put(\"a\")\n"
+             "    >>> channel.close()\n"
+             "    >>> channel.closed, list(channel), channel.drained\n"
+             "    (True, ['a'], True)")
         .def(
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
-            "Break the channel: its items are discarded, and every waiting or later call "
-            "raises Broken from ``cause``.")
+            "Break the channel and discard its items.\n\n"
+            "Every waiting or later call raises ``Broken`` from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
-            "capacity", [](Channel& ch) { return ch.capacity; }, "The number of items that may be inside.")
+            "capacity", [](Channel& ch) { return ch.capacity; },
+            "Return the number of items at which ``put`` waits.")
         .def_prop_ro(
             "max_bytes",
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "The number of bytes that may be inside (None: no limit).")
+            "Return the number of bytes at which ``put`` waits, or None for no limit.")
         .def_prop_ro(
-            "across", [](Channel& ch) { return ch.across(); }, "The transport.")
+            "across", [](Channel& ch) { return ch.across(); },
+            "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
         .def_rw("_hosts", &Channel::hosts)
         .def_rw("_elsewhere", &Channel::elsewhere)
         .def("_uncounted_session", uncounted_session)
@@ -315,9 +324,10 @@ NB_MODULE(_core, m) {
              })
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
-            "Whether puts are no longer possible.")
-        .def_prop_ro("drained", is_drained, "Whether it is closed and empty, and no item is on lease.")
-        .def_prop_ro("broken", is_broken, "Whether it was aborted, or its end was not clean.")
+            "Return whether puts are no longer possible.")
+        .def_prop_ro("drained", is_drained,
+                     "Return whether the channel is closed and empty, with no item on lease.")
+        .def_prop_ro("broken", is_broken, "Return whether the channel was aborted, or ended by a failure.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -391,11 +401,11 @@ NB_MODULE(_core, m) {
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
             nb::lock_self(), "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](In& in) { return in.channel; }, "The channel that the port reads.")
+            "channel", [](In& in) { return in.channel; }, "Return the channel that the port reads.")
         .def_prop_ro(
             "closed", [](In& in) { return !in.open || is_broken(*in.ch) || is_drained(*in.ch); },
-            "Whether no more items can come: the port was closed, or the channel is drained "
-            "or broken.");
+            "Return whether no more items can come.\n\n"
+            "The port was closed, or the channel is drained or broken.");
 
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
                     "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
@@ -430,11 +440,11 @@ NB_MODULE(_core, m) {
             "__exit__", [](Out& out, nb::handle, nb::handle, nb::handle) { out.close(); }, nb::lock_self(),
             "type"_a.none(), "error"_a.none(), "traceback"_a.none())
         .def_prop_ro(
-            "channel", [](Out& out) { return out.channel; }, "The channel that the port writes.")
+            "channel", [](Out& out) { return out.channel; }, "Return the channel that the port writes.")
         .def_prop_ro(
             "closed", [](Out& out) { return !out.open || state_of(*out.ch) != OPEN; },
-            "Whether puts are no longer possible: the port or the channel was closed, the "
-            "channel broke, or its readers left.");
+            "Return whether puts are no longer possible.\n\n"
+            "The port or the channel was closed, the channel broke, or its readers left.");
 
     nb::class_<Await>(m, "Await", "One coroutine in the wait queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
@@ -459,7 +469,7 @@ NB_MODULE(_core, m) {
     m.def("_when_finished", Receiving::when_finished, "call"_a,
           "Call ``call`` when the item that this thread is unpickling is finished, or at "
           "once if there is none.");
-    m.def("_look_at", look_at, "channels"_a);
+    m.def("_observe", observe, "channels"_a);
     bind_link(m);
     bind_group(m);
     m.def("_deaths_over", deaths_over, "inputs"_a);

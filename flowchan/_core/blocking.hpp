@@ -48,7 +48,7 @@ struct Traits<LocalQueue> {
         pass_on(q, caller, wakes);
     }
     // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
-    static void stand_back(LocalQueue& q, const Caller& caller, Wakes& wakes) {
+    static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
     // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
@@ -60,7 +60,7 @@ struct Traits<LocalQueue> {
         q.wake_waiting(caller.side, wakes);
     }
     static bool ready(LocalQueue&, Side) { return false; }
-    static void look_for_dead(LocalQueue&, Wakes&) {}
+    static void check_for_dead(LocalQueue&, Wakes&) {}
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
@@ -150,7 +150,7 @@ struct Traits<Ring> {
             pass_on(r, caller, wakes);
         }
     }
-    static void stand_back(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
+    static void sleep_again(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
     static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
@@ -174,7 +174,7 @@ struct Traits<Ring> {
     static uint64_t resumes(Ring& r) {
         return std::atomic_ref(r.header().resumes).load(std::memory_order_relaxed);
     }
-    static void look_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
+    static void check_for_dead(Ring& r, Wakes& wakes) { r.sweep(wakes); }
     static bool is_check_due(Ring& r) { return r.is_sweep_due(); }
     static int64_t slice(Deadline deadline) { return deadline.slice(); }
     static int sleep(Ring& r, const Caller& caller, Waiting& waiting, int64_t ns) {
@@ -217,16 +217,16 @@ struct Locked {
 };
 
 // How a sleep of a waiting call ended. Interrupted and late calls have not slept.
-struct Woken {
+struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
 };
 
 template <class M>
-[[gnu::always_inline]] inline Woken sleep_without_gil(M& m, const Caller& caller,
-                                                      typename Traits<M>::Waiting& waiting,
-                                                      Deadline deadline) {
-    Woken woken{.interrupted = PyErr_CheckSignals() != 0};
+[[gnu::always_inline]] inline SleepResult sleep_without_gil(M& m, const Caller& caller,
+                                                            typename Traits<M>::Waiting& waiting,
+                                                            Deadline deadline) {
+    SleepResult woken{.interrupted = PyErr_CheckSignals() != 0};
     woken.late = !woken.interrupted && deadline.passed();
     if (woken.interrupted || woken.late) return woken;
     PyThreadState* state = PyEval_SaveThread();
@@ -260,12 +260,12 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         const bool slice_over = error == ETIMEDOUT;
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
-        T::look_for_dead(m, wakes);
+        T::check_for_dead(m, wakes);
         // An interrupted call must not take an item, because it cannot return it. A call whose slice is over
         // ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
-        if (!passes) T::stand_back(m, caller, wakes);
+        if (!passes) T::sleep_again(m, caller, wakes);
         if (step == Step::Wait && !interrupted && !late) {
             if (error == 0 && ++vain >= 2 && now_ns() - since > PATIENCE_NS) T::starve(m, caller, waiting);
             T::enter(m, caller, waiting, selecting, true);
@@ -288,13 +288,13 @@ Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     Locked<M> locked(m);
     // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
     // go nowhere.
-    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::look_for_dead(m, wakes);
+    if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
     // No caller stands back in a channel that has ended: the others may wait for the items that this one
     // leases.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {
-        T::look_for_dead(m, wakes);
+        T::check_for_dead(m, wakes);
         step = op(wakes);
     }
     locked.unlock(wakes);

@@ -66,7 +66,7 @@ bool Channel::usable() {
     }
     raise("ChannelError",
           describe() + " was made in another process (pid of this one: " + std::to_string(getpid()) +
-              ") and across='threads' does not reach a forked child; make it with across='processes'");
+              "), and across='threads' does not reach a forked child; create it with across='processes'");
     return false;
 }
 
@@ -181,7 +181,7 @@ nb::dict channel_stats(Channel& ch) {
 
 // Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
 // It is cheap enough for frequent calls.
-nb::tuple look_at(nb::list channels) {
+nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {
         const Counts c =

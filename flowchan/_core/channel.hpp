@@ -120,11 +120,11 @@ void locked_ring(Channel& ch, F&& f) {
 
 // Look for dead processes when it is time to.
 template <class M>
-void look_for_dead(M& transport) {
+void check_for_dead(M& transport) {
     if (!Traits<M>::is_check_due(transport)) return;
     Wakes wakes;
     Locked lock(transport);
-    Traits<M>::look_for_dead(transport, wakes);
+    Traits<M>::check_for_dead(transport, wakes);
     lock.unlock(wakes);
 }
 
@@ -317,7 +317,7 @@ class Watch {
 
 void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
-nb::tuple look_at(nb::list channels);
+nb::tuple observe(nb::list channels);
 
 extern PyMethodDef channel_methods[], in_methods[], out_methods[];
 int channel_traverse(PyObject* self, visitproc visit, void* arg);

@@ -35,37 +35,38 @@ ExtraSleeper::~ExtraSleeper() {
 }
 
 void ExtraSleeper::notify() {
-    news_.fetch_add(1, std::memory_order_relaxed);  // the news is read under the mutex
-    futex_wake(news_, 1, false);
+    changes_.fetch_add(1, std::memory_order_relaxed);  // the news is read under the mutex
+    futex_wake(changes_, 1, false);
 }
 
 void ExtraSleeper::watch(Watched watched) {
     std::lock_guard lock(mutex_);
-    if (!has_rung_ && std::ranges::equal(watched.words, watched_.words, same)) return;
+    if (!has_signalled_ && std::ranges::equal(watched.words, watched_.words, same)) return;
     watched_ = std::move(watched);
-    has_rung_ = false;
+    has_signalled_ = false;
     notify();
 }
 
 void ExtraSleeper::run() {
     for (;;) {
         Watched own;
-        uint32_t news = 0;
+        uint32_t changes = 0;
         {
             std::lock_guard lock(mutex_);
             if (over_) return;
-            news = news_.load(std::memory_order_relaxed);
-            own.add({news, reinterpret_cast<uint64_t>(&news_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0}, {});
+            changes = changes_.load(std::memory_order_relaxed);
+            own.add({changes, reinterpret_cast<uint64_t>(&changes_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0},
+                    {});
             // After a ring these words have changed, so no thread can sleep on them; wait for other words.
-            for (size_t i = 0; !has_rung_ && i < watched_.words.size(); ++i)
+            for (size_t i = 0; !has_signalled_ && i < watched_.words.size(); ++i)
                 own.add(watched_.words[i], watched_.kept[i]);
         }
         sleep_on_any(own.words, now_ns() + LONG);
         if (std::none_of(own.words.begin() + 1, own.words.end(), is_changed)) continue;
         {
             std::lock_guard lock(mutex_);
-            if (news != news_.load(std::memory_order_relaxed)) continue;  // new words arrived
-            has_rung_ = true;
+            if (changes != changes_.load(std::memory_order_relaxed)) continue;  // new words arrived
+            has_signalled_ = true;
         }
         ring_();
     }

@@ -36,8 +36,8 @@ class ExtraSleeper {
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;
-    bool has_rung_ = false, over_ = false;
-    std::atomic<uint32_t> news_{0};
+    bool has_signalled_ = false, over_ = false;
+    std::atomic<uint32_t> changes_{0};
     std::thread thread_;
 };
 

@@ -9,7 +9,7 @@ namespace flowchan {
 
 // Encoding of a slot's payload. The numbers are written into shared memory: never reuse one.
 enum Kind : uint64_t {
-    DIRECT = 1,   // codec.cpp's direct encoding of small built-ins
+    DIRECT = 1,   // direct encoding of small built-ins (direct_values.hpp)
     BYTES = 2,    // the bytes of a `bytes` object
     PICKLE = 3,   // a pickle without buffers
     BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers

@@ -23,9 +23,10 @@ namespace flowchan {
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr int64_t LOOK_NS = 20'000'000;  // interval in which a death is noticed
-constexpr uint32_t LOOKED_AT = 8;        // members checked each time
-constexpr uint32_t GLANCES = 200;        // checks without a pause, for members that are about to arrive
+constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // interval in which a death is noticed
+constexpr uint32_t CHECKED_AT_ONCE = 8;                  // members checked each time
+constexpr uint32_t CHECKS_WITHOUT_PAUSE =
+    200;  // checks without a pause, for members that are about to arrive
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
@@ -42,15 +43,15 @@ constexpr uint32_t INSIDE = 1u << 31;
 
 size_t rounded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 const size_t HEADER = rounded(sizeof(GroupHeader), PAGE);
-size_t seats_length(uint32_t size) { return rounded(sizeof(Seat) * size, PAGE); }
-size_t control_length(uint32_t size) { return HEADER + seats_length(size) + SMALL * 2 * size; }
+size_t slots_length(uint32_t size) { return rounded(sizeof(MemberSlot) * size, PAGE); }
+size_t control_length(uint32_t size) { return HEADER + slots_length(size) + SMALL * 2 * size; }
 size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
-size_t lanes_length(uint32_t size) { return rounded(sizeof(Lane) * TABLES * size * size, PAGE); }
+size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
 // Fences all threads of processes that share the group. After it, the caller sees what others stored before
 // they looked at the caller's store. Returns false if the kernel refuses.
-bool fence_everybody() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
+bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
 }  // namespace
 
@@ -58,7 +59,7 @@ uint64_t Member::process_number_now() { return process_number(); }
 
 int Member::make(uint32_t size) {
     need_proc();
-    const int fd = make_memory(control_length(size) + big_length(size) + lanes_length(size));
+    const int fd = make_memory(control_length(size) + big_length(size) + entries_length(size));
     const size_t length = control_length(size);
     void* at = reserve_memory(fd, 0, length)
                    ? mmap(nullptr, HEADER, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
@@ -87,18 +88,19 @@ uint32_t size_of_group(int fd) {
     GroupHeader header;
     if (pread(fd, static_cast<void*>(&header), sizeof header, 0) != ssize_t(sizeof header) ||
         header.magic != GroupHeader::MAGIC || header.size < 1 || header.size > MOST_MEMBERS)
-        throw std::invalid_argument("this descriptor is not that of a group's memory");
+        throw std::invalid_argument("the descriptor must be of the memory of a group");
     return header.size;
 }
 
 }  // namespace
 
 Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_(fd) {
-    if (rank >= size) ::close(fd), throw std::invalid_argument("rank must be less than the group's size");
+    if (rank >= size)
+        ::close(fd), throw std::invalid_argument("rank must be less than the size of the group");
     control_ = control_length(size);
     big_length_ = big_length(size);
     result_size_ = result_length(size);
-    length_ = control_ + big_length_ + lanes_length(size);
+    length_ = control_ + big_length_ + entries_length(size);
     void* at = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) {
         const int error = errno;
@@ -106,10 +108,10 @@ Member::Member(int fd, uint32_t rank) : rank(rank), size(size_of_group(fd)), fd_
         fail(error, "memory for a group");
     }
     header_ = static_cast<GroupHeader*>(at);
-    seats_ = reinterpret_cast<Seat*>(static_cast<unsigned char*>(at) + HEADER);
-    small_ = reinterpret_cast<unsigned char*>(seats_) + seats_length(size);
+    slots_ = reinterpret_cast<MemberSlot*>(static_cast<unsigned char*>(at) + HEADER);
+    small_ = reinterpret_cast<unsigned char*>(slots_) + slots_length(size);
     big_ = static_cast<unsigned char*>(at) + control_;
-    lanes_ = reinterpret_cast<Lane*>(big_ + big_length_);
+    entries_ = reinterpret_cast<ChannelEntry*>(big_ + big_length_);
     pauses_ = most_pauses(size);
     memset(next_, UNKNOWN, sizeof next_);
     identity_ = number_of_memory(fd);
@@ -135,24 +137,24 @@ struct flock lock_on(uint32_t member) {
 
 void Member::hold() {
     struct flock lock = lock_on(rank);
-    if (fcntl(fd_, F_OFD_SETLK, &lock) == 0) seat(rank).held = 1;
+    if (fcntl(fd_, F_OFD_SETLK, &lock) == 0) slot_of(rank).held = 1;
 }
 
 bool Member::may_join(uint32_t member) const {
     struct flock lock = lock_on(member);
-    return !seat(member).held || fcntl(fd_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+    return !slot_of(member).held || fcntl(fd_, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
 }
 
 End Member::join() {
     if (joined()) return End::Done;
     if (is_taken()) return End::Taken;
-    uint64_t nobody = 0;
-    if (!seat(rank).owner.compare_exchange_strong(nobody, process_number())) return End::Taken;
+    uint64_t unowned = 0;
+    if (!slot_of(rank).owner.compare_exchange_strong(unowned, process_number())) return End::Taken;
     joined_ = process_number();
     proof_ = proof_of(rank);
-    seat(rank).proof.store(reinterpret_cast<uint64_t>(&proof_), std::memory_order_relaxed);
-    seat(rank).started.store(own_start(), std::memory_order_release);
-    if (syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0) != 0 || !fence_everybody())
+    slot_of(rank).proof.store(reinterpret_cast<uint64_t>(&proof_), std::memory_order_relaxed);
+    slot_of(rank).started.store(own_start(), std::memory_order_release);
+    if (syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_GLOBAL_EXPEDITED, 0) != 0 || !fence_all_threads())
         header_->fenced.store(1);
     return End::Done;
 }
@@ -160,30 +162,30 @@ End Member::join() {
 void Member::leave() {
     if (!joined()) return;
     leaving_ = true;
-    if (in_use_.is_mine()) return;
+    if (in_use_.is_own()) return;
     const std::lock_guard lock(in_use_);
     depart();
 }
 
 void Member::retire() {
     broken_ = true;
-    if (is_taken() || in_use_.is_mine()) return;
+    if (is_taken() || in_use_.is_own()) return;
     const std::lock_guard lock(in_use_);
     give_up();
 }
 
 void Member::depart() {
-    uint32_t here = HERE;
-    seat(rank).gone.compare_exchange_strong(here, LEFT);
-    seat(rank).over = 1;
+    uint32_t present = PRESENT;
+    slot_of(rank).membership.compare_exchange_strong(present, LEFT);
+    slot_of(rank).over = 1;
     std::atomic_thread_fence(std::memory_order_release);  // as in give_up
     wake_all();
 }
 
 void Member::give_up() {
-    uint32_t here = HERE;
-    seat(rank).gone.compare_exchange_strong(here, GAVE_UP);
-    // The next owner of this memory may overwrite data that others still read. They must see `gone` before
+    uint32_t present = PRESENT;
+    slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
+    // The next owner of this memory may overwrite data that others still read. They must see `membership` before
     // that.
     std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
     broken_ = true;
@@ -191,37 +193,37 @@ void Member::give_up() {
 }
 
 void Member::wake_all() {
-    for (Cell& one : seat(rank).cell) futex_wake(one.round, UINT32_MAX, true);
+    for (Cell& one : slot_of(rank).cell) futex_wake(one.round, UINT32_MAX, true);
 }
 
 void Member::count_out(uint32_t member) {
-    uint64_t nobody = 0;
-    if (seat(member).owner.compare_exchange_strong(nobody, process_number()))
-        seat(member).gone.store(GAVE_UP), seat(member).over = 1;
+    uint64_t unowned = 0;
+    if (slot_of(member).owner.compare_exchange_strong(unowned, process_number()))
+        slot_of(member).membership.store(GAVE_UP), slot_of(member).over = 1;
 }
 
-Sight Member::see(uint32_t member) const {
-    const Seat& s = seat(member);
+MemberState Member::see(uint32_t member) const {
+    const MemberSlot& s = slot_of(member);
     uint64_t pid = s.owner.load();
     const bool coming = pid || may_join(member);
     if (!coming) pid = s.owner.load();  // the process may just have joined and ended
     return {pid,
-            s.gone.load(),
+            s.membership.load(),
             s.operation.load(std::memory_order_relaxed),
             s.doing.load(std::memory_order_relaxed),
             pid ? process_alive(pid, s.started.load()) : coming,
-            member == rank || is_here(member),
+            member == rank || has_arrived(member),
             s.over.load() != 0};
 }
 
 End Member::begin(Call call) {
     if (leaving_) return End::Closed;
-    if (broken_) return End::Gone;
+    if (broken_) return End::MemberLost;
     if (const End end = join(); end != End::Done) return end;
-    if (header_->disbanded.load(std::memory_order_relaxed)) return End::Gone;
-    Seat& mine = seat(rank);
-    mine.operation.store(mine.operation.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-    mine.doing.store(call.doing | INSIDE, std::memory_order_relaxed);
+    if (header_->disbanded.load(std::memory_order_relaxed)) return End::MemberLost;
+    MemberSlot& own = slot_of(rank);
+    own.operation.store(own.operation.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    own.doing.store(call.doing | INSIDE, std::memory_order_relaxed);
     fenced_ = header_->fenced.load(std::memory_order_relaxed);
     round_ += 1;
     fault_point();
@@ -230,12 +232,12 @@ End Member::begin(Call call) {
 
 // After a mismatch or missing memory the group can be used further; other failures are permanent.
 End Member::finish(End end) {
-    Seat& mine = seat(rank);
-    prefetch(&mine.cell[(round_ + 1) & 1]);  // the others' caches hold it for the next operation
+    MemberSlot& own = slot_of(rank);
+    prefetch(&own.cell[(round_ + 1) & 1]);  // the others' caches hold it for the next operation
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
-    end_trial(end == End::Done);
+    end_plan(end == End::Done);
     if (goes_on)
-        mine.doing.store(mine.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
+        own.doing.store(own.doing.load(std::memory_order_relaxed) & ~INSIDE, std::memory_order_relaxed);
     if (!joined()) return end;
     if (leaving_)
         depart();
@@ -245,23 +247,23 @@ End Member::finish(End end) {
 }
 
 void Member::publish(Call call, uint32_t flags, uint64_t bytes) {
-    Cell& mine = cell(rank);
-    mine.flags = flags | says_;
-    mine.key = key_of(call);
-    mine.bytes = bytes;
-    mine.filled = filled_;
-    mine.took = took_;
+    Cell& own = cell(rank);
+    own.flags = flags | round_flags_;
+    own.key = key_of(call);
+    own.bytes = bytes;
+    own.filled = filled_;
+    own.took = took_;
     fault_point();
-    mine.round.store(round_, std::memory_order_release);  // partner: is_here
+    own.round.store(round_, std::memory_order_release);  // partner: has_arrived
     fault_point();
     if (fenced_)
         std::atomic_thread_fence(std::memory_order_seq_cst);
     else
-        std::atomic_signal_fence(std::memory_order_seq_cst);  // partner: fence_everybody in await
-    if (seat(rank).sleepers.load(std::memory_order_relaxed)) futex_wake(mine.round, UINT32_MAX, true);
+        std::atomic_signal_fence(std::memory_order_seq_cst);  // partner: fence_all_threads in await
+    if (slot_of(rank).sleepers.load(std::memory_order_relaxed)) futex_wake(own.round, UINT32_MAX, true);
 }
 
-bool Member::is_here(uint32_t member) const {
+bool Member::has_arrived(uint32_t member) const {
     return cell(member).round.load(std::memory_order_acquire) == round_;
 }
 
@@ -269,7 +271,7 @@ End Member::await_all(Patience& patience) {
     for (uint32_t i = 1; i < size; ++i) {
         fault_point();
         const uint32_t member = (rank + i) % size;
-        if (is_here(member)) continue;
+        if (has_arrived(member)) continue;
         if (const End end = await(member, patience); end != End::Done) return end;
     }
     fault_point();
@@ -277,40 +279,40 @@ End Member::await_all(Patience& patience) {
 }
 
 End Member::await(uint32_t member, Patience& patience) {
-    for (uint32_t i = 0; i < GLANCES; ++i)
-        if (is_here(member)) return End::Done;
+    for (uint32_t i = 0; i < CHECKS_WITHOUT_PAUSE; ++i)
+        if (has_arrived(member)) return End::Done;
     patience.waits();
     for (uint32_t i = 0; i < pauses_; ++i) {
         cpu_relax();
-        if (!is_here(member)) continue;
+        if (!has_arrived(member)) continue;
         pauses_ = std::min(pauses_ * 2, most_pauses(size));
         return End::Done;
     }
     pauses_ = std::max(pauses_ / 2, LEAST_PAUSES);
-    if (is_here_after_yields(member)) return End::Done;
+    if (arrives_after_yields(member)) return End::Done;
     std::atomic<uint32_t>& word = cell(member).round;
-    std::atomic<uint32_t>& sleepers = seat(member).sleepers;
+    std::atomic<uint32_t>& sleepers = slot_of(member).sleepers;
     const int64_t since = now_ns();
-    for (uint32_t looked = member;; looked += LOOKED_AT) {
+    for (uint32_t checked = member;; checked += CHECKED_AT_ONCE) {
         const uint32_t seen = word.load(std::memory_order_acquire);
         if (seen == round_) return End::Done;
         sleepers.fetch_add(1);
-        fence_everybody();
+        fence_all_threads();
         fault_point();
-        futex_wait(word, seen, std::min(LOOK_NS, patience.deadline.left()), true);
+        futex_wait(word, seen, std::min(DEATH_CHECK_INTERVAL_NS, patience.deadline.left()), true);
         sleepers.fetch_sub(1);
-        if (is_here(member)) return End::Done;
+        if (has_arrived(member)) return End::Done;
         if (leaving_) return End::Closed;
-        if (broken_) return End::Gone;
+        if (broken_) return End::MemberLost;
         if (patience.interrupted(now_ns() - since)) return End::Interrupted;
-        if (any_is_lost(member) || any_is_lost(looked % size)) return End::Gone;
+        if (any_is_lost(member) || any_is_lost(checked % size)) return End::MemberLost;
         if (patience.deadline.passed()) return End::TimedOut;
     }
 }
 
 // If only members want the cores, yielding lets them run. If other programs do, a yield lasts for their whole
 // time slices, while a woken sleeper runs first. So after a long yield, yields are skipped for a while.
-bool Member::is_here_after_yields(uint32_t member) {
+bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {
         const int64_t since = now_ns();
@@ -320,7 +322,7 @@ bool Member::is_here_after_yields(uint32_t member) {
             left_out_ = leave_out_ = std::min(2 * leave_out_ + 16, MOST_LEFT_OUT);
         else if (i == 0)
             leave_out_ /= 2;
-        if (is_here(member)) return true;
+        if (has_arrived(member)) return true;
         if (took_long) break;
     }
     return false;
@@ -329,11 +331,11 @@ bool Member::is_here_after_yields(uint32_t member) {
 // Returns whether one of the members from `from` on is lost and will never publish the round. A member that
 // is gone published before it was marked as gone.
 bool Member::any_is_lost(uint32_t from) const {
-    for (uint32_t i = 0; i < std::min(size, LOOKED_AT); ++i) {
+    for (uint32_t i = 0; i < std::min(size, CHECKED_AT_ONCE); ++i) {
         const uint32_t member = (from + i) % size;
-        if (member == rank || is_here(member)) continue;
-        const Sight sight = see(member);
-        if ((sight.gone != HERE || !sight.alive) && !is_here(member)) return true;
+        if (member == rank || has_arrived(member)) continue;
+        const MemberState member_state = see(member);
+        if ((member_state.membership != PRESENT || !member_state.alive) && !has_arrived(member)) return true;
     }
     return false;
 }
@@ -348,20 +350,20 @@ End Member::judge(Call call) const {
     return end;
 }
 
-bool Member::show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode) {
+bool Member::publish_channel(Table table, uint32_t member, uint64_t fd, uint64_t inode) {
     const size_t place = place_of(table, rank, member);
-    const uint64_t from = control_ + big_length_ + place * sizeof(Lane);
-    if (!reserve_memory(fd_, from, from + sizeof(Lane))) return false;
-    Lane& lane = lanes_[place];
-    lane.pid = process_number();
-    lane.fd = fd;
-    lane.inode.store(inode, std::memory_order_release);
+    const uint64_t from = control_ + big_length_ + place * sizeof(ChannelEntry);
+    if (!reserve_memory(fd_, from, from + sizeof(ChannelEntry))) return false;
+    ChannelEntry& entry = entries_[place];
+    entry.pid = process_number();
+    entry.fd = fd;
+    entry.inode.store(inode, std::memory_order_release);
     return true;
 }
 
 bool Member::reserve_big() {
-    const size_t mine = (BIG + result_size_) * 2;
-    if (!reserved_) reserved_ = reserve_memory(fd_, control_ + rank * mine, control_ + (rank + 1) * mine);
+    const size_t own = (BIG + result_size_) * 2;
+    if (!reserved_) reserved_ = reserve_memory(fd_, control_ + rank * own, control_ + (rank + 1) * own);
     return reserved_;
 }
 

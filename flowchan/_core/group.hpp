@@ -80,18 +80,18 @@ struct alignas(LINE) Cell {
 };
 static_assert(sizeof(Cell) == LINE);
 
-enum Gone : uint32_t { HERE, LEFT, GAVE_UP };
+enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
 // Flags of a cell. IN_PLACE: the data is to be read from its owner's memory. TELLS: rank 0 publishes the plan
 // for the next operation of this size class. All members also publish their own plan.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
 constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the lowest bit
 
-struct Seat {
+struct MemberSlot {
     Cell cell[2];
     alignas(LINE) std::atomic<uint32_t> sleepers{0};  // members that sleep until one of the cells changes
     alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
     std::atomic<uint64_t> started{0};
-    std::atomic<uint32_t> gone{HERE};
+    std::atomic<uint32_t> membership{PRESENT};
     std::atomic<uint32_t> over{0};       // the member has left, even if it gave up before
     std::atomic<uint32_t> held{0};       // a lock shows whether a process can still join: Member::hold
     std::atomic<uint32_t> operation{0};  // number of operations begun, for messages
@@ -111,9 +111,9 @@ struct GroupHeader {
 
 // A descriptor that a member offers to another one: a channel or the memory of another group.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
-struct Lane {
+struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: none so far; partner: Member::lane_from
+    std::atomic<uint64_t> inode{0};  // 0: none so far; partner: Member::channel_from
 };
 
 // How an operation ended. These ends come before it began:
@@ -121,7 +121,7 @@ struct Lane {
 //  - Taken: another process is the member.
 //  - Within: a signal handler called it during another operation.
 //  - Busy: another thread was in an operation until the timeout.
-enum class End { Done, Gone, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
+enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
 // The deadline of a call, and its actions while it waits.
 class Patience {
@@ -137,9 +137,9 @@ class Patience {
 };
 
 // The visible state of a member.
-struct Sight {
+struct MemberState {
     uint64_t pid;
-    uint32_t gone, operation, doing;
+    uint32_t membership, operation, doing;
     bool alive, arrived, over;
 };
 
@@ -170,11 +170,11 @@ class Member {
     // operations in progress end as if a member had died between two of them.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
-    Sight see(uint32_t member) const;
+    MemberState see(uint32_t member) const;
     // Offers a descriptor to `member`. Returns false with errno if memory is missing.
-    bool show_lane(Table table, uint32_t member, uint64_t fd, uint64_t inode);
-    const Lane& lane_from(Table table, uint32_t member) const {
-        return lanes_[place_of(table, member, rank)];
+    bool publish_channel(Table table, uint32_t member, uint64_t fd, uint64_t inode);
+    const ChannelEntry& channel_from(Table table, uint32_t member) const {
+        return entries_[place_of(table, member, rank)];
     }
     bool broken() const { return broken_; }
 
@@ -189,7 +189,7 @@ class Member {
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
     // All members must choose the same, else their calls do not match.
-    void choose(uint32_t doing, Algorithm way) { chosen_[doing % OPERATIONS] = way; }
+    void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
     // A mutex that allows one operation at a time.
     class Use {
@@ -199,21 +199,21 @@ class Member {
         }
         bool try_lock() {
             uint32_t free = 0;
-            return word_.compare_exchange_strong(free, 1) && mine();  // partner: unlock
+            return word_.compare_exchange_strong(free, 1) && own();  // partner: unlock
         }
         bool try_lock_for(int64_t ns) {
-            if (word_.exchange(2) == 0) return mine();
+            if (word_.exchange(2) == 0) return own();
             futex_wait(word_, 2, ns, false);
-            return word_.exchange(2) == 0 && mine();
+            return word_.exchange(2) == 0 && own();
         }
         void unlock() {
             by_ = std::thread::id();
             if (word_.exchange(0) == 2) futex_wake(word_, 1, false);
         }
-        bool is_mine() const { return by_ == std::this_thread::get_id(); }
+        bool is_own() const { return by_ == std::this_thread::get_id(); }
 
       private:
-        bool mine() { return by_ = std::this_thread::get_id(), true; }
+        bool own() { return by_ = std::this_thread::get_id(), true; }
 
         std::atomic<uint32_t> word_{0};  // 1: held; 2: held, and others may sleep
         std::atomic<std::thread::id> by_{};
@@ -263,13 +263,13 @@ class Member {
     // A number in the memory of that member's process that hardly any other process has. A process id alone
     // may belong to a later process, or mean another process in another namespace.
     uint64_t proof_of(uint32_t member) const {
-        return seat(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
+        return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
     size_t place_of(Table table, uint32_t from, uint32_t to) const {
         return (size_t(table) * size + from) * size + to;
     }
-    Seat& seat(uint32_t member) const { return seats_[member]; }
-    Cell& cell(uint32_t member) const { return seats_[member].cell[round_ & 1]; }
+    MemberSlot& slot_of(uint32_t member) const { return slots_[member]; }
+    Cell& cell(uint32_t member) const { return slots_[member].cell[round_ & 1]; }
     unsigned char* small(uint32_t member) const {
         return small_ + (size_t(member) * 2 + (round_ & 1)) * SMALL;
     }
@@ -305,18 +305,18 @@ class Member {
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
-    bool is_here_after_yields(uint32_t member);
+    bool arrives_after_yields(uint32_t member);
     End judge(Call call) const;
-    bool is_here(uint32_t member) const;
+    bool has_arrived(uint32_t member) const;
     bool may_join(uint32_t member) const;
     bool any_is_lost(uint32_t from) const;
     bool reserve_big();  // allocates this member's big slots
     uint32_t number_of(uint32_t doing, uint64_t bytes) const;
     uint32_t possible(uint32_t doing, uint32_t kind) const;
     uint32_t first_of(uint32_t doing, uint32_t kind) const;
-    const Plan& begin_trial(uint32_t doing, uint64_t bytes);
+    const Plan& begin_plan(uint32_t doing, uint64_t bytes);
     void have_come(Call call);
-    void end_trial(bool done);
+    void end_plan(bool done);
     const Plan& plan_of_member(uint32_t member) const { return PLANS[cell(member).flags >> OWN_PLAN & 15]; }
     End alone(Call call, const void* in, void* out, size_t bytes);
     End exchange(const Plan& plan, Call call, const Combining& what, Patience& patience);
@@ -330,7 +330,7 @@ class Member {
     // data, and `read` reads that of another member.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
-    uint32_t ways_of(uint32_t doing, uint32_t kind) const;
+    uint32_t usable_plans(uint32_t doing, uint32_t kind) const;
 
     int fd_ = -1;
     uint64_t joined_ = 0;
@@ -341,7 +341,7 @@ class Member {
     // for a call that did not match has no effect on it.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
-    std::vector<Trial> trials_;  // on rank 0
+    std::vector<Tuner> tuners_;  // on rank 0
     struct Timed {
         bool is = false;
         uint32_t doing = 0, kind = 0, plan = 0;
@@ -351,11 +351,11 @@ class Member {
     Timed timed_;                     // this operation
     Timed before_;                    // the operation before, while the times of the others are unknown
     uint32_t took_ = 0, filled_ = 0;  // values for the cell
-    uint32_t says_ = 0;               // flags of all rounds
-    Seat* seats_ = nullptr;
+    uint32_t round_flags_ = 0;        // flags of all rounds
+    MemberSlot* slots_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
-    Lane* lanes_ = nullptr;
+    ChannelEntry* entries_ = nullptr;
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;

@@ -167,7 +167,7 @@ long long number(PyObject* object) {
     return value;
 }
 
-bool truth(PyObject* object) {
+bool is_true(PyObject* object) {
     const bool is = object == Py_True;
     Py_XDECREF(object);
     return is;
@@ -243,8 +243,8 @@ bool Array::read_tensor(PyObject* tensor) {
     static const Word contiguous("is_contiguous"), cpu("is_cpu"), pointer("data_ptr"), dtype("dtype"),
         shape("shape"), width("itemsize"), conjugate("is_conj"), negative("is_neg"),
         quantized("is_quantized");
-    if (!truth(PyObject_GetAttr(tensor, cpu.text))) return false;
-    if (!truth(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
+    if (!is_true(PyObject_GetAttr(tensor, cpu.text))) return false;
+    if (!is_true(PyObject_CallMethodNoArgs(tensor, contiguous.text))) {
         PyErr_Clear();  // a sparse tensor: array_access.py raises the error
         return false;
     }
@@ -252,12 +252,12 @@ bool Array::read_tensor(PyObject* tensor) {
     if (!type) return false;
     PyObject* known = PyDict_GetItemWithError(dtypes(), type);
     element = known ? Element(PyLong_AsLong(known)) : Element::Raw;
-    if (!known && truth(PyObject_GetAttr(tensor, quantized.text))) return Py_DECREF(type), false;
+    if (!known && is_true(PyObject_GetAttr(tensor, quantized.text))) return Py_DECREF(type), false;
     const size_t size = known ? size_of_element(element) : size_t(number(PyObject_GetAttr(type, width.text)));
     begin(known ? 0 : hash_of(type), size);
     Py_DECREF(type);
-    if (element >= Element::C64 && truth(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
-    if (truth(PyObject_CallMethodNoArgs(tensor, negative.text))) return false;
+    if (element >= Element::C64 && is_true(PyObject_CallMethodNoArgs(tensor, conjugate.text))) return false;
+    if (is_true(PyObject_CallMethodNoArgs(tensor, negative.text))) return false;
     PyObject* extents = PyObject_GetAttr(tensor, shape.text);
     if (!extents) return PyErr_Clear(), false;  // a nested tensor
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(extents); ++i)

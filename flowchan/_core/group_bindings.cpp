@@ -76,16 +76,16 @@ nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data
 
 void need_each(const Arrays& arrays, const Member& group, const char* what) {
     if (arrays.size() != group.size)
-        throw nb::value_error((std::string(what) + " takes one array for each of the " +
-                               std::to_string(group.size) + " members, not " + std::to_string(arrays.size()))
+        throw nb::value_error((std::string(what) + " must have one array for each of the " +
+                               std::to_string(group.size) + " members, got " + std::to_string(arrays.size()))
                                   .c_str());
 }
 
 // Gathers into arrays whose sizes all members know, as `key` states.
-void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine, nb::list outs,
+void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list own, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
-    Arrays in(mine.ptr()), out(outs.ptr());
+    Arrays in(own.ptr()), out(outs.ptr());
     need_each(out, group, "allgather");
     std::vector<char> copy;
     const void* from = out.kept(in[0], group.rank, copy);
@@ -93,7 +93,7 @@ void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list mine
     const End end = calling.run([&](Patience& patience) {
         return group.allgather({doing, key_of(doing, key, &in[0])}, from, in[0].bytes, out, patience);
     });
-    raise_unless_done(self, end, doing, mine[0], nb::none());
+    raise_unless_done(self, end, doing, own[0], nb::none());
     if (!out.check()) throw nb::python_error();
 }
 
@@ -112,7 +112,8 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
-    if (!parse_op(op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred())) throw nb::python_error();
+    if (!parse_op("reduce", op_name.ptr(), op) || (!to.read(out.ptr()) && PyErr_Occurred()))
+        throw nb::python_error();
     if (!has_kernel(to, op, out.ptr())) throw nb::python_error();
     const Arrays from(ins.ptr());
     std::vector<const void*> in;
@@ -144,13 +145,13 @@ int make(uint32_t size) {
 }
 
 nb::tuple see(PyGroup& group, uint32_t member) {
-    const Sight s = group.see(member);
-    return nb::make_tuple(s.pid, s.gone, s.operation, s.doing & ~(1u << 31), bool(s.doing >> 31), s.alive,
-                          s.arrived, s.over);
+    const MemberState s = group.see(member);
+    return nb::make_tuple(s.pid, s.membership, s.operation, s.doing & ~(1u << 31), bool(s.doing >> 31),
+                          s.alive, s.arrived, s.over);
 }
 
 nb::tuple as_tuple(const Plan& plan) {
-    return nb::make_tuple(int(plan.way), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
+    return nb::make_tuple(int(plan.algorithm), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
 }
 
 // Returns the plans that trials have measured for that number of bytes, and the ns of each.
@@ -162,16 +163,16 @@ nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
     return found;
 }
 
-void show_lane(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode, bool offer) {
-    if (group.show_lane(offer ? OFFERS : CHANNELS, member, fd, inode)) return;
+void publish_channel(PyGroup& group, uint32_t member, uint64_t fd, uint64_t inode, bool offer) {
+    if (group.publish_channel(offer ? OFFERS : CHANNELS, member, fd, inode)) return;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
 }
 
-nb::object lane_from(PyGroup& group, uint32_t member, bool offer) {
-    const Lane& lane = group.lane_from(offer ? OFFERS : CHANNELS, member);
-    const uint64_t inode = lane.inode.load(std::memory_order_acquire);
-    return inode ? nb::object(nb::make_tuple(lane.pid, lane.fd, inode)) : nb::none();
+nb::object channel_from(PyGroup& group, uint32_t member, bool offer) {
+    const ChannelEntry& entry = group.channel_from(offer ? OFFERS : CHANNELS, member);
+    const uint64_t inode = entry.inode.load(std::memory_order_acquire);
+    return inode ? nb::object(nb::make_tuple(entry.pid, entry.fd, inode)) : nb::none();
 }
 
 }  // namespace
@@ -186,8 +187,8 @@ void bind_group(nb::module_& m) {
                         "A member of a group. Use flowchan.collective.")
         .def("__init__", construct, "fd"_a, "rank"_a)
         .def_static("_make", make, "size"_a)
-        .def_ro("rank", &PyGroup::rank, "Which member this is, from 0.")
-        .def_ro("size", &PyGroup::size, "How many members there are.")
+        .def_ro("rank", &PyGroup::rank, "Return the number of this member, from 0.")
+        .def_ro("size", &PyGroup::size, "Return the number of members.")
         .def_prop_ro("_fd", &PyGroup::fd)
         .def_prop_ro("_joined", &PyGroup::joined)
         .def_prop_ro("_broken", &PyGroup::broken)
@@ -198,8 +199,9 @@ void bind_group(nb::module_& m) {
         .def(
             "_queue", [](PyGroup& group, int change) { group.queued += uint32_t(change); }, "change"_a)
         .def(
-            "_choose", [](PyGroup& group, uint32_t doing, int way) { group.choose(doing, Algorithm(way)); },
-            "doing"_a, "way"_a)
+            "_choose",
+            [](PyGroup& group, uint32_t doing, int algorithm) { group.choose(doing, Algorithm(algorithm)); },
+            "doing"_a, "algorithm"_a)
         .def(
             "_plan",
             [](PyGroup& group, uint32_t doing, uint64_t bytes) {
@@ -210,8 +212,8 @@ void bind_group(nb::module_& m) {
         .def("_disband", &PyGroup::disband)
         .def_prop_ro("_disbanded", &PyGroup::disbanded)
         .def("_count_out", &PyGroup::count_out, "member"_a)
-        .def("_show_lane", show_lane, "member"_a, "fd"_a, "inode"_a, "offer"_a = false)
-        .def("_lane_from", lane_from, "member"_a, "offer"_a = false)
+        .def("_publish_channel", publish_channel, "member"_a, "fd"_a, "inode"_a, "offer"_a = false)
+        .def("_channel_from", channel_from, "member"_a, "offer"_a = false)
         .def("_see", see, "member"_a)
         .def("_exchange", exchange, "doing"_a, "key"_a, "data"_a, "only"_a, "timeout"_a.none(), "x"_a.none(),
              "more"_a.none())

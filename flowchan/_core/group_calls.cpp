@@ -12,7 +12,7 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     Op op;
     Deadline deadline;
     Array in, to;
-    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    if (!parse_op("reduce_scatter", op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
     if (!in.read(x) || !to.read(out)) return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
     if (!has_kernel(in, op, x)) return nullptr;
     if (in.count % group.size || !fits(in, to, in.count / group.size)) return Py_NewRef(Py_NotImplemented);
@@ -33,7 +33,9 @@ PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* o
     PyGroup& group = group_of(self);
     Op op;
     Deadline deadline;
-    if (!parse_op(op_name, op) || !parse_deadline(timeout, deadline)) return nullptr;
+    if (!parse_op(doing == REDUCE ? "reduce" : "allreduce", op_name, op) ||
+        !parse_deadline(timeout, deadline))
+        return nullptr;
     Array in, to;
     if (!in.read(x) || (!is_default(out) && !to.read(out)))
         return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
@@ -110,7 +112,7 @@ PyObject* broadcast(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObjec
         PyObject* v[4];
         uint32_t root;
         if (!parse("broadcast", BROADCAST_NAMES, 1, args, n, keywords, v) ||
-            !parse_root(v[1], group_of(self), root))
+            !parse_root("broadcast", v[1], group_of(self), root))
             return nullptr;
         if (!goes_later(self, v[3])) {
             PyObject* result = broadcast_array(self, v[0], root, v[2]);
@@ -215,33 +217,28 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
      "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
-     "Combine what all members give, element by element, in the order of their ranks: all get the same "
-     "bits.\n\n"
-     "An array or tensor is overwritten with the result and returned; with ``out`` it stays, and that one is "
-     "returned. Any other value is combined by Python's operators, and the result returned. ``op``: 'sum', "
-     "'mean', 'prod', 'min', 'max', 'and', 'or', 'xor', for values also a function of two. ``wait=False`` "
-     "gives "
-     "a handle."},
+     "Combine the values of all members element by element, in the order of the ranks.\n\n"
+     "See flowchan.collective.Group.allreduce."},
     {"broadcast", fast(broadcast), FASTCALL,
      "broadcast($self, /, x=None, root=0, timeout=None, wait=True)\n--\n\n"
-     "Give all members what ``root`` has: an array or tensor of the same shape and type is overwritten and "
-     "returned; any other value is returned."},
+     "Copy the value of ``root`` to all members.\n\n"
+     "See flowchan.collective.Group.broadcast."},
     {"barrier", fast(barrier), FASTCALL,
-     "barrier($self, /, timeout=None, wait=True)\n--\n\nReturn when all members have called it."},
+     "barrier($self, /, timeout=None, wait=True)\n--\n\n"
+     "Wait until all members have called it.\n\n"
+     "See flowchan.collective.Group.barrier."},
     {"allgather", fast(allgather), FASTCALL,
      "allgather($self, /, x, out=None, timeout=None, wait=True)\n--\n\n"
-     "What every member gives, as a list in the order of the ranks. Arrays and tensors may differ in shape. "
-     "``out``: an array of ``size`` times as many elements, or a list of arrays, to be filled instead and "
-     "returned; raises ValueError where what a member gave does not fit. ``wait=False`` gives a handle."},
+     "Gather one value from each member on all members.\n\n"
+     "See flowchan.collective.Group.allgather."},
     {"alltoall", fast(alltoall), FASTCALL,
      "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\n"
-     "What each member has for this one: a list in the order of the ranks. ``xs[i]`` goes to member i. "
-     "``out``: arrays to be filled instead, then all of ``xs`` are arrays, too. ``wait=False`` gives a "
-     "handle."},
+     "Send one value to each member and receive one from each.\n\n"
+     "See flowchan.collective.Group.alltoall."},
     {"reduce_scatter", fast(reduce_scatter), FASTCALL,
      "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"
-     "Combine arrays as ``allreduce`` does, and give each member its part of the result: the first of "
-     "``size`` equal parts along the first dimension to rank 0, and so on. ``wait=False`` gives a handle."},
+     "Combine the arrays of all members, and return this member's part of the result.\n\n"
+     "See flowchan.collective.Group.reduce_scatter."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -56,9 +56,9 @@ class Calling : public Patience {
     // Calls `f` with the GIL, in the middle of the operation.
     template <class F>
     bool with_gil(F f) {
-        const bool was_away = take_back();
+        const bool released = take_back();
         const bool done = f();
-        if (was_away) waits();
+        if (released) waits();
         return done;
     }
     void waits() override {
@@ -67,8 +67,8 @@ class Calling : public Patience {
     bool interrupted(int64_t waited) override {
         return with_gil([&] {
             if (PyErr_CheckSignals()) return true;
-            if (waited < STALLED_NS || told_) return false;
-            told_ = true;
+            if (waited < STALLED_NS || has_reported_) return false;
+            has_reported_ = true;
             PyObject* done = PyObject_CallMethod(self_, "_stalled", "Id", doing_, double(waited) / 1e9);
             Py_XDECREF(done);
             return !done;
@@ -81,7 +81,7 @@ class Calling : public Patience {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
         if (group.is_taken()) return End::Taken;
-        if (use.is_mine()) return End::Within;
+        if (use.is_own()) return End::Within;
         if (use.try_lock()) return End::Done;
         waits();
         while (!use.try_lock_for(std::min(SLICE_NS, deadline.left()))) {
@@ -99,7 +99,7 @@ class Calling : public Patience {
     PyObject* self_;
     const uint32_t doing_;
     PyThreadState* state_ = nullptr;  // set while the GIL is released
-    bool told_ = false;
+    bool has_reported_ = false;
 };
 
 // Raises the error for the end of an operation, and returns null. `x`, `root` (unless negative) and `more`
@@ -118,22 +118,23 @@ inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x,
     return nullptr;
 }
 
-inline bool parse_op(PyObject* name, Op& op) {
+inline bool parse_op(const char* call, PyObject* name, Op& op) {
     op = Op::Sum;
     if (!name) return true;
     for (size_t i = 0; PyUnicode_Check(name) && i < std::size(OPS); ++i)
         if (PyUnicode_CompareWithASCIIString(name, OPS[i]) == 0) return op = Op(i), true;
     PyErr_Format(PyExc_ValueError,
-                 "op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', not %R", name);
+                 "%s: op must be 'sum', 'mean', 'prod', 'min', 'max', 'and', 'or' or 'xor', got %R", call,
+                 name);
     return false;
 }
 
-inline bool parse_root(PyObject* value, const Member& group, uint32_t& root) {
-    const bool is_whole = !value || (PyIndex_Check(value) && !PyBool_Check(value));
-    const long long number = value && is_whole ? PyLong_AsLongLong(value) : 0;
+inline bool parse_root(const char* call, PyObject* value, const Member& group, uint32_t& root) {
+    const bool is_integer = !value || (PyIndex_Check(value) && !PyBool_Check(value));
+    const long long number = value && is_integer ? PyLong_AsLongLong(value) : 0;
     if (number == -1 && PyErr_Occurred()) PyErr_Clear();  // the number is too large
-    if (!is_whole || number < 0 || number >= group.size) {
-        PyErr_Format(PyExc_ValueError, "root must be a rank of the group, from 0 to %u, not %R",
+    if (!is_integer || number < 0 || number >= group.size) {
+        PyErr_Format(PyExc_ValueError, "%s: root must be a rank of the group, from 0 to %u, got %R", call,
                      group.size - 1, value);
         return false;
     }
@@ -154,14 +155,14 @@ inline bool fits(const Array& in, const Array& out, size_t count) {
 
 inline bool has_kernel(const Array& array, Op op, PyObject* x) {
     if (find_kernel(array.element, op)) return true;
-    std::string there;
+    std::string supported;
     for (const char* const& name : OPS)
         if (find_kernel(array.element, Op(&name - OPS)))
-            there += (there.empty() ? "" : ", ") + std::string(name);
-    const std::string remedy = there.empty() ? convert_first(x)
+            supported += (supported.empty() ? "" : ", ") + std::string(name);
+    const std::string remedy = supported.empty() ? convert_first(x)
                                : op == Op::Mean && array.element <= Element::U64
                                    ? "; take the sum, or convert them to a floating-point type"
-                                   : "; use " + there;
+                                   : "; use " + supported;
     PyObject* type = PyObject_GetAttrString(x, "dtype");
     PyErr_Format(PyExc_TypeError, "elements of type %S cannot be combined by %s%s", type ? type : Py_None,
                  OPS[size_t(op)], remedy.c_str());
@@ -215,7 +216,7 @@ class Arrays : public Member::Place {
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(PyExc_ValueError,
-                         "out must have room for the %llu bytes from rank %d, got room for %zu",
+                         "allgather: out must have room for the %llu bytes from rank %d, got room for %zu",
                          static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }

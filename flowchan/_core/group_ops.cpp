@@ -128,20 +128,20 @@ bool Member::pull(const Plan& plan, uint32_t member, uint64_t from, void* to, si
 bool Member::pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const {
     constexpr size_t PIECE = 16 << 20;
     if (!bytes) return true;
-    const Seat& its = seat(member);
+    const MemberSlot& its = slot_of(member);
     const auto address = [](uint64_t at) { return reinterpret_cast<void*>(at); };
     for (size_t done = 0; done < bytes;) {
         const size_t length = std::min(bytes - done, PIECE);
         uint64_t proof = 0;
-        const iovec here[] = {{&proof, sizeof proof}, {at(to, done), length}};
-        const iovec there[] = {{address(its.proof.load(std::memory_order_relaxed)), sizeof proof},
-                               {address(from + done), length}};
-        const ssize_t got = process_vm_readv(pid_t(its.owner.load()), here, 2, there, 2, 0);
+        const iovec local[] = {{&proof, sizeof proof}, {at(to, done), length}};
+        const iovec remote[] = {{address(its.proof.load(std::memory_order_relaxed)), sizeof proof},
+                                {address(from + done), length}};
+        const ssize_t got = process_vm_readv(pid_t(its.owner.load()), local, 2, remote, 2, 0);
         if (got != ssize_t(sizeof proof + length) || proof != proof_of(member)) return false;
         done += length;
     }
     std::atomic_thread_fence(std::memory_order_acquire);
-    return its.gone.load() == HERE;  // else the data may have changed before it was read
+    return its.membership.load() == PRESENT;  // else the data may have changed before it was read
 }
 
 End Member::have_read(Call call, bool could, Patience& patience) {
@@ -167,9 +167,9 @@ End Member::alone(Call call, const void* in, void* out, size_t bytes) {
 End Member::allreduce(Call call, const Combining& what, Patience& patience) {
     const size_t bytes = what.count * size_of_element(what.element);
     if (size == 1) return alone(call, what.in, what.out, bytes);
-    const Plan& plan = begin_trial(call.doing, bytes);
-    return finish(plan.way == Algorithm::Exchange ? exchange(plan, call, what, patience)
-                                                  : slices(plan, call, what, patience));
+    const Plan& plan = begin_plan(call.doing, bytes);
+    return finish(plan.algorithm == Algorithm::Exchange ? exchange(plan, call, what, patience)
+                                                        : slices(plan, call, what, patience));
 }
 
 // Large arrays are exchanged chunk by chunk.
@@ -248,7 +248,7 @@ End Member::slices(const Plan& plan, Call call, const Combining& what, Patience&
 // Each slot holds one part for each member.
 End Member::reduce_scatter(Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
-    const Plan& plan = begin_trial(call.doing, bytes);
+    const Plan& plan = begin_plan(call.doing, bytes);
     const auto write = plan.shows_past ? copy_past : copy;
     const size_t part = std::min(part_of(plan.piece, size), (bytes + LINE - 1) / LINE * LINE);
     const size_t rounds = part ? chunks(bytes, part) : 1;
@@ -276,8 +276,8 @@ End Member::reduce_scatter(Call call, const Combining& what, Patience& patience)
 
 End Member::broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience) {
     if (size == 1) return alone(call, data, data, bytes);
-    const Plan& plan = begin_trial(call.doing, bytes);
-    const bool direct = plan.way == Algorithm::Direct;
+    const Plan& plan = begin_plan(call.doing, bytes);
+    const bool direct = plan.algorithm == Algorithm::Direct;
     const size_t chunk = chunk_of(bytes, plan.piece), rounds = chunks(bytes, chunk);
     const auto write = plan.shows_past ? copy_past : copy, give = plan.keeps_past ? copy_past : copy;
     const auto length = [&](size_t t) { return std::min(chunk, bytes - t * chunk); };
@@ -357,8 +357,8 @@ struct Member::Gathering {
 // The first round publishes the address of large data, the whole of small data, and the first chunk of other
 // data.
 End Member::allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience) {
-    const Plan& plan = begin_trial(call.doing, bytes);
-    const bool direct = plan.way == Algorithm::Direct;
+    const Plan& plan = begin_plan(call.doing, bytes);
+    const bool direct = plan.algorithm == Algorithm::Direct;
     const auto write = plan.shows_past ? copy_past : copy, give = plan.keeps_past ? copy_past : copy;
     const uint64_t from = reinterpret_cast<uint64_t>(in), first = std::min(bytes, plan.piece);
     const auto tell = [&](void* slot) { direct ? copy(slot, &from, sizeof from) : write(slot, in, first); };
@@ -429,8 +429,8 @@ End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     const bool little = 2 * row + std::accumulate(in_sizes.begin(), in_sizes.end(), uint64_t{}) <= SMALL;
     uint64_t most = 0;  // for any other member
     for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
-    const Plan& plan = begin_trial(call.doing, little ? 0 : most);
-    const bool direct = !little && 3 * row <= SMALL && plan.way == Algorithm::Direct;
+    const Plan& plan = begin_plan(call.doing, little ? 0 : most);
+    const bool direct = !little && 3 * row <= SMALL && plan.algorithm == Algorithm::Direct;
     const auto tell = [&, &in = in, &in_sizes = in_sizes, &out_sizes = out_sizes](void* slot) {
         memcpy(slot, in_sizes.data(), row);
         memcpy(at(slot, row), out_sizes.data(), row);
@@ -466,10 +466,10 @@ End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
 // Compares the sizes after the first round of an alltoall: the small slots begin with the sizes sent and
 // expected.
 bool Member::sizes_match() const {
-    const auto told = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
+    const auto sizes_from = [&](uint32_t r) { return reinterpret_cast<const uint64_t*>(small(r)); };
     for (uint32_t r = 0; r < size; ++r)
         for (uint32_t q = 0; q < size; ++q)
-            if (told(r)[q] != told(q)[size + r]) return false;
+            if (sizes_from(r)[q] != sizes_from(q)[size + r]) return false;
     return true;
 }
 

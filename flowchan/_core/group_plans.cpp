@@ -25,7 +25,7 @@ constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two;
 constexpr uint32_t KEPT_PAST = plans_where([](const Plan& one) { return one.keeps_past; });
 // Plans with large pieces that equal a plan with small pieces otherwise.
 constexpr uint32_t IN_LARGE = plans_where([](const Plan& one) {
-    return one.way != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
+    return one.algorithm != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
 });
 
 bool is_small(uint32_t kind) { return kind < SMALL_KINDS || kind == UNTRIED; }
@@ -40,7 +40,7 @@ uint32_t Member::kind_of(uint64_t bytes) {
 // another. The result is equal on all members that make the same call.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
-    uint32_t found = ways_of(doing, kind);
+    uint32_t found = usable_plans(doing, kind);
     if (in_one_piece) found &= ~IN_LARGE;
     if (in_one_piece || doing == REDUCE_SCATTER) found &= ~KEPT_PAST;
     if (kind < BY_ONE || kind == UNTRIED || header_->crowded) found &= ~BY_TWO;
@@ -48,9 +48,9 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
 }
 
 // Returns the same bits, including plans that have the same effect.
-uint32_t Member::ways_of(uint32_t doing, uint32_t kind) const {
-    if (const Algorithm way = chosen_[doing % OPERATIONS]; way != Algorithm::Any)
-        return plans_of(way == Algorithm::Direct && !direct_ ? Algorithm::Chunks : way);
+uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
+    if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
+        return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
         // Two members read the same amount with both algorithms, and copy less by exchange.
         const bool by_slices = size > 2 || doing == REDUCE;
@@ -79,17 +79,17 @@ uint32_t Member::number_of(uint32_t doing, uint64_t bytes) const {
 }
 
 // Returns the plan of this operation, for which this member has that number of bytes.
-const Plan& Member::begin_trial(uint32_t doing, uint64_t bytes) {
+const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     const uint32_t plan = number_of(doing, bytes);
-    says_ = plan << OWN_PLAN;
+    round_flags_ = plan << OWN_PLAN;
     const uint32_t kind = kind_of(bytes);
     if (kind == UNTRIED || size == 1) return PLANS[plan];
     timed_ = {.is = true, .doing = doing % OPERATIONS, .kind = kind, .plan = plan};
     if (rank != 0) return PLANS[plan];
-    if (trials_.empty()) trials_.resize(OPERATIONS * TRIED);
-    Trial& trial = trials_[timed_.doing * TRIED + kind];
-    if (const uint32_t ways = possible(doing, kind); ways != trial.ways()) trial = Trial(ways, plan);
-    says_ |= TELLS | trial.next() << NEXT_PLAN;
+    if (tuners_.empty()) tuners_.resize(OPERATIONS * TRIED);
+    Tuner& tuner = tuners_[timed_.doing * TRIED + kind];
+    if (const uint32_t plans = possible(doing, kind); plans != tuner.plans()) tuner = Tuner(plans, plan);
+    round_flags_ |= TELLS | tuner.next() << NEXT_PLAN;
     return PLANS[plan];
 }
 
@@ -100,10 +100,10 @@ void Member::have_come(Call call) {
     if (before_.is) {
         uint32_t took = 0;
         for (uint32_t r = 0; r < size; ++r) took = std::max(took, cell(r).took);
-        Trial& trial = trials_[before_.doing * TRIED + before_.kind];
-        trial.took(before_.plan, int64_t(took) + before_.filled);
+        Tuner& tuner = tuners_[before_.doing * TRIED + before_.kind];
+        tuner.took(before_.plan, int64_t(took) + before_.filled);
         for (uint32_t i = 0; i < ALL_PLANS; ++i)
-            header_->took[before_.doing][before_.kind][i].store(saturated(trial.least(i)),
+            header_->took[before_.doing][before_.kind][i].store(saturated(tuner.least(i)),
                                                                 std::memory_order_relaxed);
         before_.is = false;
     }
@@ -112,14 +112,14 @@ void Member::have_come(Call call) {
     timed_.since = now_ns();
 }
 
-void Member::end_trial(bool done) {
+void Member::end_plan(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
     before_.is =
         // not after a failed operation, whose cells do not have the times of the operation before
         rank == 0 && took_;
     timed_.is = false;
-    filled_ = says_ = 0;
+    filled_ = round_flags_ = 0;
 }
 
 }  // namespace flowchan

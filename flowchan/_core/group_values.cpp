@@ -1,4 +1,4 @@
-// Python values as bytes. Plain values use the encoding of codec.cpp, without a pickle. The last byte names
+// Python values as bytes. Plain values use the encoding of direct_values.hpp, without a pickle. The last byte names
 // the format; flowchan/collective/value_bytes.py has the others.
 #include "codec.hpp"
 #include "group_calls.hpp"
@@ -16,22 +16,22 @@ constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; pickle is as fast for larger
 // may encode another value, so each value has its own buffer.
 class Written {
   public:
-    explicit Written(PyObject* value) : room_(std::move(spare_)) {
-        if (!room_) room_ = std::make_unique<char[]>(MOST_PLAIN);
-        char* end = write_plain(value, room_.get(), room_.get() + MOST_PLAIN - 1);
+    explicit Written(PyObject* value) : buffer_(std::move(spare_)) {
+        if (!buffer_) buffer_ = std::make_unique<char[]>(MOST_PLAIN);
+        char* end = write_plain(value, buffer_.get(), buffer_.get() + MOST_PLAIN - 1);
         if (!end) return;
         *end++ = PLAIN;
-        bytes = size_t(end - room_.get());
+        bytes = size_t(end - buffer_.get());
     }
-    ~Written() { spare_ = std::move(room_); }
+    ~Written() { spare_ = std::move(buffer_); }
     Written(const Written&) = delete;
-    const char* from() const { return room_.get(); }
+    const char* from() const { return buffer_.get(); }
 
     size_t bytes = 0;  // 0: it is not a plain value
 
   private:
     static thread_local std::unique_ptr<char[]> spare_;
-    std::unique_ptr<char[]> room_;
+    std::unique_ptr<char[]> buffer_;
 };
 thread_local std::unique_ptr<char[]> Written::spare_;
 
@@ -53,12 +53,12 @@ class PlaceValues : public Member::Place {
     bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) override {
         return calling_.with_gil([&] {
             for (size_t r = 0; r < sizes.size(); ++r) {
-                const bool here = shown[r] && is_plain(shown[r], sizes[r]);
-                PyObject* one = here ? read_value(shown[r], sizes[r])
-                                     : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
+                const bool shows_plain = shown[r] && is_plain(shown[r], sizes[r]);
+                PyObject* one = shows_plain ? read_value(shown[r], sizes[r])
+                                            : PyBytes_FromStringAndSize(nullptr, Py_ssize_t(sizes[r]));
                 if (!one) return false;
-                if (!here) to[r] = PyBytes_AS_STRING(one);
-                are_bytes[r] = !here;
+                if (!shows_plain) to[r] = PyBytes_AS_STRING(one);
+                are_bytes[r] = !shows_plain;
                 PyList_SET_ITEM(found_, Py_ssize_t(r), one);
             }
             return true;
@@ -76,14 +76,14 @@ PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout) {
     PyGroup& group = group_of(self);
     Deadline deadline;
     if (!parse_deadline(timeout, deadline)) return nullptr;
-    const Written mine(x);
-    if (!mine.bytes) return Py_NewRef(Py_NotImplemented);
+    const Written own(x);
+    if (!own.bytes) return Py_NewRef(Py_NotImplemented);
     nb::object found = nb::steal(PyList_New(group.size));
     if (!found.is_valid()) return nullptr;
     Calling calling(self, ALLGATHER, deadline);
     PlaceValues place(calling, found.ptr(), group.size);
     const End end = calling.run([&](Patience& patience) {
-        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, mine.from(), mine.bytes, place,
+        return group.allgather({ALLGATHER, key_of(ALLGATHER, VALUES)}, own.from(), own.bytes, place,
                                patience);
     });
     if (end != End::Done) return raise_end(self, end, ALLGATHER, x, nullptr);

@@ -152,12 +152,13 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Continue over this connected socket, and take ownership of it. Frames that did "
-            "not arrive over the former one are sent again.")
+            "Continue over this connected socket, and take ownership of it.\n\n"
+            "Frames that did not arrive over the former one are sent again.")
         .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "limited"_a = false,
-             "Serve the ports of one worker, under a number that both sides know. on_demand: items come for "
-             "those only who wait for one, or work on one. limited: as many are put as there is room for.")
+             "Serve the ports of one worker, under a number that both sides use.\n\n"
+             "``on_demand``: items come only for workers that wait for one or process one.\n"
+             "``limited``: the worker puts only as many items as the owner has room for.")
         .def(
             "pair",
             [](PyLink& link, uint32_t writes, uint32_t reads) {
@@ -165,7 +166,8 @@ void bind_link(nb::module_& m) {
                 link.pair_streams(writes, reads);
             },
             "writes"_a, "reads"_a,
-            "What is under way to the process by the one line takes room of the other, which is limited.")
+            "Count the items prefetched through stream ``reads`` against the room of the limited stream "
+            "``writes``.")
         .def(
             "offer",
             [](PyLink& link, uint32_t number, uint64_t most) {
@@ -173,21 +175,19 @@ void bind_link(nb::module_& m) {
                 return link.offer(number, most);
             },
             "number"_a, "most"_a,
-            "Send up to so many of the next items of this line; return how many were sent in all, and "
-            "whether "
-            "the end has come. None while some are recalled.")
+            "Send up to ``most`` of the next items of this stream.\n\n"
+            "Returns how many were sent in total, and whether the end has come; None during a recall.")
         .def(
             "room",
             [](PyLink& link, uint32_t number) {
                 WithoutGil without;
                 return link.room(number);
             },
-            "number"_a,
-            "Return how many items may be put through this line in all, and whether it has ended.")
+            "number"_a, "Return how many puts are granted to this stream in total, and whether it has ended.")
         .def("await_used", await_used, "number"_a, "count"_a, "timeout"_a = nb::none(),
-             "Wait until the other side has put so many items of this line. False: it never will; None: it "
-             "has "
-             "not within the time.")
+             "Wait until the other side has put ``count`` items of this stream (True) or never will "
+             "(False).\n\n"
+             "Returns None at the timeout.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
@@ -198,8 +198,8 @@ void bind_link(nb::module_& m) {
             "Stop serving the ports of a worker; their sessions do not change. Unknown "
             "numbers are ignored.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
-             "Wait for the next event and return its kind and values, or () after the "
-             "timeout. flowchan.transport.link_events converts them to typed events.")
+             "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
+             "flowchan.transport.link_events converts them to typed events.")
         .def("state", state_of, "Return the state of the connection and the counts of the link.")
         .def(
             "close",

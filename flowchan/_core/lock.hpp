@@ -14,7 +14,7 @@ namespace flowchan {
 
 class SharedLock {
   public:
-    // FromDead: its owner died; repair the protected data, then call `is_whole`. Lost: it can never be taken
+    // FromDead: its owner died; repair the protected data, then call `mark_consistent`. Lost: it can never be taken
     // again, and the protected data must be given up.
     enum class Got { Taken, FromDead, Busy, Lost };
 
@@ -24,7 +24,7 @@ class SharedLock {
 
     // Busy only if not `patient`.
     Got lock(bool patient);
-    void is_whole() { pthread_mutex_consistent(mutex_); }
+    void mark_consistent() { pthread_mutex_consistent(mutex_); }
     void unlock() {
         if (is_valid()) pthread_mutex_unlock(mutex_);
     }

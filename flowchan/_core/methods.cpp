@@ -33,7 +33,7 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
     double s = seconds_of(timeout);
     if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError, "timeout must be None (no limit) or a number of seconds >= 0, got %R",
+        PyErr_Format(PyExc_ValueError, "timeout must be None or a number of at least 0 seconds, got %R",
                      timeout);
         return false;
     }
@@ -84,7 +84,7 @@ PyObject* do_get_many(Channel& ch, In* in, PyObject* const* args, Py_ssize_t n, 
     Py_ssize_t most = PyLong_Check(v[0]) && !PyBool_Check(v[0]) ? PyLong_AsSsize_t(v[0]) : -1;
     if (most < 1) {
         PyErr_Clear();
-        PyErr_Format(PyExc_ValueError, "get_many: max must be a whole number >= 1, got %R", v[0]);
+        PyErr_Format(PyExc_ValueError, "get_many: max must be an int of at least 1, got %R", v[0]);
         return nullptr;
     }
     ch.fetch(most);
@@ -140,61 +140,141 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
 
 #undef FAST
 
-#define PUT_DOC                                                        \
-    "put($self, /, item, timeout=None)\n--\n\n"                        \
-    "Put an item, and wait for a place while the channel is full.\n\n" \
-    "Args:\n"                                                          \
-    "    item: the item\n"                                             \
-    "    timeout: seconds to wait (None: no limit)\n\n"                \
-    "Raises:\n"                                                        \
-    "    Full: the timeout ran out\n"                                  \
-    "    Closed: the channel was closed, or its last reader left\n"    \
-    "    Broken: the channel was aborted\n"                            \
-    "    TypeError: the item cannot be serialised (between processes; or another pickling error)"
+#define PUT_DOC                                                             \
+    "put($self, /, item, timeout=None)\n--\n\n"                             \
+    "Put an item, and wait while the channel is full.\n\n"                  \
+    "Args:\n"                                                               \
+    "    item: The item. Between processes the reader gets a copy.\n"       \
+    "    timeout: Seconds to wait (default: no limit).\n\n"                 \
+    "Raises:\n"                                                             \
+    "    Full: The channel stayed full for ``timeout`` seconds.\n"          \
+    "    Closed: The channel was closed, or its last reader left.\n"        \
+    "    Broken: The channel is broken.\n"                                  \
+    "    TypeError: The item cannot be serialised for another process.\n\n" \
+    "Example:\n"                                                            \
+    "    >>> from flowchan import Channel\n"                                \
+    "    >>> channel = Channel(capacity=2)\n"                               \
+    "    >>> channel.put(\"a\")\n"                                          \
+    "    >>> channel.put(\"b\", timeout=0.1)\n"                             \
+    "    >>> channel.get_many(2)\n"                                         \
+    "    ['a', 'b']"
 
-#define PUT_NOWAIT_DOC                   \
-    "put_nowait($self, item, /)\n--\n\n" \
-    "Put an item if there is a place now, else raise Full."
+#define PUT_NOWAIT_DOC                                                      \
+    "put_nowait($self, item, /)\n--\n\n"                                    \
+    "Put an item if there is room now.\n\n"                                 \
+    "Args:\n"                                                               \
+    "    item: The item. Between processes the reader gets a copy.\n\n"     \
+    "Raises:\n"                                                             \
+    "    Full: The channel is full.\n"                                      \
+    "    Closed: The channel was closed, or its last reader left.\n"        \
+    "    Broken: The channel is broken.\n"                                  \
+    "    TypeError: The item cannot be serialised for another process.\n\n" \
+    "Example:\n"                                                            \
+    "    >>> from flowchan import Channel, Full\n"                          \
+    "    >>> channel = Channel(capacity=1)\n"                               \
+    "    >>> channel.put_nowait(\"a\")\n"                                   \
+    "    >>> try:\n"                                                        \
+    "    ...     channel.put_nowait(\"b\")\n"                               \
+    "    ... except Full:\n"                                                \
+    "    ...     print(\"full\")\n"                                         \
+    "    full"
 
-#define PUT_MANY_DOC                                                             \
-    "put_many($self, /, items, timeout=None)\n--\n\n"                            \
-    "Put all items of an iterable, in order, and wait for places as needed.\n\n" \
-    "Args:\n"                                                                    \
-    "    items: the items\n"                                                     \
-    "    timeout: seconds for all items together (None: no limit)\n\n"           \
-    "Raises:\n"                                                                  \
-    "    Full, Closed, Broken: as for ``put``; ``items_put`` of the error is the number of items put before"
+#define PUT_MANY_DOC                                                                                     \
+    "put_many($self, /, items, timeout=None)\n--\n\n"                                                    \
+    "Put all items of an iterable in order, and wait while the channel is full.\n\n"                     \
+    "Args:\n"                                                                                            \
+    "    items: The iterable. It is read while the items are put.\n"                                     \
+    "    timeout: Seconds for all items together (default: no limit).\n\n"                               \
+    "Raises:\n"                                                                                          \
+    "    Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.\n" \
+    "    Closed: The channel was closed, or its last reader left. The error has ``items_put``.\n"        \
+    "    Broken: The channel is broken. The error has ``items_put``.\n"                                  \
+    "    TypeError: An item cannot be serialised for another process.\n\n"                               \
+    "Example:\n"                                                                                         \
+    "    >>> from flowchan import Channel\n"                                                             \
+    "    >>> channel = Channel(capacity=3)\n"                                                            \
+    "    >>> channel.put_many(range(3))\n"                                                               \
+    "    >>> len(channel)\n"                                                                             \
+    "    3"
 
-#define GET_DOC                                                              \
-    "get($self, /, timeout=None)\n--\n\n"                                    \
-    "Take the oldest item, and wait for one while the channel is empty.\n\n" \
-    "Args:\n"                                                                \
-    "    timeout: seconds to wait (None: no limit)\n\n"                      \
-    "Returns:\n"                                                             \
-    "    The item.\n\n"                                                      \
-    "Raises:\n"                                                              \
-    "    Empty: the timeout ran out\n"                                       \
-    "    Drained: the channel is closed and all its items were read\n"       \
-    "    Broken: the channel was aborted"
+#define GET_DOC                                                                \
+    "get($self, /, timeout=None)\n--\n\n"                                      \
+    "Take the oldest item, and wait while the channel is empty.\n\n"           \
+    "Args:\n"                                                                  \
+    "    timeout: Seconds to wait (default: no limit).\n\n"                    \
+    "Returns:\n"                                                               \
+    "    The item.\n\n"                                                        \
+    "Raises:\n"                                                                \
+    "    Empty: No item came within ``timeout`` seconds.\n"                    \
+    "    Drained: The channel is closed, and all its items have been taken.\n" \
+    "    Broken: The channel is broken.\n\n"                                   \
+    "Example:\n"                                                               \
+    "    >>> from flowchan import Channel\n"                                   \
+    "    >>> channel = Channel()\n"                                            \
+    "    >>> channel.put(\"a\")\n"                                             \
+    "    >>> channel.get(timeout=1)\n"                                         \
+    "    'a'"
 
-#define GET_NOWAIT_DOC          \
-    "get_nowait($self)\n--\n\n" \
-    "Take the oldest item if there is one now, else raise Empty."
+#define GET_NOWAIT_DOC                                                         \
+    "get_nowait($self)\n--\n\n"                                                \
+    "Take the oldest item if there is one now.\n\n"                            \
+    "Returns:\n"                                                               \
+    "    The item.\n\n"                                                        \
+    "Raises:\n"                                                                \
+    "    Empty: The channel is empty.\n"                                       \
+    "    Drained: The channel is closed, and all its items have been taken.\n" \
+    "    Broken: The channel is broken.\n\n"                                   \
+    "Example:\n"                                                               \
+    "    >>> from flowchan import Channel, Empty\n"                            \
+    "    >>> channel = Channel()\n"                                            \
+    "    >>> try:\n"                                                           \
+    "    ...     channel.get_nowait()\n"                                       \
+    "    ... except Empty:\n"                                                  \
+    "    ...     print(\"empty\")\n"                                           \
+    "    empty"
 
-#define GET_MANY_DOC                                                                                      \
-    "get_many($self, /, max, timeout=None)\n--\n\n"                                                       \
-    "Take up to ``max`` items as a list.\n\n"                                                             \
-    "It waits for the first item as ``get`` does, and then takes the items that are there. An item that " \
-    "cannot be\n"                                                                                         \
-    "unpickled ends the list before it, and the next call raises its error.\n\n"                          \
-    "Args:\n"                                                                                             \
-    "    max: the largest number of items\n"                                                              \
-    "    timeout: seconds to wait for the first item (None: no limit)\n\n"                                \
-    "Returns:\n"                                                                                          \
-    "    A list of at least one item.\n\n"                                                                \
-    "Raises:\n"                                                                                           \
-    "    Empty, Drained, Broken: as for ``get``\n"                                                        \
-    "    KeyboardInterrupt: ``items_got`` of the error has the items that were taken before"
+#define GET_MANY_DOC                                                                                       \
+    "get_many($self, /, max, timeout=None)\n--\n\n"                                                        \
+    "Take up to ``max`` items as a list.\n\n"                                                              \
+    "It waits for the first item as ``get`` does, and then takes the items that are there. An item that\n" \
+    "cannot be unpickled ends the list before it, and the next call raises its error.\n\n"                 \
+    "Args:\n"                                                                                              \
+    "    max: Largest number of items.\n"                                                                  \
+    "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                             \
+    "Returns:\n"                                                                                           \
+    "    A list of at least one item.\n\n"                                                                 \
+    "Raises:\n"                                                                                            \
+    "    Empty: No item came within ``timeout`` seconds.\n"                                                \
+    "    Drained: The channel is closed, and all its items have been taken.\n"                             \
+    "    Broken: The channel is broken.\n"                                                                 \
+    "    KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.\n\n"          \
+    "Example:\n"                                                                                           \
+    "    >>> from flowchan import Channel\n"                                                               \
+    "    >>> channel = Channel()\n"                                                                        \
+    "    >>> channel.put_many(\"abc\")\n"                                                                  \
+    "    >>> channel.get_many(2)\n"                                                                        \
+    "    ['a', 'b']"
+
+#define GET_MORE_DOC                                                           \
+    "get_more($self, /, timeout=None)\n--\n\n"                                 \
+    "Take an item as ``get`` does, but keep the earlier items on lease.\n\n"   \
+    "All of them count as unfinished until the next ``get``.\n\n"              \
+    "Args:\n"                                                                  \
+    "    timeout: Seconds to wait (default: no limit).\n\n"                    \
+    "Returns:\n"                                                               \
+    "    The item.\n\n"                                                        \
+    "Raises:\n"                                                                \
+    "    Empty: No item came within ``timeout`` seconds.\n"                    \
+    "    Drained: The channel is closed, and all its items have been taken.\n" \
+    "    Broken: The channel is broken.\n\n"                                   \
+    "Example:\n"                                                               \
+    "    >>> from flowchan import Channel\n"                                   \
+    "    >>> channel = Channel(across=\"processes\")\n"                        \
+    "    >>> channel.put_many(\"ab\")\n"                                       \
+    "    >>> with channel.reader() as reader:\n"                               \
+    "    ...     pair = [reader.get(), reader.get_more()]\n"                   \
+    "    >>> pair\n"                                                           \
+    "    ['a', 'b']"
 
 }  // namespace
 
@@ -211,10 +291,7 @@ PyMethodDef channel_methods[] = {{"put", fast(channel_put), FASTCALL, PUT_DOC},
 PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},
                             {"get_nowait", in_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
                             {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
-                            {"get_more", fast(in_get_more), FASTCALL,
-                             "get_more($self, /, timeout=None)\n--\n\n"
-                             "Take an item as ``get`` does, but keep the earlier items on lease.\n\n"
-                             "All of them count as unfinished until the next ``get``."},
+                            {"get_more", fast(in_get_more), FASTCALL, GET_MORE_DOC},
                             {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
                              "In[T]: the annotation of an input port of item type T."},
                             {nullptr, nullptr, 0, nullptr}};

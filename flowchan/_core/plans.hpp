@@ -24,7 +24,7 @@ constexpr size_t BIG = 512 * 1024;     // bytes of a big slot, and of a piece of
 constexpr size_t LITTLE = 128 * 1024;  // bytes of a small piece
 
 struct Plan {
-    Algorithm way;
+    Algorithm algorithm;
     size_t piece;             // largest piece in bytes
     bool shows_past = false;  // writes for others bypass the caches
     bool keeps_past = false;  // writes for this member bypass the caches
@@ -45,8 +45,8 @@ constexpr uint32_t plans_where(F is_so) {
     for (uint32_t i = 0; i < ALL_PLANS; ++i) found |= uint32_t(is_so(PLANS[i])) << i;
     return found;
 }
-constexpr uint32_t plans_of(Algorithm way) {
-    return plans_where([=](const Plan& one) { return one.way == way; });
+constexpr uint32_t plans_of(Algorithm algorithm) {
+    return plans_where([=](const Plan& one) { return one.algorithm == algorithm; });
 }
 
 // Number of size classes for which trials find the fastest plan. A class reaches up to twice its lower bound,

@@ -117,7 +117,7 @@ Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline 
     if (loan->put.exchange(true)) {
         if (is_in_view(ring, at)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
-                                  " and has been put: it belongs to the channel now; loan another one");
+                                  " and was put already; call loan again for each put");
         return Step::Interrupted;
     }
     if (!lay_into(frame, *loan)) {
@@ -173,7 +173,7 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     if (!encode(item, frame)) return Step::Interrupted;
     size = frame.size;
     if (ch.hosts && needs_its_slot(frame.kind)) {
-        raise_stays_here(ch, item);
+        raise_not_transferable(ch, item);
         report_not_put(frame.keep);
         return Step::Interrupted;
     }
@@ -217,7 +217,7 @@ Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits) {
 
 static nb::object lend(LocalQueue&, Channel& ch, Out*, uint64_t, Deadline) {
     throw nb::type_error(
-        (ch.describe() + " has no shared memory to lend; make it with across='processes'").c_str());
+        (ch.describe() + " has no shared memory for a loan; create it with across='processes'").c_str());
 }
 
 static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {

@@ -97,7 +97,8 @@ void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.leases) return;
     leased -= reader.leases;
     reader.leases = 0;
-    wake_at_end(wakes);
+    // Other readers wait for the last lease to end. To wake them all for each lease would be quadratic.
+    if (leased == 0) wake_at_end(wakes);
 }
 
 void LocalQueue::give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes) {

@@ -2,6 +2,7 @@
 #include "raising.hpp"
 #include "wire.hpp"
 
+#include <sys/mman.h>
 #include <cstring>
 
 namespace flowchan {
@@ -37,9 +38,9 @@ std::string amount(uint64_t bytes) {
 }
 
 // Return the cause for a channel that the death of a counted writer ended: a WorkerDied, or null.
-PyObject* writer_died(const std::string& who, uint64_t pid) {
-    const std::string text = "process " + std::to_string(pid) + ", which had a counted writer of " + who +
-                             " open, ended without closing it";
+PyObject* writer_died(const std::string& description, uint64_t pid) {
+    const std::string text =
+        "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
     nb::object cls = nb::steal(error_class("WorkerDied"));
     if (!cls.is_valid()) return nullptr;
     nb::object arguments = nb::make_tuple(text.c_str()), keywords = nb::dict();
@@ -62,8 +63,21 @@ std::string fill(Channel& ch) {
         text += "; process " + std::to_string(one.pid) + " holds " + std::to_string(one.blocks) +
                 (one.blocks == 1 ? " block, " : " blocks, ") + amount(one.bytes) +
                 " in arrays and tensors that it received or has on loan";
-    if (!held.empty()) text += "; keep copies instead (array.copy()), or give a larger max_bytes";
+    if (!held.empty()) text += "; keep copies instead (array.copy()), or use a larger max_bytes";
     return text;
+}
+
+// Return a note for an item whose memory this process could not map now; empty if it could.
+std::string address_space_note(Channel& ch, uint64_t size) {
+    const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
+    if (!copies || size < (1 << 20)) return "";
+    // A ring that grows maps all of its blocks again.
+    const uint64_t all =
+        size + locked(ch, [](auto& transport, Wakes&) { return transport.counts().bytes_inside; });
+    void* probe = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (probe != MAP_FAILED) return munmap(probe, all), "";
+    return "; this process has no address space left for an item of " + amount(size) +
+           "; raise its limit (ulimit -v)";
 }
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
@@ -108,24 +122,23 @@ void raise(const char* name, const std::string& message) {
 }
 
 void raise_refused(Channel& ch, int error) {
-    const std::string who = ch.describe();
+    const std::string description = ch.describe();
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process lacks its socket; it needs AF_UNIX sockets, and must get the channel by fork, "
-            "as an argument of a "
-            "process or through a channel";
-    if (error == E2BIG) why = "one item takes at most 126 of them; put several items";
-    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit in it; receive some first";
+            "this process has no socket of the channel; send the channel by fork, as an argument of a "
+            "process "
+            "or through a channel, with AF_UNIX sockets allowed";
+    if (error == E2BIG) why = "an item must have at most 126 of them; put several items";
+    if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =
-            "this user has more descriptors in transit than a process may have open; receive some first, "
-            "or allow more "
+            "this user has too many descriptors in transit; receive some items first, or raise the limit "
             "(ulimit -n)";
-    raise("ChannelError", who + " cannot carry the channels and shared tensors in this item: " + why);
+    raise("ChannelError", description + " cannot carry the channels and shared tensors in this item: " + why);
 }
 
-void raise_stays_here(Channel& ch, PyObject* item) {
+void raise_not_transferable(Channel& ch, PyObject* item) {
     PyErr_Format(PyExc_TypeError,
                  "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
                  "of one machine can share; put a channel across='hosts' or tensor.clone() instead",
@@ -138,9 +151,9 @@ namespace {
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
     frame.leaves = true;  // no slot keeps memory on a device alive
-    const bool crosses = exception && encode(exception, frame);
+    const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
-    if (!crosses || frame.bundle || frame.size >= MOST_CAUSE)
+    if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)
         return "";  // descriptors travel only with items
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
@@ -154,9 +167,9 @@ Cause pickle_cause(PyObject* cause) {
     if (!whole.empty() && whole.size() <= Taken::LOCAL) return {whole, ""};
     nb::object words = nb::steal(PyUnicode_FromFormat("%s: %.8000S", Py_TYPE(cause)->tp_name, cause));
     PyErr_Clear();
-    nb::object stand_in =
+    nb::object replacement =
         words ? nb::steal(PyObject_CallOneArg(PyExc_RuntimeError, words.ptr())) : nb::object();
-    const std::string text = pickled(stand_in.ptr());
+    const std::string text = pickled(replacement.ptr());
     return whole.empty() ? Cause{text, ""} : Cause{whole, text};
 }
 
@@ -167,54 +180,60 @@ bool is_out_of_time() {
 }
 
 PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline deadline) {
-    const std::string who = ch.describe();
+    const std::string description = ch.describe();
     switch (step) {
         case Step::NotNow:
             if (side == Side::Writer)
-                raise("Full", who + " is full, nothing could be put " + seconds(deadline) + ": " + fill(ch));
+                raise("Full", description + " is full; no item could be put " + seconds(deadline) + ": " +
+                                  fill(ch) + address_space_note(ch, size));
             else
-                raise("Empty", who + " is empty, nothing could be got " + seconds(deadline) + "; it is " +
+                raise("Empty", description + " is empty; no item could be got " + seconds(deadline) +
+                                   "; the channel is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
                                         : "closed, but a reader may give back its leased items"));
             break;
         case Step::Closed:
-            raise("Closed", who + " is closed: nothing can be put into it any more");
+            raise("Closed", description + " is closed; no more items can be put");
             break;
         case Step::Drained:
-            raise("Drained", who + " is drained: it is closed and everything in it has been read");
+            raise("Drained", description + " is drained: it is closed, and all its items have been read");
             break;
         case Step::Broken: {
             const auto [cut_off, damaged, _] = fault(ch);
-            PyObject* cause = cut_off ? writer_died(who, cut_off)
+            PyObject* cause = cut_off ? writer_died(description, cut_off)
                                       : ch.with([](auto& transport) { return stored_cause(transport); });
-            raise_broken(who + (damaged   ? " is broken: its shared memory is damaged"
-                                : cut_off ? " is broken: a writer died, and all its items have been read"
-                                          : " is broken"),
-                         cause);
+            raise_broken(
+                description + (damaged   ? " is broken: its shared memory is damaged"
+                               : cut_off ? " is broken: a writer died, and all its items have been read"
+                                         : " is broken"),
+                cause);
             Py_XDECREF(cause);
             break;
         }
         case Step::TooLarge:
-            PyErr_SetString(PyExc_ValueError,
-                            (who + " takes items of at most max_bytes=" + std::to_string(ch.max_bytes) +
-                             " bytes; this one has " + std::to_string(size))
-                                .c_str());
+            PyErr_SetString(PyExc_ValueError, (description + ": item must have at most max_bytes=" +
+                                               std::to_string(ch.max_bytes) + " bytes, got " +
+                                               std::to_string(size) + "; use a larger max_bytes")
+                                                  .c_str());
             break;
         case Step::NoMemory:
             if (fault(ch).map_incomplete) {
-                PyErr_SetString(PyExc_MemoryError,
-                                (who + " has grown, and this process has no address space left to map "
-                                       "all of it; raise its limit (ulimit -v)")
-                                    .c_str());
+                PyErr_SetString(
+                    PyExc_MemoryError,
+                    (description + " has grown, but this process has no address space left to map "
+                                   "it; raise the limit (ulimit -v)")
+                        .c_str());
                 break;
             }
-            PyErr_SetString(PyExc_MemoryError, (who + ": no shared memory for an item of " +
-                                                std::to_string(size) + " bytes: " + fill(ch))
-                                                   .c_str());
+            PyErr_SetString(PyExc_MemoryError,
+                            (description + ": no shared memory for an item of " + std::to_string(size) +
+                             " bytes: " + fill(ch) + address_space_note(ch, size))
+                                .c_str());
             break;
         case Step::PortClosed:
-            PyErr_SetString(PyExc_ValueError, "this port was closed; open another one from the channel");
+            PyErr_SetString(PyExc_ValueError,
+                            ("this port of " + description + " was closed; open another one").c_str());
             break;
         default:
             break;  // Interrupted: the error is set already

@@ -29,6 +29,6 @@ Cause pickle_cause(PyObject* cause);
 void raise_refused(Channel& ch, int error);
 
 // Raise for a put of an object into a channel across hosts that only processes of one machine can share.
-void raise_stays_here(Channel& ch, PyObject* item);
+void raise_not_transferable(Channel& ch, PyObject* item);
 
 }  // namespace flowchan

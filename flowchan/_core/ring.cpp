@@ -71,13 +71,13 @@ Ring::Ring(uint64_t capacity, uint64_t max_bytes) {
 Ring::Ring(RingHandle handle) {
     const int fd = handle.fd;
     struct stat st;
-    Constants there;
+    Constants found;
     if (fstat(fd, &st) != 0) fail(errno, "fstat");
-    if (pread(fd, &there, sizeof there, 0) != sizeof there || there.magic != MAGIC)
+    if (pread(fd, &found, sizeof found, 0) != sizeof found || found.magic != MAGIC)
         fail(EINVAL, "not the memory of a channel");
     const uint64_t length = uint64_t(st.st_size);
-    const Layout layout(std::min(there.capacity, length), std::min(there.max_bytes, length));
-    if (memcmp(&there, static_cast<const Constants*>(&layout), sizeof there) != 0 || there.length != length)
+    const Layout layout(std::min(found.capacity, length), std::min(found.max_bytes, length));
+    if (memcmp(&found, static_cast<const Constants*>(&layout), sizeof found) != 0 || found.length != length)
         fail(EINVAL, "not the memory of a channel of this version");
     fd_ = fd;
     try {
@@ -116,7 +116,8 @@ bool Ring::lock(bool patient) {
     std::atomic_ref had_by(h_->had_by);
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
-    if (!had && !patient && pace.should_rest(wanted)) rest(wanted);  // a patient caller has just rested
+    if (!had && !patient && turn_taking.should_rest(wanted))
+        rest(wanted);  // a patient caller has just rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
@@ -125,13 +126,13 @@ bool Ring::lock(bool patient) {
     if (got == SharedLock::Got::FromDead) {
         recover();
         fault_point();
-        lock_.is_whole();
+        lock_.mark_consistent();
     }
     if (!had) {
         had_by.store(process_number(), std::memory_order_relaxed);
-        pace.took_over(wanted, h_->puts + h_->takes);
+        turn_taking.took_over(wanted, h_->puts + h_->takes);
     }
-    pace.count();
+    turn_taking.count();
     return true;
 }
 

@@ -268,7 +268,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool is_map_incomplete() const { return map_incomplete_; }  // this process cannot map the whole channel
 
     Spin spin;
-    Pace pace;
+    TurnTaking turn_taking;
 
   private:
     Windows windows_;
@@ -328,7 +328,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     using Span = std::pair<uint64_t, uint64_t>;  // first and last offset of some memory
     bool find_used(std::vector<Span>& used, std::vector<Slot*>& free);
     void fill_free_lists(const std::vector<uint64_t>& heads, Change& change);
-    void tidy(uint32_t cls);
+    void rebuild_lists(uint32_t cls);
     bool may_view(const Slot* slot) const;
     void forget_view(Session& s, Change& change);
     uint64_t view(uint64_t state, const Slot* slot, uint32_t session, Change& change);

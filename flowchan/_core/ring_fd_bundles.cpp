@@ -24,11 +24,11 @@ struct Label {
     uint64_t id, count;
 };
 constexpr int MOST = 253;  // SCM_MAX_FD of the kernel
-constexpr size_t ROOM = CMSG_SPACE(MOST * sizeof(int));
+constexpr size_t CONTROL_BYTES = CMSG_SPACE(MOST * sizeof(int));
 
 // Set the datagram that the next peek sees, as an offset in bytes that whole datagrams use up; -1 is the
 // first.
-bool look_from(int socket, int offset) {
+bool peek_at(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
 }
 
@@ -63,7 +63,7 @@ bool Ring::send_bundle(const Frame& frame) {
     drop_bundles();
     Label label{frame.bundle, frame.descriptors.size()};
     iovec piece{&label, sizeof label};
-    alignas(cmsghdr) char room[ROOM];
+    alignas(cmsghdr) char room[CONTROL_BYTES];
     const size_t size = frame.descriptors.size() * sizeof(int);
     msghdr message{};
     message.msg_iov = &piece;
@@ -88,21 +88,21 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     if (socket_ < 0) return EBADF;
     int at = 0;
     for (;; at += int(sizeof label)) {
-        if (!look_from(socket_, at)) return errno;
-        if (!peek(socket_, label)) return look_from(socket_, -1), ENOENT;
+        if (!peek_at(socket_, at)) return errno;
+        if (!peek(socket_, label)) return peek_at(socket_, -1), ENOENT;
         if (label.id == id) break;
     }
     iovec piece{&label, sizeof label};
-    alignas(cmsghdr) char room[ROOM];
+    alignas(cmsghdr) char room[CONTROL_BYTES];
     msghdr message{};
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
     message.msg_control = room;
     message.msg_controllen = sizeof room;
-    look_from(socket_, at);
+    peek_at(socket_, at);
     const ssize_t got = recvmsg(socket_, &message, MSG_PEEK | MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     const int error = got < 0 ? errno : 0;
-    look_from(socket_, -1);
+    peek_at(socket_, -1);
     if (error) return error;
     const cmsghdr* head = CMSG_FIRSTHDR(&message);
     if (head && head->cmsg_type == SCM_RIGHTS) {
@@ -116,7 +116,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
 
 void Ring::drop_bundles() {
     Label label{};
-    if (socket_ < 0 || !look_from(socket_, -1) || !peek(socket_, label) || !memory_is_valid()) return;
+    if (socket_ < 0 || !peek_at(socket_, -1) || !peek(socket_, label) || !memory_is_valid()) return;
     std::vector<uint64_t> ids;
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);

@@ -44,18 +44,18 @@ void Ring::allow(uint64_t puts, Wakes& wakes) {
 }
 
 void Ring::link(Slot* slot, WriterState* writer, Change& change) {
-    uint64_t here = offset(slot);
+    uint64_t own_offset = offset(slot);
     slot->number = writer && writer->keyed ? writer->number : Slot::KEYLESS;
     change.set(slot->next, 0);
     if (is_parked(writer)) {
         Group& g = group(writer->number);
-        change.set(g.head ? at<Slot>(g.tail)->next : g.head, here);
-        change.set(g.tail, here);
+        change.set(g.head ? at<Slot>(g.tail)->next : g.head, own_offset);
+        change.set(g.tail, own_offset);
         change.set(g.count, g.count + 1);
         change.set(h_->parked, h_->parked + 1);
     } else {
-        change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, here);
-        change.set(h_->tail, here);
+        change.set(h_->head ? at<Slot>(h_->tail)->next : h_->head, own_offset);
+        change.set(h_->tail, own_offset);
         change.set(h_->puts, h_->puts + 1);
     }
     if (writer && writer->keyed) {

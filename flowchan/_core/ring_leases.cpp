@@ -14,7 +14,7 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
     }
     memory_freed(wakes);
     if (h_->notify_writer) wakes.writers += h_->writer_queue.call(1);
-    wake_at_end(wakes);
+    if (h_->leased == 0) wake_at_end(wakes);  // as in LocalQueue::acknowledge
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
@@ -78,7 +78,7 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
             after = at<Slot>(after)->next;
             if ((after && !slot_exists(after)) || !steps) return void(found_damage());
         }
-        const uint64_t here = p;
+        const uint64_t own_offset = p;
         p = slot->next;
         Change change(record(Side::Writer), windows_);
         change.set(kept ? at<Slot>(kept)->next : s.lease_head, p);
@@ -87,12 +87,12 @@ void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
         change.set(h_->leased, h_->leased - 1);
         change.set(slot->next, after);
         change.set(slot->state, slot->with_place(SlotState::Inside));
-        change.set(before ? at<Slot>(before)->next : h_->head, here);
-        if (!after) change.set(h_->tail, here);
+        change.set(before ? at<Slot>(before)->next : h_->head, own_offset);
+        if (!after) change.set(h_->tail, own_offset);
         change.set(h_->takes, h_->takes - 1);
         change.set(h_->bytes_out, h_->bytes_out - slot->size);
         change.commit();
-        before = here;
+        before = own_offset;
         steps += 1;
         wakes.readers += h_->reader_queue.call(1);
     }
@@ -214,15 +214,15 @@ void Ring::begin_again(ReaderState& reader) {
 // is the oldest that is leased, reserved for another try or given back, or else the next to be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
-    const auto look = [&](uint64_t slot) {
+    const auto check = [&](uint64_t slot) {
         if (slot && slot_exists(slot) && at<Slot>(slot)->numbered())
             first = std::min(first, at<Slot>(slot)->number);
     };
-    look(h_->head);
+    check(h_->head);
     for (const Session& s : h_->sessions()) {
         if (s.role != Session::READER) continue;
-        look(s.lease_head);
-        look(s.reserved_head);
+        check(s.lease_head);
+        check(s.reserved_head);
     }
     return first;
 }

@@ -2,7 +2,7 @@
 //
 // A block is cut from the middle of the mapping when its class has no free one. When its slot is free again,
 // it goes to the free list of its class. So it is reused while it is still in the caches. When the middle is
-// used up, `tidy` cuts the memory outside of used blocks again.
+// used up, `rebuild_lists` cuts the memory outside of used blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
 // that looks at it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead.
@@ -20,6 +20,9 @@ namespace flowchan {
 
 namespace {
 
+// Whether the last put of this thread without a slot could not map memory into this process.
+thread_local bool unmapped = false;
+
 uint64_t block_start(uint64_t top, uint32_t cls) {
     return cls >= VIEWABLE ? (top + PAGE - 1) / PAGE * PAGE : top;
 }
@@ -30,7 +33,7 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // Allocate and map the memory below `upto`. Return false, with the state unchanged, when there is none.
 bool Ring::reserve_low(uint64_t upto) {
-    if (!windows_.show_blocks(upto)) return false;
+    if (!windows_.show_blocks(upto)) return !(unmapped = true);
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
     if (upto <= h_->reserved_low) return true;
     const uint64_t end = std::min(blocks_end_, h_->reserved_high);
@@ -43,7 +46,7 @@ bool Ring::reserve_low(uint64_t upto) {
 }
 
 bool Ring::reserve_high(uint64_t from) {
-    if (!windows_.show_slots(from)) return false;
+    if (!windows_.show_slots(from)) return !(unmapped = true);
     h_->map_slots_from = std::min(h_->map_slots_from, windows_.slots_from());
     if (from >= h_->reserved_high) return true;
     if (from < h_->reserved_low) return false;
@@ -81,9 +84,10 @@ void Ring::map_growth() {
 // Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when memory is
 // exhausted now.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
+    unmapped = false;
     const uint32_t cls = class_of(size);
     if (h_->slots_used == 0 && h_->free_slots[cls] == 0 && h_->blocks_top - blocks_at_ > max_bytes_)
-        tidy(cls);
+        rebuild_lists(cls);
     if (!h_->free_slots[cls]) {
         if (!memory_is_valid()) return found_damage(), nullptr;
         if (Slot* slot = new_slot(cls, change)) return slot;
@@ -91,7 +95,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     }
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));  // twice as large is an acceptable waste
     if (found == CLASSES) {
-        tidy(cls);
+        rebuild_lists(cls);
         if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
         found = free_class(cls, CLASSES);
         if (found == CLASSES || h_->damaged) return nullptr;
@@ -127,7 +131,8 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     Slot* slot = at<Slot>(from);
     if (bare) {
         change.set(h_->free_slots[0], slot->next);
-        change.commit();  // now it is in no list until it is used; after a death in between, `tidy` finds it
+        change.commit();  // now it is in no list until it is used; after a death in between, `rebuild_lists`
+                          // finds it
     } else {
         change.set(h_->slots_at, from);
     }
@@ -208,9 +213,9 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 // Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
 // between used blocks become blocks of the class in demand, and their rests blocks of the largest class that
 // fits. First all free lists are emptied, so that the memory written next has no owner; at the end they are
-// filled. A death in between leaves lists that are too short. The next `tidy` repairs them, because it looks
-// only at used blocks.
-void Ring::tidy(uint32_t cls) {
+// filled. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because it
+// looks only at used blocks.
+void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
@@ -408,11 +413,16 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed.
+// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed. Where
+// the address space of this process is exhausted, wait only for a reader with a port: the caller may be the
+// only reader, and would wait forever for a channel that has places.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
+    const bool waits = h_->slots_used && (h_->readers || !unmapped);
+    unmapped = false;
+    if (!waits) return Step::NoMemory;
     h_->short_of_memory = 1;
-    return h_->slots_used ? Step::Wait : Step::NoMemory;
+    return Step::Wait;
 }
 
 void Ring::memory_freed(Wakes& wakes) {

@@ -54,7 +54,7 @@ struct Operation {
     Out* out;
     PyObject* item;                  // of a put, borrowed
     nb::handle target;               // the channel or the port
-    bool looks = false;              // a get that takes nothing: done when a get would not wait
+    bool checks_only = false;        // a get that takes nothing: done when a get would not wait
     Channel* owner_asked = nullptr;  // a remote channel, whose owner may be asked
 
     Caller caller() const {
@@ -84,8 +84,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.session = op.out->state.session;
     } else {
         PyErr_Format(PyExc_TypeError,
-                     side == Side::Reader ? "select gets from channels and In ports, not from %R"
-                                          : "select puts into channels and Out ports, not into %R",
+                     side == Side::Reader ? "select: gets must be channels and In ports, got %R"
+                                          : "select: puts must go to channels and Out ports, got %R",
                      target.ptr());
         throw nb::python_error();
     }
@@ -95,8 +95,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
 }
 
 // Return whether a get would not wait, because an item is inside or the channel is drained.
-Step look(Channel& ch) {
-    ch.with([](auto& transport) { look_for_dead(transport); });
+Step check_ready(Channel& ch) {
+    ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
         if (transport.broken()) return Step::Broken;
         return transport.counts().inside || transport.drained() ? Step::Done : Step::NotNow;
@@ -106,7 +106,7 @@ Step look(Channel& ch) {
 }
 
 Step try_once(const Operation& op, PyObject*& item) {
-    if (op.looks) return look(*op.ch);
+    if (op.checks_only) return check_ready(*op.ch);
     std::optional<nb::ft_object_guard> guard;  // see channel.hpp
     if (op.in || op.out) guard.emplace(op.target);
     return op.side == Side::Reader ? try_get(*op.ch, op.in, item) : try_put(*op.ch, op.out, op.item);
@@ -232,10 +232,10 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
     for (nb::handle put : puts) ops.push_back(parse(put[0], Side::Writer, nb::borrow(put[1]).ptr()));
     for (nb::handle channel : ready) {
         ops.push_back(parse(channel, Side::Reader, nullptr));
-        ops.back().looks = true;
+        ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
-        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, not %zu", MOST, ops.size());
+        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, got %zu", MOST, ops.size());
         throw nb::python_error();
     }
     ask_other_owners(ops);
@@ -259,7 +259,7 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
             throw;
         }
         int64_t used = nb::cast<int64_t>(done[0]);
-        wait_queues.leave_all(used < 0 || ops[size_t(used)].looks ? SIZE_MAX : size_t(used));
+        wait_queues.leave_all(used < 0 || ops[size_t(used)].checks_only ? SIZE_MAX : size_t(used));
         if (late) return ask_owners(ops) ? try_each(ops) : done;
         if (used == -1) done = try_each(ops);
     }

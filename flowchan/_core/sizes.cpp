@@ -2,7 +2,7 @@
 //
 // Buffers, text and `nbytes` count exactly. For a container, SAMPLES of its elements represent the others; in
 // a list or tuple they are spread evenly. For any other object the parts are those that the garbage collector
-// would visit. At most LOOKS objects are visited for one item, so a batch of 20,000 rows costs no more than
+// would visit. At most TRIALS objects are visited for one item, so a batch of 20,000 rows costs no more than
 // one of a hundred. Parts that many items share (a class, a module, a function) count as nothing. Other
 // shared parts count for each item, because sharing is not visible.
 //
@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 constexpr Py_ssize_t SAMPLES = 8;
-constexpr int LOOKS = 64, DEPTH = 8;
+constexpr int TRIALS = 64, DEPTH = 8;
 
 // Parts of an object, with references.
 struct Samples {
@@ -51,7 +51,7 @@ struct Samples {
 };
 
 struct Estimate {
-    int left = LOOKS;
+    int left = TRIALS;
 
     uint64_t of(PyObject* o, int depth) {
         PyTypeObject* type = Py_TYPE(o);

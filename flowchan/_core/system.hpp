@@ -26,7 +26,7 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
     if (error == EPERM || error == EACCES || error == ENOSYS)
         text = "channels between processes need " + text +
                ", which is refused here, likely by the seccomp filter of a "
-               "container or of a service manager; allow " +
+               "container or service manager; allow " +
                text + " in it";
     throw std::system_error(error, std::system_category(), text);
 }

@@ -14,34 +14,34 @@ namespace flowchan {
 // Nanoseconds in 32 bits, at most 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
-class Trial {
+class Tuner {
   public:
-    static constexpr uint32_t MOST_WAYS = 16;
+    static constexpr uint32_t MOST_PLANS = 16;
 
-    Trial() = default;
-    // `ways` has a bit for each way.
-    Trial(uint32_t ways, uint32_t best) : ways_(ways), best_(best) {}
+    Tuner() = default;
+    // `plans` has a bit for each way.
+    Tuner(uint32_t plans, uint32_t best) : plans_(plans), best_(best) {}
 
-    uint32_t ways() const { return ways_; }
+    uint32_t plans() const { return plans_; }
 
     // Returns the way of the next operation. The times of the last operations may still be unknown.
     uint32_t next() {
         ++count_;
-        if (left_ && --left_ == 0) judge();
-        if (!left_) begin();
-        return LATE < left_ && left_ <= LATE + TRIES ? other_ : best_;
+        if (remaining_ && --remaining_ == 0) judge();
+        if (!remaining_) begin();
+        return LATE < remaining_ && remaining_ <= LATE + TRIES ? other_ : best_;
     }
-    void took(uint32_t way, int64_t ns) {
-        now_[way] = std::min(now_[way], ns);
-        if (way != best_ || left_ || !least_[way]) return;
-        slow_ = 3 * ns > 4 * least_[way] ? slow_ + 1 : 0;
+    void took(uint32_t plan, int64_t ns) {
+        now_[plan] = std::min(now_[plan], ns);
+        if (plan != best_ || remaining_ || !least_[plan]) return;
+        slow_ = 3 * ns > 4 * least_[plan] ? slow_ + 1 : 0;
         if (slow_ < SLOW || count_ < patient_until_) return;
         patient_until_ = count_ + PATIENT;
-        std::fill_n(rest_, MOST_WAYS, 0);
-        std::fill_n(due_, MOST_WAYS, 0);
+        std::fill_n(rest_, MOST_PLANS, 0);
+        std::fill_n(due_, MOST_PLANS, 0);
     }
     // Returns the shortest time in the last trial of this way, or 0 before its first trial.
-    int64_t least(uint32_t way) const { return least_[way]; }
+    int64_t least(uint32_t plan) const { return least_[plan]; }
 
   private:
     static constexpr uint32_t TRIES = 4;  // other load hardly ever disturbs all of them
@@ -52,11 +52,11 @@ class Trial {
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
-        for (uint32_t way = 0; way < MOST_WAYS; ++way) {
-            if (way == best_ || !(ways_ >> way & 1) || count_ < due_[way]) continue;
-            other_ = way;
+        for (uint32_t plan = 0; plan < MOST_PLANS; ++plan) {
+            if (plan == best_ || !(plans_ >> plan & 1) || count_ < due_[plan]) continue;
+            other_ = plan;
             now_[best_] = now_[other_] = INT64_MAX;
-            left_ = 2 * TRIES + LATE;
+            remaining_ = 2 * TRIES + LATE;
             return;
         }
     }
@@ -73,10 +73,10 @@ class Trial {
         slow_ = 0;
     }
 
-    uint32_t ways_ = 0, best_ = 0, other_ = 0, left_ = 0, slow_ = 0;
-    uint32_t rest_[MOST_WAYS] = {};
-    uint64_t count_ = 0, patient_until_ = 0, due_[MOST_WAYS] = {};
-    int64_t now_[MOST_WAYS] = {}, least_[MOST_WAYS] = {};  // of the current trial, and of the last one
+    uint32_t plans_ = 0, best_ = 0, other_ = 0, remaining_ = 0, slow_ = 0;
+    uint32_t rest_[MOST_PLANS] = {};
+    uint64_t count_ = 0, patient_until_ = 0, due_[MOST_PLANS] = {};
+    int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};  // of the current trial, and of the last one
 };
 
 }  // namespace flowchan

@@ -34,7 +34,7 @@ inline int64_t ticks() {
 #endif
 }
 
-class Pace {
+class TurnTaking {
   public:
     static constexpr int64_t REST = 10'000;    // in ticks, like TIGHT and CROWDED
     static constexpr int64_t TIGHT = 900;      // a loop this short gains by taking turns ...
@@ -93,7 +93,7 @@ class Pace {
 };
 
 inline void rest(int64_t since) {
-    while (ticks() - since < Pace::REST) cpu_relax();
+    while (ticks() - since < TurnTaking::REST) cpu_relax();
 }
 
 }  // namespace flowchan

@@ -33,10 +33,10 @@ constexpr uint64_t ANY_TURN = UINT64_MAX;  // as the number of an item
 constexpr uint32_t CROWD = 2;
 
 struct Node {
-    enum State { AWAY, ASLEEP, WOKEN };
+    enum State { NOT_WAITING, ASLEEP, WOKEN };
     std::atomic<uint32_t> word{0};  // the futex word; its partner is the sleeper's compare in the kernel
     uint32_t seen = 0;
-    State state = AWAY;
+    State state = NOT_WAITING;
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
@@ -67,7 +67,7 @@ class WaitList {
             woken_(node) -= 1;
         else
             take_out(node);
-        node.state = Node::AWAY;
+        node.state = Node::NOT_WAITING;
         selecting_ -= node.selecting;
         with_turn_ -= has_turn(node);
         waiting -= 1;

@@ -286,7 +286,7 @@ enum class Step {
 // it did not; below LEAST_NS only every 32nd wait tries a short spin again. MOST_NS is about the cost of a
 // sleep and a wake-up, so useless spinning at most doubles that cost.
 struct Spin {
-    static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, LOOKS = 16;
+    static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     std::atomic<uint32_t> budget{
         MOST_NS};  // shared by the threads of a handle: a hint, so relaxed everywhere
     std::atomic<uint32_t> skipped{0};
@@ -302,7 +302,7 @@ struct Spin {
         }
         const int64_t until = now_ns() + b;
         do {
-            for (uint32_t i = 0; i < LOOKS; ++i) {
+            for (uint32_t i = 0; i < CHECKS; ++i) {
                 cpu_relax();
                 if (!ready()) continue;
                 budget.store(b * 2 > MOST_NS ? MOST_NS : b * 2, std::memory_order_relaxed);

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import flowchan.items.codec  # registers the serialiser with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
+from flowchan.channel.green_threads import refuse_green_threads
 from flowchan.channel.ports import In, Out
 from flowchan.channel.transports import TRANSPORTS, Across, Transport
 from flowchan.errors import Broken, ChannelError
@@ -58,6 +59,15 @@ class Holder:
         pid: Number of the process.
         blocks: Number of memory blocks that it keeps.
         bytes: Total size of these blocks.
+
+    Example:
+        >>> import numpy
+        >>> from flowchan import Channel
+        >>> channel = Channel(across="processes")
+        >>> channel.put(numpy.ones(1_000_000))
+        >>> array = channel.get()
+        >>> [holder.blocks for holder in channel.stats().holders]
+        [1]
     """
 
     pid: int
@@ -93,6 +103,14 @@ class ChannelStats:
         bytes_inside: Bytes that count against ``max_bytes``.
         short_of_bytes: Whether a writer waits because of ``max_bytes``, and not because of ``capacity``.
         holders: Processes that keep blocks of the channel's memory.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel()
+        >>> channel.put_many("abc")
+        >>> stats = channel.stats()
+        >>> stats.items_in, stats.items_out, stats.inside
+        (3, 0, 3)
     """
 
     items_in: int
@@ -154,6 +172,7 @@ class Channel(_core.Channel[T]):
         ValueError: An argument is out of range, or ``across`` is unknown.
         TypeError: An argument has the wrong type or a misspelt name.
         OSError: The machine lacks memory or descriptors.
+        RuntimeError: gevent or eventlet has replaced the threads.
 
     Example:
         >>> from flowchan import Channel
@@ -173,7 +192,9 @@ class Channel(_core.Channel[T]):
     ) -> None:
         transport = TRANSPORTS.get(across)
         if transport is None:
-            raise ValueError(f"across must be {' or '.join(map(repr, TRANSPORTS))}, not {across!r}")
+            raise ValueError(f"Channel: across must be {' or '.join(map(repr, TRANSPORTS))}, got {across!r}")
+        if not transport.copies:
+            refuse_green_threads()
         capacity = _places(capacity, transport)
         if max_bytes is not None:
             whole("Channel", "max_bytes", max_bytes, 1, LARGEST)
@@ -195,8 +216,17 @@ class Channel(_core.Channel[T]):
     def address(self) -> str:
         """Return the address at which ``flowchan.hosts.open_channel`` opens a channel across hosts.
 
+        Returns:
+            The text that ``open_channel`` takes.
+
         Raises:
             ChannelError: The channel is not across hosts.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel(across="hosts")
+            >>> channel.address.startswith("127.0.0.1:")
+            True
         """
         return self._where().address
 
@@ -207,6 +237,9 @@ class Channel(_core.Channel[T]):
         A program that knows the secret can run code in this process. Keep it out of command lines and
         environment variables.
 
+        Returns:
+            The bytes that ``open_channel`` takes.
+
         Raises:
             ChannelError: The channel is not across hosts.
         """
@@ -214,7 +247,7 @@ class Channel(_core.Channel[T]):
 
     def _where(self) -> Reached:
         if not self.transport.reached_by:
-            raise ChannelError(f"{self!r} has no address; make it with across='hosts'")
+            raise ChannelError(f"{self!r} has no address; create it with across='hosts'")
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
@@ -282,9 +315,9 @@ class Channel(_core.Channel[T]):
             bad input
         """
         if cause is not None and not isinstance(cause, BaseException):
-            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
-        if (hear := hears_aborts.get()) is not None:
-            hear(self, cause)
+            raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
+        if (report_abort := hears_aborts.get()) is not None:
+            report_abort(self, cause)
         super().abort(cause)
 
     def flush(self, timeout: float | None = None) -> None:
@@ -309,7 +342,20 @@ class Channel(_core.Channel[T]):
     __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
-        """Return consistent statistics of this moment, taken under the channel's lock."""
+        """Return the statistics of this moment.
+
+        They are taken under the channel's lock, so they are consistent.
+
+        Returns:
+            Counts of items, bytes and waiting users, and the waiting times.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> channel.put("a")
+            >>> channel.stats().inside
+            1
+        """
         stats = self._stats()
         held = stats.pop("holders")
         return ChannelStats(**stats, holders=tuple(Holder(*one) for one in held))
@@ -325,7 +371,7 @@ class Channel(_core.Channel[T]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.transport.copies:
-            raise TypeError(f"{self!r} can't be sent to another process; make it with across='processes'")
+            raise TypeError(f"{self!r} can't be sent to another process; create it with across='processes'")
         if self.transport.reached_by:
             return beside_packed(self) or self._reached.reduced()
         return _arrive, (hand_over(self._fd, self._socket, self), self._name)
@@ -336,14 +382,14 @@ def _places(capacity: int | None, transport: Transport) -> int:
     if capacity is None:
         if transport.copies:
             raise ValueError(
-                "Channel: capacity=None, any number of items, is for across='threads'; between processes "
-                "items take shared memory, which max_bytes bounds: give a number, such as capacity=10**9"
+                f"Channel: capacity must be an int with across={transport.name!r}, got None; for a large "
+                "limit use max_bytes= and capacity=10**9"
             )
         return _UNBOUNDED
     if is_whole(capacity) and capacity == 0:
         raise ValueError(
-            "Channel: capacity must be at least 1, not 0: a put does not wait until somebody has the item; "
-            "let the reader answer on another channel, put((item, answers)), where that matters"
+            "Channel: capacity must be at least 1, got 0; to wait until the reader has the item, let it "
+            "answer on another channel: put((item, answers))"
         )
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
@@ -364,9 +410,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
             raise short from error
         if isinstance(handle, Sent):
             raise Broken(f"channel {name!r} can't be received: {error.strerror}") from error
-        raise Broken(
-            f"channel {name!r} was sent by a process that has ended before it was received"
-        ) from error
+        raise Broken(f"channel {name!r} can't be received: its sender ended before") from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
     if known is not None:
@@ -398,7 +442,7 @@ def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
 
 def _from_beside(place: int, name: str) -> Channel[Any]:
     if now.beside is None:
-        raise Broken(f"channel {name!r} stands beside what was packed: use unpack, and not pickle")
+        raise Broken(f"channel {name!r} can't be read from these bytes by pickle; use unpack")
     beside: Channel[Any] = now.beside[place]
     return beside
 

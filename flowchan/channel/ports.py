@@ -29,13 +29,33 @@ class In(_core.In[T_co]):
 
     Taking the next item ends the lease of the previous one. Leaving a ``with`` block closes the end. If an
     error leaves the block, the unfinished items go back into the channel.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel()
+        >>> channel.put_many(["a", "b"])
+        >>> channel.close()
+        >>> with channel.reader() as reader:
+        ...     for item in reader:
+        ...         print(item)
+        a
+        b
     """
 
     __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Close the reading end, and finish the items that it has taken."""
+        """Close the reading end, and finish the items that it has taken.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> reader = channel.reader()
+            >>> reader.close()
+            >>> channel.closed
+            True
+        """
         if _leaves(self, None):
             super().close()
 
@@ -51,13 +71,36 @@ class In(_core.In[T_co]):
 
 
 class Out(_core.Out[T_contra]):
-    """Writing end of a channel. Leaving a ``with`` block closes it."""
+    """Writing end of a channel. Leaving a ``with`` block closes it.
+
+    Example:
+        >>> from flowchan import Channel
+        >>> channel = Channel()
+        >>> with channel.writer() as writer:
+        ...     writer.put("a")
+        >>> list(channel)
+        ['a']
+    """
 
     __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Close the writing end. When the last one is closed, the channel is closed."""
+        """Close the writing end.
+
+        When the last one is closed, the channel is closed.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> first, second = channel.writer(), channel.writer()
+            >>> first.close()
+            >>> channel.closed
+            False
+            >>> second.close()
+            >>> channel.closed
+            True
+        """
         if _leaves(self, None):
             super().close()
 
@@ -75,15 +118,21 @@ class Out(_core.Out[T_contra]):
 
 
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
-    """Return what pickle stores for a port, which moves to another process with its session.
+    """Return the values that pickle stores for a port, which moves with its session.
+
+    Args:
+        port: The port.
+
+    Returns:
+        The port's class and the arguments that make it in the other process.
 
     Raises:
         TypeError: The channel is across hosts, so its ports cannot move.
     """
     if port.channel.transport.reached_by:
         raise TypeError(
-            f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a port "
-            "there: channel.reader(), channel.writer()"
+            f"a port of {port.channel!r} can't be sent to another process; send the channel, and open a "
+            "port there with channel.reader() or channel.writer()"
         )
     return type(port), port._hand_over()
 

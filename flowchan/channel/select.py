@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In
+from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
+from flowchan.items.text import short
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,6 +25,13 @@ class Selected(Generic[T_co]):
         channel: The channel or port of the operation.
         item: The item that was taken or put; None for a channel of ``ready``.
         put: Whether the operation was a put.
+
+    Example:
+        >>> from flowchan import Channel, select
+        >>> channel = Channel()
+        >>> done = select(puts=[(channel, "a")])
+        >>> done.item, done.put, done.channel is channel
+        ('a', True, True)
     """
 
     channel: Any
@@ -32,7 +40,16 @@ class Selected(Generic[T_co]):
 
 
 class NothingReady(Empty, Full):
-    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds."""
+    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds.
+
+    Example:
+        >>> from flowchan import Channel, NothingReady, select
+        >>> try:
+        ...     select([Channel(), Channel()], timeout=0)
+        ... except NothingReady:
+        ...     print("nothing yet")
+        nothing yet
+    """
 
 
 @overload
@@ -83,7 +100,7 @@ def select(
         NothingReady: No operation was possible within ``timeout`` seconds. It is an ``Empty`` and a ``Full``.
         Closed: The chosen put found its channel closed.
         Broken: The chosen channel is broken.
-        TypeError: ``gets`` or ``ready`` is not a list of channels.
+        TypeError: ``gets`` or ``ready`` is not a list of channels, or ``puts`` is not a list of pairs.
 
     Example:
         >>> from flowchan import Channel, select
@@ -93,10 +110,10 @@ def select(
         'a'
     """
     if isinstance(gets, Channel | In):  # iterating over a channel would take its items
-        raise TypeError(f"select takes a list of channels and ports to get from, here [{gets!r}]")
+        raise TypeError(f"select: gets must be a list of channels and ports, got {gets!r}; write select([…])")
     reading, looking = list(gets), _channels(ready)
-    # a copy, because the caller may change the pairs during the wait
-    writing = [(channel, item) for channel, item in puts]
+    # a copy, because the caller may change the list during the wait
+    writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
         raise Drained("select: every channel to get from is drained")
@@ -113,6 +130,19 @@ def select(
     return Selected(looking[index - len(reading) - len(writing)], None, put=False)
 
 
+def _listed(puts: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(puts, Channel | In | Out):  # iterating over a channel would take its items
+        raise TypeError(f"select: puts must be a list of pairs (channel, item), got {puts!r}")
+    return puts
+
+
+def _pair(pair: Any) -> tuple[Writable[Any], Any]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise TypeError(f"select: puts must be pairs (channel, item), got {short(pair)}")
+    channel, item = pair
+    return channel, item
+
+
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """Check ``ready`` and return its channels.
 
@@ -120,5 +150,5 @@ def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):
-        raise TypeError(f"select: ready takes a list of channels, not {ready!r}")
+        raise TypeError(f"select: ready must be a list of channels, got {ready!r}")
     return looking

@@ -15,14 +15,14 @@ from flowchan.errors import Problem
 from flowchan.items.unpicklable import a_kind_of, refusal, smallest
 
 _REMEDY = (
-    "make it inside the function, or in a callable class, which is built once per worker inside the process; "
-    'or use on="thread"'
+    "create it inside the function, or in a callable class, which is built once in each worker "
+    'process; or use on="thread"'
 )
 
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
     """Yield one problem for each part of a stage that cannot be sent to the stage's process."""
-    if not stage.placement.apart:
+    if not stage.placement.own_process:
         return
     for name, part in _parts(stage):
         error = refusal(part)
@@ -49,5 +49,5 @@ def _parts(stage: Stage) -> Iterator[tuple[str, Any]]:
 
 def _remedy(culprit: Any) -> str:
     if inspect.isgenerator(culprit):
-        return "pass the function that makes it, and its arguments"
+        return "pass the function that creates it, and its arguments"
     return _REMEDY

@@ -92,12 +92,13 @@ def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         yield (
             -1,
             Problem(
-                "empty", "", graph.where, f"graph {graph.name!r} has no stages; begin it with graph.source(…)"
+                "empty", "", graph.where, f"graph {graph.name!r} has no stages; begin with graph.source(…)"
             ),
         )
     elif not any(stage.begins for stage in stages):
         message = (
-            f"graph {graph.name!r} has no source: each stage waits for another; begin it with graph.source(…)"
+            f"graph {graph.name!r} has no source, so every stage waits for another; begin with "
+            "graph.source(…)"
         )
         yield -1, Problem("empty", "", graph.where, message)
 
@@ -109,7 +110,8 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         owner = first.setdefault(stage.name, stage)
         if owner is not stage:
             message = (
-                f"the name {stage.name!r} is taken by the {owner.kind} at {owner.where}; give another name="
+                f"the name {stage.name!r} is already used by the {owner.kind} at {owner.where}; pass another "
+                "name="
             )
             yield index, Problem("duplicate", stage.name, stage.where, message)
             continue
@@ -118,9 +120,8 @@ def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             owner = channels.setdefault(name, stage)
             if owner is not stage:
                 message = (
-                    f"its channel {name!r} has the name of a channel of stage {owner.name!r} "
-                    f"at {owner.where}; "
-                    "give one of the stages another name="
+                    f"its channel {name!r} has the same name as a channel of stage {owner.name!r} at "
+                    f"{owner.where}; pass another name= to one of the stages"
                 )
                 yield index, Problem("duplicate", stage.name, stage.where, message)
 
@@ -129,11 +130,11 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     written = {Origin(stage.name, output.port) for stage in stages for output in stage.all_outputs}
     for index, stage in enumerate(stages):
         for origin in stage.inputs:
-            stranger = graph._strangers.get(origin)
-            if stranger is not None:
+            foreign = graph._foreign_streams.get(origin)
+            if foreign is not None:
                 message = (
-                    f"reads stream {stranger.name!r} of another graph, {stranger.graph!r} declared at "
-                    f"{stranger.where}; declare both ends in one graph"
+                    f"reads stream {foreign.name!r} of another graph, {foreign.graph!r}, declared at "
+                    f"{foreign.where}; declare both stages in one graph"
                 )
                 yield index, Problem("foreign", stage.name, stage.where, message)
             elif origin not in written and origin not in graph._loops:
@@ -197,9 +198,8 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, so it would wait for its own end; read it in a "
-                "graph.stage that "
-                "returns when its work is done"
+                f"{stage.kind} reads a feedback, so it would wait for its own end; read it in a graph.stage "
+                "that returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)
 
@@ -219,17 +219,15 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             reading = readers.get(Origin(stage.name, output.port), [])
             if not reading and output is not stage.errors and not stage.operator.result:
                 message = (
-                    f"no stage reads its output {output.name!r}; end it with .sink(function), "
-                    "or with .collect() "
-                    "to have the items as a result"
+                    f"no stage reads its output {output.name!r}; end it with .sink(function), or with "
+                    ".collect() to return the items as a result"
                 )
                 yield index, Problem("unread", stage.name, stage.where, message)
             if len(reading) > 1:
-                who = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
+                readers_text = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
-                    f"its output {output.name!r} is read {len(reading)} times, by {who}; a "
-                    "stream has one reader: "
-                    f"give each its own with .tee({len(reading)})"
+                    f"its output {output.name!r} has {len(reading)} readers, {readers_text}, but a stream "
+                    f"has one reader; give each its own stream with .tee({len(reading)})"
                 )
                 yield index, Problem("read-twice", stage.name, stage.where, message)
 
@@ -252,9 +250,9 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         largest = max(shared, key=_bytes_of)
         index = next(index for index, stage in enumerate(stages) if stage.name == largest.writer)
         message = (
-            f"the {len(shared)} channels between processes need at least {needed:,} bytes, "
-            f"but {free:,} are free; "
-            f"the largest is {largest.name!r} with capacity={largest.capacity:,}: lower it"
+            f"the {len(shared)} channels between processes need at least {needed:,} bytes, but only "
+            f"{free:,} are free; lower the capacity of the largest, {largest.name!r} with "
+            f"capacity={largest.capacity:,}"
         )
         yield index, Problem("memory", largest.writer, largest.where, message)
 
@@ -289,9 +287,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         ports = (1 if edge.worker else writing.get(edge.writer, 0)) + readers
         if edge.transport.copies and ports > _MOST_PORTS:
             message = (
-                f"its channel {edge.name!r} is written and read by {ports:,} workers; between "
-                "processes a channel has "
-                f"{_MOST_PORTS:,} ports: lower workers=, or merge in steps"
+                f"its channel {edge.name!r} has {ports:,} workers as readers and writers, but a channel "
+                f"between processes has {_MOST_PORTS:,} ports; use fewer workers=, or merge in several steps"
             )
             yield indexes[edge.writer], Problem("limit", edge.writer, edge.where, message)
     for index, stage in enumerate(stages):
@@ -299,9 +296,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
         if stage.operator.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
-                f"its function calls select and has {ports} ports, but select takes "
-                f"{_MOST_SELECTED} operations; merge "
-                "some of the streams before"
+                f"its function calls select and has {ports} ports, but select takes {_MOST_SELECTED} "
+                "operations; merge some of the streams first"
             )
             yield index, Problem("limit", stage.name, stage.where, message)
 
@@ -325,16 +321,16 @@ def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """
     for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
-        if stage.placement.apart or not isinstance(items, Iterator) or isinstance(items, Channel | In):
+        if stage.placement.own_process or not isinstance(items, Iterator) or isinstance(items, Channel | In):
             continue
         if inspect.isgenerator(items) and inspect.getgeneratorstate(items) == inspect.GEN_CLOSED:
             how = "is already at its end, so there would be no items"
         elif stage.name in graph._started and iter(items) is items:
-            how = "was read by an earlier run, and can't start again"
+            how = "was read by an earlier run and can't start again"
         else:
             continue
         message = (
-            f"its {type(items).__name__} {how}; give a callable that makes a new one for each run: "
+            f"its {type(items).__name__} {how}; pass a callable that creates a new one for each run: "
             "graph.source(function, *arguments)"
         )
         yield index, Problem("spent", stage.name, stage.where, message)
@@ -344,11 +340,10 @@ def _daemonic(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     process = multiprocessing.current_process()
     if process.daemon:
         for index, stage in enumerate(stages):
-            if stage.placement.apart:
+            if stage.placement.own_process:
                 message = (
-                    f"process {process.name!r} is daemonic, so it cannot start "
-                    "processes; start it with "
-                    "daemon=False, or place the stage on='thread'"
+                    f"process {process.name!r} is daemonic, so it cannot start processes; start it with "
+                    "daemon=False, or use on='thread'"
                 )
                 yield index, Problem("daemon", stage.name, stage.where, message)
 
@@ -359,8 +354,8 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("hosts", stage.name, stage.where, stage.placement.missing)
         elif stage.placement.nowhere:
             message = (
-                "its hosts are not given; give them with `flowchan run FILE --hosts local:2`, "
-                "or declare it with on=pool"
+                "the hosts of on='hosts' are not given; use `flowchan run FILE --hosts local:2`, or declare "
+                "the stage with on=pool"
             )
             yield index, Problem("hosts", stage.name, stage.where, message)
 
@@ -368,9 +363,12 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.gang is not None and is_async(stage.function):
-            message = "its workers form a group, whose operations wait: an async function can't call them"
+            message = (
+                "its workers form a group, whose operations block, so it can't be an async function; use a "
+                "plain function"
+            )
             yield index, Problem("gang", stage.name, stage.where, message)
-        if stage.gang is not None and stage.gang.elastic and not stage.placement.apart:
+        if stage.gang is not None and stage.gang.elastic and not stage.placement.own_process:
             message = (
                 "elastic=True needs processes, because a thread cannot die alone; use on='process' or on=pool"
             )
@@ -383,8 +381,9 @@ def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
             message = (
-                f"its per_worker input {edge.reader_port!r} reads the errors stream of {edge.writer!r}, "
-                "whose items name no worker; put a map between them that returns pairs (worker, item)"
+                f"its per_worker input {edge.reader_port!r} reads the errors stream of "
+                f"{edge.writer!r}, whose items name no worker; add a map between them that returns "
+                "pairs (worker, item)"
             )
             yield indexes[edge.reader], Problem("ports", edge.reader, edge.where, message)
 

@@ -53,43 +53,41 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{stage.kind} iterates over what {_named(stage.function)} returns, but that is "
-                f"{type_name(given)}; "
-                "return an iterable, or yield the items",
+                f"{stage.kind} iterates over the result of {_named(stage.function)}, but that is "
+                f"{type_name(given)}; return an iterable, or yield the items",
             )
-    for stream, port, asked in _asked(stage, outputs):
-        if not fits(stream.item, asked):
+    for stream, port, wanted in _port_types(stage, outputs):
+        if not fits(stream.item, wanted):
             yield Problem(
                 "type",
                 stage.name,
                 stage.where,
-                f"{port!r} of {_named(stage.function)} takes {type_name(asked)}, but stream "
-                f"{stream.name!r} gives "
-                f"{type_name(stream.item)}; put a map between them that converts, or correct "
-                "one of the annotations",
+                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream {stream.name!r} "
+                f"has items of type {type_name(stream.item)}; add a map between them that converts, or "
+                "correct one of the annotations",
             )
 
 
-def fits(given: Any, asked: Any) -> bool:
-    """Return whether a value of type ``given`` may be passed to a parameter annotated ``asked``.
+def fits(given: Any, wanted: Any) -> bool:
+    """Return whether a value of type ``given`` may be passed to a parameter annotated ``wanted``.
 
     If this is not certain, return True.
     """
-    given, asked = _bare(given), _bare(asked)
+    given, wanted = _bare(given), _bare(wanted)
     if isinstance(given, tuple):
-        return any(fits(member, asked) for member in given)
-    if isinstance(asked, tuple):
-        return any(fits(given, member) for member in asked)
-    if given is None or asked is None or (given, asked) in _WIDER or {given, asked} <= _BYTES:
+        return any(fits(member, wanted) for member in given)
+    if isinstance(wanted, tuple):
+        return any(fits(given, member) for member in wanted)
+    if given is None or wanted is None or (given, wanted) in _WIDER or {given, wanted} <= _BYTES:
         return True
     try:
-        if getattr(asked, "_is_protocol", False) or getattr(given, "_is_protocol", False):
+        if getattr(wanted, "_is_protocol", False) or getattr(given, "_is_protocol", False):
             return True
-        if issubclass(given, asked) or issubclass(asked, given):
+        if issubclass(given, wanted) or issubclass(wanted, given):
             return True
         # Numbers of NumPy and other libraries convert; a builtin float does not fit an int.
-        foreign = not {given, asked} <= {bool, int, float, complex}
-        return foreign and issubclass(given, numbers.Number) and issubclass(asked, numbers.Number)
+        foreign = not {given, wanted} <= {bool, int, float, complex}
+        return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
     except Exception:  # classes that do not support issubclass, such as TypedDict
         return True
 
@@ -115,7 +113,7 @@ def _bare(annotation: Any) -> Any:
     return next((kind for kind in (origin, annotation) if inspect.isclass(kind)), None)
 
 
-def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
+def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
     """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
     if stage.function is None:
         return
@@ -129,21 +127,21 @@ def _asked(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Out
     elif stage.operator.calls in _ITEMS:
         parameters = _positional(stage.function)
         index = _ITEMS[stage.operator.calls] - 1
-        asked = known(parameters[index].annotation) if len(parameters) > index else None
+        wanted = known(parameters[index].annotation) if len(parameters) > index else None
         for stream in read.values():
-            if stream.item is not None and asked is not None:
-                yield stream, parameters[index].name, asked
+            if stream.item is not None and wanted is not None:
+                yield stream, parameters[index].name, wanted
 
 
-def _in_pairs(stream: Output, port: str, asked: Any) -> tuple[Output, str, Any]:
+def _in_pairs(stream: Output, port: str, wanted: Any) -> tuple[Output, str, Any]:
     """Return the stream and the annotation for a stream of pairs ``(worker, item)``.
 
     The parameter receives the item of each pair.
     """
     args = typing.get_args(stream.item)
     if typing.get_origin(stream.item) is tuple and len(args) == 2 and fits(args[0], int):
-        return dataclasses.replace(stream, item=args[1]), port, asked
-    return stream, port, types.GenericAlias(tuple, (int, asked))
+        return dataclasses.replace(stream, item=args[1]), port, wanted
+    return stream, port, types.GenericAlias(tuple, (int, wanted))
 
 
 def _positional(function: Any) -> list[inspect.Parameter]:
@@ -173,9 +171,8 @@ def _call_messages(stage: Stage) -> Iterator[str]:
         reason = _refused(signature, ("",) * count, {})
         if reason:
             yield (
-                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but "
-                "its parameters are "
-                f"{_shown(signature)}: {reason}; bind the others with functools.partial"
+                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its parameters "
+                f"are {_shown(signature)}: {reason}; bind the others with functools.partial"
             )
     yield from _construction_messages(stage)
 
@@ -203,9 +200,8 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
     reason = _refused(signature, (), {})
     if reason:
         yield (
-            f"class {_named(stage.function)} is built once per worker without arguments, "
-            "but its parameters are "
-            f"{_shown(signature)}: {reason}; bind them with functools.partial"
+            f"class {_named(stage.function)} is built once per worker without arguments, but its "
+            f"parameters are {_shown(signature)}: {reason}; bind them with functools.partial"
         )
 
 
@@ -215,8 +211,8 @@ def _port_messages(stage: Stage) -> Iterator[str]:
     signature = call_signature(stage.function)
     if signature is None:
         yield (
-            f"the signature of {name} can't be read, so its ports are unknown; wrap it in a "
-            "function with In and Out"
+            f"the signature of {name} can't be read, so its ports are unknown; wrap it in a function with "
+            "In and Out parameters"
         )
         return
     ports = {port.name: port for port in ports_of(typing.cast(Any, stage.function))}
@@ -226,17 +222,17 @@ def _port_messages(stage: Stage) -> Iterator[str]:
             f"{name} has no parameter annotated In[...] or Out[...], so it has no ports: {_shown(signature)}"
         )
     elif len(stage.inputs) != len(readers):
-        asked = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
+        wanted = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
-        yield f"{name} has {asked}{listed}, but {given} given; give one stream for each"
-    seat = None if stage.gang is None else stage.gang.parameter
+        yield f"{name} has {wanted}{listed}, but {given} passed; pass one stream for each"
+    group = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
-        if parameter.name != seat:
+        if parameter.name != group:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
-        elif seat in stage.kwargs:
+        elif group in stage.kwargs:
             yield (
-                f"{seat!r} of {name} is the worker's member of a group, which the run passes; "
+                f"parameter {group!r} of {name} is the worker's member of a group, which the run passes; "
                 "remove the argument"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -261,12 +257,14 @@ def _parameter_messages(
     if parameter.kind is parameter.POSITIONAL_ONLY and (is_port or given):
         yield f"parameter {parameter.name!r} of {name} is positional-only; remove the '/' from the signature"
     if is_port and given:
-        yield f"{parameter.name!r} of {name} is a port and can't be given as an argument; give it as a stream"
+        yield (
+            f"parameter {parameter.name!r} of {name} is a port, so its argument must be a stream; pass it "
+            "by position"
+        )
     if not is_port and not given and not optional:
         yield (
-            f"parameter {parameter.name!r} of {name} is neither a port nor given; annotate it "
-            "In[...] or Out[...], "
-            f"or give it as {parameter.name}=..."
+            f"parameter {parameter.name!r} of {name} is not a port and has no argument; annotate it "
+            f"In[...] or Out[...], or pass {parameter.name}=..."
         )
 
 

@@ -1,14 +1,17 @@
 """Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
 
 Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
+The code is 141 if the reader of the output has ended (as with SIGPIPE).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
+import os
 import shutil
 import signal
 import sys
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from flowchan.errors import Problem, RunError
     from flowchan.viz.live.terminal import LiveView
 
-DONE, FAILED, WRONG, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+DONE, FAILED, WRONG, INTERRUPTED, NO_READER, TERMINATED = 0, 1, 2, 130, 141, 143
 REFRESH = 0.25
 MOST_FAILURES = 10
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
@@ -85,6 +88,14 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
         terminated = isinstance(interrupt, Termination)
         click.echo("ended by SIGTERM" if terminated else "interrupted", err=True)
         return TERMINATED if terminated else INTERRUPTED
+    except BrokenPipeError:
+        return _output_lost()
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        click.echo(f"flowchan: can't write to standard output: {error.strerror}", err=True)
+        _output_lost()
+        return FAILED
     except (GraphError, HostError, LoadError, RenderError, RunError) as error:
         if debug:
             traceback.print_exception(error)
@@ -96,6 +107,19 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
             hint = "" if error.__cause__ is None else " (--debug shows the traceback)"
             click.echo(f"flowchan: {error}{hint}", err=True)
         return FAILED if isinstance(error, RunError) else WRONG
+
+
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
+def _output_lost() -> int:
+    """Discard the rest of the output, which Python would write at the exit, and return the exit code."""
+    if sys.stdout is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+    return NO_READER
 
 
 @_command
@@ -127,9 +151,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
             raise LoadError(
-                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, "
-                "so only a program can "
-                f"run it; run python {file.partition(':')[0]}"
+                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only its own program can run "
+                f"it; use python {file.partition(':')[0]}"
             )
         if hosts is not None:
             graph._give_hosts(_pool(hosts))
@@ -157,7 +180,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
 
 def _width() -> int:
     """Return the width of the terminal; without a terminal, lines have any length."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10**6
+    shown = sys.stdout is not None and sys.stdout.isatty()  # None: standard output is closed
+    return shutil.get_terminal_size().columns if shown else 10**6
 
 
 @contextlib.contextmanager
@@ -227,7 +251,7 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
         return WRONG
     click.echo(f"{path}: {_counts(graph)}")
     if show and click.launch(str(path)):
-        click.echo("flowchan: no viewer found for the picture", err=True)
+        click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
 
 
@@ -271,7 +295,9 @@ def launch(
     If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
     """
     if (count is None) == (each is None):
-        raise click.UsageError("give one of -n (on all hosts) and --nproc-per-node (on each host)")
+        raise click.UsageError(
+            "use either -n (processes in total) or --nproc-per-node (processes on each host)"
+        )
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
     command = [*(["-m"] if module else []), script, *args]
@@ -330,7 +356,7 @@ class _Interrupts:
         self.hold = False
         self.count = 0
         self.first = 0  # the number of the first signal
-        self.asked = False
+        self.stop_requested = False
 
     def __enter__(self) -> _Interrupts:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -344,7 +370,7 @@ class _Interrupts:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGQUIT:
-            self.asked = True
+            self.stop_requested = True
             return
         from flowchan.transport.interrupts import Termination
 
@@ -356,14 +382,14 @@ class _Interrupts:
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
     """Wait for the end of the run, pass interrupts on to it, and return its results."""
-    heard = 0
+    handled = 0
     while True:
-        if interrupts.count > heard:
-            heard = interrupts.count
-            _interrupt(running, view, heard, interrupts.first)
-        if interrupts.asked:
-            interrupts.asked = False
-            view.say(running.explain())
+        if interrupts.count > handled:
+            handled = interrupts.count
+            _interrupt(running, view, handled, interrupts.first)
+        if interrupts.stop_requested:
+            interrupts.stop_requested = False
+            view.print_line(running.explain())
         with contextlib.suppress(TimeoutError):
             return running.wait(timeout=REFRESH)
 
@@ -371,13 +397,10 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
 def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
     if times == 1:
         key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        view.say(
-            f"stopping: the sources have stopped, what is in flight is being finished; {key} again ends it "
-            "at once"
-        )
+        view.print_line(f"stopping: finishing the items in flight; press {key} again to discard them")
         running.stop()
     else:
-        view.say("run ended: items in flight were discarded")
+        view.print_line("run ended: items in flight were discarded")
         running.abort()
 
 
@@ -411,14 +434,14 @@ def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
 
 def _counts(graph: Blueprint) -> str:
     workers = sum(stage.workers for stage in graph.stages)
-    far = [stage for stage in graph.stages if stage.placement.is_remote]
-    there = sum(stage.workers for stage in far)
-    apart = sum(stage.workers for stage in graph.stages if stage.placement.apart) - there
+    remote_stages = [stage for stage in graph.stages if stage.placement.is_remote]
+    on_hosts = sum(stage.workers for stage in remote_stages)
+    own_process = sum(stage.workers for stage in graph.stages if stage.placement.own_process) - on_hosts
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
-        + (f", {apart} of them in processes" if apart else "")
-        + (f", {there} on hosts" if there else "")
+        + (f", {own_process} of them in processes" if own_process else "")
+        + (f", {on_hosts} on hosts" if on_hosts else "")
     )
 
 

@@ -17,7 +17,7 @@ _ANY = (object, Any)
 _SEVERAL = (list, tuple, set, frozenset, dict)
 """Collections, whose constructors would split a text into letters."""
 
-_TRUTH = ("true", "false", "yes", "no", "on", "off", "1", "0")
+_BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
 
 def converted(text: str, annotation: Any) -> Any:
@@ -26,6 +26,13 @@ def converted(text: str, annotation: Any) -> Any:
     These types are supported: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths, members of
     an ``Enum`` by name, values of a ``Literal``, ``X | None``, and classes that take one text. For other
     annotations, return the text.
+
+    Args:
+        text: A word of the command line.
+        annotation: Annotation of the parameter.
+
+    Returns:
+        The value.
 
     Raises:
         ValueError: The text is not allowed, or the type is a collection. A collection would take the letters
@@ -38,8 +45,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is one text, not a {kind.__name__}; "
-            "annotate the parameter as str, or take several: *names: str"
+            f"{text!r} is a single text, but a {kind.__name__} is needed; annotate the parameter as str, "
+            "or take several: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
@@ -51,8 +58,8 @@ def converted(text: str, annotation: Any) -> Any:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
         # click also lists an empty word as a truth value
-        told = f"{text!r} must be one of {', '.join(_TRUTH)}" if annotation is bool else error.message
-        raise ValueError(told) from error
+        problem = f"{text!r} must be one of {', '.join(_BOOLEANS)}" if annotation is bool else error.message
+        raise ValueError(problem) from error
     except Exception as error:
         raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error
 

@@ -14,19 +14,25 @@ HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "memo
 
 
 def check(spec: str) -> bool:
-    """Print a row for each host that answers and a line for each problem, and return whether all hosts work.
+    """Print a row for each host that answers and a line for each problem.
+
+    Args:
+        spec: The text of ``--hosts``.
+
+    Returns:
+        Whether all hosts work.
 
     Raises:
         HostError: The hosts cannot be looked up.
     """
-    from flowchan.hosts.probe import look
+    from flowchan.hosts.probe import check_hosts
     from flowchan.hosts.spec import parse
 
     try:
         provider = parse(spec).provider
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="HOSTS") from error
-    found = look(provider)
+    found = check_hosts(provider)
     answered = [facts for facts in found if facts.rate]
     if answered:
         for line in _table([HEADS, *map(_row, answered)]):

@@ -26,7 +26,7 @@ from flowchan.transport.tcp import joined, listen
 
 KILL_DELAY_S = 5.0  # seconds from the request to end until the kill
 _OWN_END = 1.0  # seconds in which the other ranks may end on their own after a failure
-_LOOK = 0.05
+_POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors of a rank that failed because another rank had failed
 
 _GUARD = """
@@ -50,6 +50,9 @@ def show(rank: int, line: str, is_error: bool) -> None:
 
 class Logs:
     """Writer of the output of each rank to its own files in ``folder``.
+
+    Args:
+        folder: Folder of the files.
 
     Raises:
         BadParameter: A file cannot be written.
@@ -154,7 +157,7 @@ class Rank:
         self.last = ""
         self._unfinished = {False: b"", True: b""}
 
-    def say(self, data: bytes, is_error: bool) -> None:
+    def print_line(self, data: bytes, is_error: bool) -> None:
         """Pass on complete lines; ``data`` is empty at the end of the output."""
         *lines, rest = (self._unfinished[is_error] + data).split(b"\n")
         if not data and rest:
@@ -245,7 +248,7 @@ class LaunchJob:
         """Return when all ranks have ended and all their output is passed on."""
         while self.goes_on():
             try:
-                self.look()
+                self.poll()
             except KeyboardInterrupt:
                 self.interrupt()
 
@@ -260,15 +263,15 @@ class LaunchJob:
         self._guard.close()
         self._selector.close()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Pass on new output, and end all ranks if one has failed. Wait briefly for more output."""
         if not self._selector.get_map():
-            time.sleep(_LOOK)
-        for key, _ in self._selector.select(_LOOK):
+            time.sleep(_POLL_INTERVAL_S)
+        for key, _ in self._selector.select(_POLL_INTERVAL_S):
             rank, is_error = key.data
             pipe: BinaryIO = key.fileobj  # type: ignore[assignment]
             data = os.read(pipe.fileno(), 1 << 16)
-            rank.say(data, is_error)
+            rank.print_line(data, is_error)
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
@@ -295,12 +298,12 @@ class LaunchJob:
 
 
 def variables(
-    count: int, here: int, master: str, job: str, group: int = 0, groups: int = 1
+    count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
     """Return the environment of all ranks on a host, like that of torchrun.
 
-    The variables that name the rank are added later. ``here`` of ``count`` ranks run on this host, which is
-    number ``group`` of ``groups``. ``master`` is a free address of rank 0's host.
+    The variables that name the rank are added later. ``local_count`` of ``count`` ranks run on this host,
+    which is number ``group`` of ``groups``. ``master`` is a free address of rank 0's host.
     """
     address, _, port = master.rpartition(":")
     return {
@@ -308,7 +311,7 @@ def variables(
         "PYTHONUNBUFFERED": "1",
         **os.environ,
         "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(here),
+        "LOCAL_WORLD_SIZE": str(local_count),
         "GROUP_RANK": str(group),
         "GROUP_WORLD_SIZE": str(groups),
         "ROLE_NAME": "default",

@@ -53,39 +53,43 @@ class RankEnded:
 class Share:
     """Ranks of one host.
 
-    ``here`` of ``count`` ranks run on it, from number ``first`` on. ``host`` is its number of ``hosts``, and
-    ``name`` its name. ``towards`` is the address of the launcher.
+    ``local_count`` of ``count`` ranks run on it, from number ``first`` on. ``host`` is its number of
+    ``hosts``, and ``name`` its name. ``towards`` is the address of the launcher.
     """
 
     name: str
     host: int
     hosts: int
     first: int
-    here: int
+    local_count: int
     count: int
     towards: str
 
 
-def ranks_here(share: Share, script: Sequence[str], pin: bool, orders: In[Any], said: Out[Any]) -> None:
+def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], messages: Out[Any]) -> None:
     """Run the ranks of one host. The first host offers an address on which the others reach it."""
     if share.host == 0:
         address = route_to(share.towards)
-        said.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
+        messages.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
     begin = orders.get()
-    environ = variables(share.count, share.here, begin.master, begin.secret[:8], share.host, share.hosts)
+    environ = variables(
+        share.count, share.local_count, begin.master, begin.secret[:8], share.host, share.hosts
+    )
     environ |= {"FLOWCHAN_AT": begin.at, "FLOWCHAN_SECRET": begin.secret}
     command = [sys.executable, *script]
-    job = LaunchJob(share.here, command, environ, lambda *line: said.put(OutputLine(*line)), pin, share.first)
+    job = LaunchJob(
+        share.local_count, command, environ, lambda *line: messages.put(OutputLine(*line)), pin, share.first
+    )
     try:
         while job.goes_on():
-            job.look()
+            job.poll()
             with contextlib.suppress(Empty):
                 orders.get_nowait()
                 job.interrupt()
     finally:
         job.close()
     failure = job.first_failure
-    said.put(RankEnded(f"{failure}, on host {share.name!r}" if failure else ""))
+    messages.put(RankEnded(f"{failure}, on host {share.name!r}" if failure else ""))
 
 
 class HostLauncher:
@@ -97,24 +101,26 @@ class HostLauncher:
         self.failures: list[str] = []
         self._later = threading.Timer(LATER, self._end)
         names = pool.hosts[:count]
-        self._left = len(names)
+        self._remaining = len(names)
         graph = Graph("launch")
         orders = graph.input("orders")
         each = orders.tee(len(names)) if len(names) > 1 else (orders,)
-        towards, first, said = pool.provider.listen_at(), 0, []
+        towards, first, messages = pool.provider.listen_at(), 0, []
         for host, (name, order) in enumerate(zip(names, each, strict=True)):
-            here = count // len(names) + (host < count % len(names))
-            run = partial(ranks_here, Share(name, host, len(names), first, here, count, towards), script, pin)
-            said.append(graph.stage(run, order, name=name, on=pool[name]))
-            first += here
-        self._said = graph.merge(*said).collect()
+            local_count = count // len(names) + (host < count % len(names))
+            run = partial(
+                run_ranks, Share(name, host, len(names), first, local_count, count, towards), script, pin
+            )
+            messages.append(graph.stage(run, order, name=name, on=pool[name]))
+            first += local_count
+        self._messages = graph.merge(*messages).collect()
         self._run = graph.start()
         self._orders = self._run[orders]
 
     def run(self) -> None:
         """Return when no rank is left and all output is passed on."""
         with self._run as run:
-            for word in run.iter(self._said):
+            for word in run.iter(self._messages):
                 if isinstance(word, OutputLine):
                     self._tell(word.rank, word.text, word.is_error)
                 elif isinstance(word, Begin):
@@ -123,12 +129,12 @@ class HostLauncher:
                     self._host_ended(word)
 
     def _host_ended(self, word: RankEnded) -> None:
-        self._left -= 1
+        self._remaining -= 1
         if word.failure:
             if not self.failures and not self.interrupts:
                 self._later.start()
             self.failures.append(word.failure)
-        if not self._left:
+        if not self._remaining:
             self._later.cancel()
             self._orders.close()
 
@@ -144,6 +150,16 @@ class HostLauncher:
 
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """Launch the ranks like ``launch``, on the hosts of a pool.
+
+    Args:
+        pool: The hosts.
+        count: Number of ranks.
+        script: The program and its arguments.
+        tell: Prints the output of a rank.
+        pin: Whether to bind each rank to a share of the cores.
+
+    Returns:
+        As ``launch``.
 
     Raises:
         HostError: A host cannot be used.

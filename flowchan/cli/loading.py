@@ -45,6 +45,13 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
     ``graph`` annotated ``-> Graph`` counts as that graph. ``NAME`` chooses among several, and may name a
     function without the annotation.
 
+    Args:
+        target: Name of the file or module, and perhaps of the graph in it.
+        args: Arguments for a function that returns the graph.
+
+    Returns:
+        The graph.
+
     Raises:
         LoadError: The target declares no graph, or several without ``NAME``.
     """
@@ -64,7 +71,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
         return Path(target), None
     if not name.isidentifier():
         raise LoadError(
-            f"{target}: the name after the colon must be that of a graph or function, got {name!r}"
+            f"{target}: the name after the colon must be the name of a graph or function, got {name!r}"
         )
     return Path(file), name
 
@@ -194,8 +201,8 @@ def _one_line(path: Path) -> Iterator[None]:
         ) from error
     except SystemExit as error:
         raise LoadError(
-            f"{path}: calls exit when imported{_line_in(path, error)}; "
-            'put the call under `if __name__ == "__main__":`'
+            f"{path}: exits when it is imported{_line_in(path, error)}; put the call under `if "
+            '__name__ == "__main__":`'
         ) from error
     except BaseException as error:
         raise LoadError(
@@ -224,7 +231,7 @@ def _only(module: ModuleType, path: Path) -> str:
         raise LoadError(f"{path}: no graph found; declare a Graph object or a function annotated `-> Graph`")
     if len(names) > 1:
         raise LoadError(
-            f"{path}: several graphs found; choose one of {', '.join(f'{path}:{name}' for name in names)}"
+            f"{path}: has several graphs; choose one of {', '.join(f'{path}:{name}' for name in names)}"
         )
     return names[0]
 
@@ -298,7 +305,7 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
         returned = value(*converted)
     graph = _graph_behind(returned)
     if graph is None:
-        raise LoadError(f"{label}: returned an object of type {_type(returned)}, not a Graph")
+        raise LoadError(f"{label}: the function must return a Graph, got an object of type {_type(returned)}")
     return graph
 
 

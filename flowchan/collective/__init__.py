@@ -26,7 +26,7 @@ __all__ = [
     "members",
 ]
 
-Group._seat = Membership
+Group._membership = Membership
 
 MOST = 1024
 """Largest number of members of a group."""
@@ -65,20 +65,28 @@ def group(
         This member. Use it as a context manager or close it.
 
     Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: An argument is out of range, or only some of ``rank``, ``size`` and ``at`` are given.
         TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
             ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``.
 
     Example:
-        with group(rank=0, size=2, at="10.0.0.1:4711", secret=secret) as g:
-            g.barrier()
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan.collective import group
+        >>> def work(rank):
+        ...     with group(rank=rank, size=2, at="example") as g:  # in several processes as well
+        ...         return g.allreduce(g.rank + 1)
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(work, range(2)))
+        [3, 3]
     """
     seconds_argument("group", "timeout", timeout)
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or rank is None or size is None:
-        raise ValueError("group: rank, size and at must be given together or not at all")
+        raise ValueError("group: rank, size and at must be passed together or not at all")
     whole("group", "size", size, 1, MOST)
     whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
@@ -87,23 +95,23 @@ def group(
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 
-def _launched(mine: Launched, name: str, timeout: float) -> Group:
-    number = _number(mine.job, mine.rank)
-    if mine.here == mine.size:
-        return meet(f"{mine.job}\n{number}", mine.rank, mine.size, timeout, name)
+def _launched(launched: Launched, name: str, timeout: float) -> Group:
+    number = _number(launched.job, launched.rank)
+    if launched.local_size == launched.size:
+        return meet(f"{launched.job}\n{number}", launched.rank, launched.size, timeout, name)
     at, secret = os.environ.get("FLOWCHAN_AT"), os.environ.get("FLOWCHAN_SECRET")
     if at and secret:
         return meet_at(
-            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), mine.rank, mine.size, timeout, name
+            at, secret_bytes("FLOWCHAN_SECRET", secret.encode()), launched.rank, launched.size, timeout, name
         )
-    if mine.launcher == "torchrun":
+    if launched.launcher == "torchrun":
         from flowchan.collective.rendezvous.store import meet_by_torchrun
 
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
-        f"{mine.launcher} has started {mine.size} members, {mine.here} of them on this host; set FLOWCHAN_AT "
-        "to an address of rank 0's host with a free port, such as 10.0.0.1:4711, and FLOWCHAN_SECRET to the "
-        "same secret of at least 16 characters on all members"
+        f"group: the {launched.size} members that {launched.launcher} started are on several hosts "
+        f"({launched.local_size} here). Set FLOWCHAN_AT to a free port of rank 0's host, such as "
+        "10.0.0.1:4711, and FLOWCHAN_SECRET to one secret of at least 16 characters"
     )
 
 
@@ -126,8 +134,15 @@ def members(size: int, *, name: str = "") -> list[Group]:
     Returns:
         The members in the order of their ranks.
 
+    Raises:
+        TypeError: ``size`` is not an int.
+        ValueError: ``size`` is less than 1 or more than 1024.
+
     Example:
-        for member in members(2):
-            multiprocessing.Process(target=work, args=(member,)).start()
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan.collective import members
+        >>> with ThreadPoolExecutor(2) as threads:
+        ...     list(threads.map(lambda g: g.allreduce(g.rank + 1), members(2)))
+        [3, 3]
     """
     return make_all(whole("members", "size", size, 1, MOST), name)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flowchan import _core
 from flowchan.collective import array_access
 from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCATTER, TELL
+from flowchan.items.tracebacks import ends_at_caller
 
 BACKENDS = ("gloo", "mpi", "nccl")
 """Backends of torch.distributed."""
@@ -15,7 +16,7 @@ BY_DEVICE = {"cuda": "nccl"}
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
-def ways_of(operation: str) -> tuple[str, ...]:
+def algorithms_of(operation: str) -> tuple[str, ...]:
     """Return the names that ``set_algorithm`` accepts for an operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
@@ -39,6 +40,7 @@ class AlgorithmChoice:
         self._chosen_backends: dict[int, str] = {}
         self._backends: dict[str, Any] = {}
 
+    @ends_at_caller
     def explain(self, operation: str, x: Any = None) -> str:
         """Describe the algorithm of an operation in one sentence.
 
@@ -53,11 +55,17 @@ class AlgorithmChoice:
             ValueError: The group has no such operation.
 
         Example:
-            print(g.explain("allreduce", np.zeros(100_000)))
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> (g,) = members(1)
+            >>> type(g.explain("allreduce", numpy.zeros(100_000))).__name__
+            'str'
         """
         try:
             array_access.is_dense(x)
-            backend = self._backend_for(number_of(operation), x) if array_access.is_array(x) else None
+            backend = (
+                self._backend_for(number_of("explain", operation), x) if array_access.is_array(x) else None
+            )
             if backend is None:
                 if operation in COMBINED and array_access.is_array(x) and array_access.is_here(x):
                     check_combined(x)
@@ -66,6 +74,7 @@ class AlgorithmChoice:
             return f"{operation}: not possible: {error}"
         return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
 
+    @ends_at_caller
     def set_algorithm(self, operation: str, name: str | None) -> None:
         """Select the algorithm of an operation on arrays of any size. All members must make the same call.
 
@@ -81,12 +90,19 @@ class AlgorithmChoice:
             ValueError: The operation has no such algorithm, or the backend is not available.
 
         Example:
-            g.set_algorithm("broadcast", "direct")
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     g.set_algorithm("broadcast", "direct")
+            ...     return g.broadcast(g.rank)
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [0, 0]
         """
-        doing, known = number_of(operation), ways_of(operation)
+        doing, known = number_of("set_algorithm", operation), algorithms_of(operation)
         if name is not None and name not in known:
-            those = " or ".join(map(repr, known)) or "None"
-            raise ValueError(f"{operation}: name must be {those}, got {name!r}")
+            names = f"None or one of {', '.join(map(repr, known))}" if known else "None"
+            raise ValueError(f"set_algorithm: name must be {names} for {operation}, got {name!r}")
         backend = name if name in BACKENDS else None
         if backend is not None:
             check_backend(backend)
@@ -99,8 +115,10 @@ class AlgorithmChoice:
         self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Return the backend of torch that runs the operation, or None; a tensor on a device uses the backend
-        of that device."""
+        """Return the backend of torch that runs the operation, or None.
+
+        A tensor on a device uses the backend of that device.
+        """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
             return BY_DEVICE.get(x.device.type)
@@ -130,6 +148,7 @@ class AlgorithmChoice:
 
 
 def wrong_device_message(call: str, x: Any) -> str:
+    """Return the error message for a tensor that is neither in memory nor on a CUDA device."""
     remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
         f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
@@ -146,10 +165,11 @@ def check_combined(x: Any) -> None:
         _core._combine(one, [], "sum")
 
 
-def number_of(operation: str) -> int:
+def number_of(call: str, operation: str) -> int:
+    """Return the number of a public operation in :data:`NAMES`."""
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
-        raise ValueError(f"operation must be one of {', '.join(known)}, not {operation!r}")
+        raise ValueError(f"{call}: operation must be one of {', '.join(map(repr, known))}, got {operation!r}")
     return NAMES.index(operation)
 
 
@@ -159,6 +179,7 @@ def check_backend(name: str) -> None:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:
         raise ValueError(
-            f"{name} is an algorithm of torch.distributed, which cannot be imported: {error}"
+            f"set_algorithm: {name!r} needs torch.distributed, which cannot be imported ({error}); "
+            "install torch, or set another algorithm"
         ) from error
     check(name)

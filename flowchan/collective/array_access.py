@@ -9,11 +9,13 @@ from typing import Any
 
 
 def is_tensor(x: Any) -> bool:
+    """Tell whether ``x`` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_numpy(x: Any) -> bool:
+    """Tell whether ``x`` is a NumPy array without Python objects in it."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(x, numpy.ndarray) and not x.dtype.hasobject
 
@@ -25,6 +27,12 @@ def is_array(x: Any) -> bool:
 
 def is_dense(x: Any) -> bool:
     """Return whether ``x`` is an array or tensor that groups can move.
+
+    Args:
+        x: Any value.
+
+    Returns:
+        False for a value that is neither an array nor a tensor.
 
     Raises:
         TypeError: The contents of the array or tensor are not one block of memory.
@@ -85,8 +93,8 @@ def described(x: Any) -> str:
     if not is_array(x):
         return type(x).__name__
     dtype, shape = kind(x)
-    place = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
-    return f"{dtype}[{', '.join(map(str, shape))}]{place}"
+    device_text = f" on {x.device}" if is_tensor(x) and x.device.type != "cpu" else ""
+    return f"{dtype}[{', '.join(map(str, shape))}]{device_text}"
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
@@ -98,13 +106,15 @@ def _type_of(x: Any) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def check_out(x: Any, out: Any, parts: int = 1) -> None:
+def check_out(call: str, x: Any, out: Any, parts: int = 1) -> None:
     """Raise ``ValueError`` unless ``out`` can hold one of ``parts`` equal parts of the result for ``x``."""
     count, has = math.prod(x.shape) // parts, math.prod(out.shape)
     if kind(out)[0] != kind(x)[0] or has != count:
-        raise ValueError(f"out must have the type of the input and {count} elements, got {described(out)}")
-    check_place(x, out)
-    check_writable(out)
+        raise ValueError(
+            f"{call}: out must have the element type of the input and {count} elements, got {described(out)}"
+        )
+    check_place(call, x, out)
+    check_writable(call, "x" if out is x else "out", out)
 
 
 def check_type(call: str, x: Any, other: Any) -> None:
@@ -112,19 +122,19 @@ def check_type(call: str, x: Any, other: Any) -> None:
     type_of_x, its = kind(x)[0], kind(other)[0]
     if its != type_of_x:
         raise ValueError(
-            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; "
-            "convert one of them"
+            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; convert "
+            "one of them"
         )
 
 
-def check_place(x: Any, out: Any) -> None:
+def check_place(call: str, x: Any, out: Any) -> None:
     """Raise ``ValueError`` unless both are on the same device."""
-    place, has = (str(place_of(one) or "cpu") for one in (x, out))
-    if has != place:
-        raise ValueError(f"out must be on {place} like the input, got {has}")
+    device_text, has = (str(place_of(one) or "cpu") for one in (x, out))
+    if has != device_text:
+        raise ValueError(f"{call}: out must be on {device_text} like the input, got {has}")
 
 
-def check_overlap(x: Any, out: Any) -> None:
+def check_overlap(call: str, x: Any, out: Any) -> None:
     """Raise ``ValueError`` if writing ``out`` would overwrite elements of ``x`` that are still to be read.
 
     Both are contiguous. ``out`` may be ``x`` itself or one of its parts of that size.
@@ -133,7 +143,7 @@ def check_overlap(x: Any, out: Any) -> None:
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
     if overlap and (of_out - begins) % out.nbytes:
         raise ValueError(
-            "x and out must not overlap, unless they begin at the same element; pass a copy of one"
+            f"{call}: x and out must not overlap unless they begin at the same element; pass a copy of one"
         )
 
 
@@ -141,19 +151,22 @@ def _address(x: Any) -> int:
     return int(x.data_ptr() if is_tensor(x) else x.__array_interface__["data"][0])
 
 
-def check_room(rank: int, given: int, room: int) -> None:
+def check_size(call: str, rank: int, given: int, size: int) -> None:
     """Raise ``ValueError`` unless the bytes from that member fill its part of ``out``."""
-    if given != room:
-        raise ValueError(f"out must have room for the {given} bytes from rank {rank}, got room for {room}")
+    if given != size:
+        raise ValueError(
+            f"{call}: out must have room for the {given} bytes from rank {rank}, got room for {size}"
+        )
 
 
-def check_writable(x: Any) -> None:
+def check_writable(call: str, argument: str, x: Any) -> None:
+    """Raise ``ValueError`` for an array that is read-only or has elements that share memory."""
     if is_numpy(x) and not x.flags.writeable:
-        raise ValueError(f"out must be writable, got a read-only array: {x!r}")
+        raise ValueError(f"{call}: {argument} must be writable, got a read-only {described(x)}; pass a copy")
     strides = x.stride() if is_tensor(x) else x.strides
     if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
         raise ValueError(
-            f"out must be writable, got {described(x)}, whose elements share memory, as after "
+            f"{call}: {argument} must be writable, got {described(x)}, whose elements share memory, as after "
             "expand; pass a copy"
         )
 
@@ -166,8 +179,10 @@ def contiguous(x: Any) -> Any:
 
 
 def give_back(flat: Any, x: Any) -> Any:
-    """Copy ``flat`` into ``x`` if it is other memory, and return ``x``; :func:`contiguous` made ``flat`` of
-    ``x``."""
+    """Copy ``flat`` into ``x`` if it is other memory, and return ``x``.
+
+    :func:`contiguous` made ``flat`` of ``x``.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         if flat.data_ptr() != x.data_ptr():
@@ -202,7 +217,7 @@ def memory(x: Any) -> memoryview:
     if is_tensor(x):
         if not is_here(x):
             raise TypeError(
-                f"{described(x)} is not in this machine's memory; copy it, for example with .cpu()"
+                f"{described(x)} must be in this machine's memory; copy it, for example with .cpu()"
             )
         if not x.nbytes:
             return memoryview(bytearray())
@@ -216,8 +231,10 @@ def memory(x: Any) -> memoryview:
 
 
 def widened(x: Any) -> Any:
-    """Return a float32 copy of a half-precision array, because sums are computed in float32; else return
-    ``x``."""
+    """Return a half-precision array as float32 and any other as it is.
+
+    Sums are computed in float32.
+    """
     if is_tensor(x):
         torch = sys.modules["torch"]
         return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
@@ -225,8 +242,10 @@ def widened(x: Any) -> Any:
 
 
 def narrow(x: Any, wide: Any) -> None:
-    """Round a float32 result once into the half-precision array ``x``; values that are too large become
-    infinite."""
+    """Round a float32 result once into the half-precision array ``x``.
+
+    Values that are too large become infinite.
+    """
     wide = wide.reshape(x.shape)
     if is_tensor(x):
         fill(x, wide)
@@ -241,6 +260,7 @@ def is_here(x: Any) -> bool:
 
 
 def empty_like(x: Any) -> Any:
+    """Create an empty array of the type, shape and device of ``x``."""
     return make(like(x))
 
 
@@ -273,35 +293,39 @@ def finish(x: Any) -> None:
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()
 
 
-def make(made: tuple[str, Any, tuple[int, ...]], place: Any = None) -> Any:
-    """Create an empty array from the description that :func:`like` returned; a tensor is created on
-    ``place``."""
+def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any:
+    """Create an empty array from the description that :func:`like` returned.
+
+    A tensor is created on ``device_text``.
+    """
     library, dtype, shape = made
     if library == "torch":
         import torch  # another member passed a tensor
 
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy
 
     return numpy.empty(shape, dtype)
 
 
-def part_like(x: Any, parts: int) -> Any:
+def part_like(call: str, x: Any, parts: int) -> Any:
     """Create an empty array for one of ``parts`` equal parts of ``x`` along the first dimension."""
     if not x.shape or x.shape[0] % parts:
         raise ValueError(
-            f"x must have a first dimension that is divisible by the {parts} members, got {described(x)}"
+            f"{call}: x must have a first dimension that is divisible by {parts}, the number of members, "
+            f"got {described(x)}"
         )
     library, dtype, shape = like(x)
     return make((library, dtype, (shape[0] // parts, *shape[1:])), place_of(x))
 
 
-def parts_of(x: Any, parts: int) -> list[Any]:
+def parts_of(call: str, x: Any, parts: int) -> list[Any]:
     """Divide ``x`` into equal parts in memory order."""
     count = math.prod(x.shape)
     if count % parts:
         raise ValueError(
-            f"out must have a number of elements that is divisible by the {parts} members, got {described(x)}"
+            f"{call}: out must have a number of elements that is divisible by {parts}, the number of "
+            f"members, got {described(x)}"
         )
     flat = x.reshape(-1) if is_numpy(x) else x.view(-1)
     each = count // parts

@@ -19,8 +19,10 @@ from flowchan.items.text import shown
 
 
 def called(call: str, x: Any, more: Any) -> str:
-    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``. ``more`` is one further argument
-    or a tuple of them."""
+    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``.
+
+    ``more`` is one further argument or a tuple of them.
+    """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
     else:
@@ -36,10 +38,11 @@ def op_argument(call: str, op: Any) -> None:
     if isinstance(op, str) or not callable(op):
         error = ValueError if isinstance(op, str) else TypeError
         names = ", ".join(map(repr, OPERATIONS))
-        raise error(f"{call}: op must be one of {names} or a function of two, not {shown(op)}")
+        raise error(f"{call}: op must be one of {names} or a function of two values, got {shown(op)}")
 
 
 def function_argument(call: str, function: Any) -> None:
+    """Raise ``TypeError`` for a function argument that cannot be called."""
     if not callable(function):
         raise TypeError(f"{call}: fn must be a function of two values, got {shown(function)}")
 
@@ -47,14 +50,14 @@ def function_argument(call: str, function: Any) -> None:
 def array_argument(call: str, argument: str, x: Any) -> None:
     """Raise ``TypeError`` unless ``x`` is an array or tensor that groups can move."""
     if not array_access.is_dense(x):
-        raise TypeError(f"{call}: {argument} must be an array or a tensor, not {shown(x)}")
+        raise TypeError(f"{call}: {argument} must be an array or a tensor, got {shown(x)}")
 
 
 def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
     """Raise unless ``xs`` is a list with one part for each member; return it."""
     if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
         raise TypeError(
-            f"{call}: {argument} must be a list with one part for each of the {size} members, not {shown(xs)}"
+            f"{call}: {argument} must be a list with one part for each of the {size} members, got {shown(xs)}"
         )
     if len(xs) != size:
         raise ValueError(
@@ -80,6 +83,15 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
     """Return the value that rank ``rank`` received from ``source``, copied into ``out`` if given.
 
+    Args:
+        x: The received value.
+        source: Rank of the sender.
+        out: Array for the value, or None.
+        rank: Rank of this member.
+
+    Returns:
+        ``out`` if given, else ``x``.
+
     Raises:
         Mismatch: The value does not fit into ``out``.
     """
@@ -101,7 +113,7 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
 def seconds_argument(call: str, argument: str, value: Any) -> float:
     """Raise unless ``value`` is a finite number of seconds of at least 0; return it as a float."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{call}: {argument} must be a number of seconds, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be a number of seconds, got {shown(value)}")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{call}: {argument} must be a finite number of at least 0 seconds, not {value}")
+        raise ValueError(f"{call}: {argument} must be a finite number of at least 0 seconds, got {value}")
     return float(value)

@@ -52,23 +52,26 @@ class Moving(AlgorithmChoice):
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> bytes:
         """Send the data of ``root`` to all members."""
-        (told,) = self._exchange(doing, key, data, root, timeout, x, more)
-        return told
+        (received,) = self._exchange(doing, key, data, root, timeout, x, more)
+        return received
 
     def _gather_arrays(
         self, doing: int, x: Any, wanted: Sequence[int], timeout: float | None, root: int = 0
     ) -> list[Any]:
-        left = countdown(timeout)
+        remaining = countdown(timeout)
         by, source = self._by(doing, x), array_access.contiguous(x)
         if by is self and not array_access.is_here(x):
             raise TypeError(wrong_device_message("gather" if doing == GATHER else "allgather", x))
         more = root if doing == GATHER else None
-        likes = self._exchange(doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, left(), x, more)
-        place = array_access.place_of(x)
+        likes = self._exchange(
+            doing, ARRAYS + 4 * root, dumps(array_access.like(x)), -1, remaining(), x, more
+        )
+        device = array_access.place_of(x)
         made = [
-            array_access.make(loads(one), place) if rank in wanted else None for rank, one in enumerate(likes)
+            array_access.make(loads(one), device) if rank in wanted else None
+            for rank, one in enumerate(likes)
         ]
-        by._allgather_into(doing, KNOWN + 4 * root, [source], made, left())
+        by._allgather_into(doing, KNOWN + 4 * root, [source], made, remaining())
         return made
 
     def _gather_into(self, x: Any, out: Any, timeout: float | None) -> Any:
@@ -76,14 +79,16 @@ class Moving(AlgorithmChoice):
         each = isinstance(out, list | tuple)
         given = list(out) if each else [out]
         for part in given:
-            array_argument("allgather", "out, or each in its list,", part)
-            array_access.check_place(x, part)
+            array_argument("allgather", "out, or each array in the list out,", part)
+            array_access.check_place("allgather", x, part)
             array_access.check_type(NAMES[ALLGATHER], x, part)
-            array_access.check_writable(part)
+            array_access.check_writable("allgather", "out", part)
         if each and len(given) != self.size:
-            raise ValueError(f"out must have one part for each of the {self.size} members, not {len(given)}")
+            raise ValueError(
+                f"allgather: out must have one part for each of the {self.size} members, got {len(given)}"
+            )
         flats = [array_access.contiguous(part) for part in given]
-        parts = flats if each else array_access.parts_of(flats[0], self.size)
+        parts = flats if each else array_access.parts_of("allgather", flats[0], self.size)
         self._by(ALLGATHER, x)._allgather_into(ALLGATHER, TYPED, [array_access.contiguous(x)], parts, timeout)
         for flat, part in zip(flats, given, strict=True):
             array_access.give_back(flat, part)
@@ -95,9 +100,9 @@ class Moving(AlgorithmChoice):
                 f"reduce_scatter: x must have a number of elements that is divisible by {self.size}, got "
                 f"{array_access.described(x)}; pad it"
             )
-        array_access.check_out(x, target, self.size)
+        array_access.check_out("reduce_scatter", x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)
-        array_access.check_overlap(source, flat)
+        array_access.check_overlap("reduce_scatter", source, flat)
         if self._by(REDUCE_SCATTER, x)._reduce_scatter(source, flat, op, timeout) is NotImplemented:
             raise TypeError(wrong_device_message("reduce_scatter", x))
         return array_access.give_back(flat, target)
@@ -113,8 +118,8 @@ class Moving(AlgorithmChoice):
         """Exchange arrays of one type between all members."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
-            array_access.check_place(xs[0], x)
-            array_access.check_writable(x)
+            array_access.check_place(NAMES[doing], xs[0], x)
+            array_access.check_writable(NAMES[doing], "out", x)
         for x in (*xs, *out):
             array_access.check_type(NAMES[doing], xs[0], x)
         flats = [array_access.contiguous(x) for x in out]
@@ -126,9 +131,9 @@ class Moving(AlgorithmChoice):
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
         """Send bytes to each member and return the bytes that each member sent to this one."""
-        lengths, left = dumps([len(part) for part in parts]), countdown(timeout)
+        lengths, remaining = dumps([len(part) for part in parts]), countdown(timeout)
         more = root if doing == SCATTER else None
-        said = self._exchange(doing, VALUES + 4 * root, lengths, -1, left(), parts, more)
-        rooms = [bytearray(loads(one)[self.rank]) for one in said]
-        self._alltoall(doing, KNOWN, list(parts), list(rooms), left(), more)
-        return [bytes(room) for room in rooms]
+        lengths_of_all = self._exchange(doing, VALUES + 4 * root, lengths, -1, remaining(), parts, more)
+        buffers = [bytearray(loads(one)[self.rank]) for one in lengths_of_all]
+        self._alltoall(doing, KNOWN, list(parts), list(buffers), remaining(), more)
+        return [bytes(buffer) for buffer in buffers]

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Left = Callable[[], float | None]
+RemainingTime = Callable[[], float | None]
 """A function that returns the remaining seconds for the next step, or None without a limit."""
 
 
-def countdown(timeout: Any) -> Left:
+def countdown(timeout: Any) -> RemainingTime:
     """Start a countdown of ``timeout`` seconds.
 
     An invalid ``timeout`` is passed on unchanged, so that the next step raises the error.

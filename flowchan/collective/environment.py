@@ -12,14 +12,14 @@ from flowchan.errors import GroupError
 class Launched(NamedTuple):
     """A process as its launcher numbers it.
 
-    ``job`` is equal for all members, and differs between jobs of this host. ``here`` is the number of members
-    on this host.
+    ``job`` is equal for all members, and differs between jobs of this host. ``local_size`` is the number of
+    members on this host.
     """
 
     rank: int
     size: int
     job: str
-    here: int
+    local_size: int
     launcher: str
 
 
@@ -50,7 +50,13 @@ LAUNCHERS = (
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Return the rank and size of this process; without a launcher it is the only member.
+    """Find the rank and size of this process in the variables of its launcher.
+
+    Args:
+        environ: The environment variables (default: those of this process).
+
+    Returns:
+        The rank and size. Without a launcher this process is the only member.
 
     Raises:
         GroupError: The variables are not numbers, or the rank is out of range.
@@ -71,14 +77,14 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
             f"{launcher.rank} and {launcher.size} must be the rank and the number of members, "
             f"got {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
         )
-    said = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
-    here = next(said, _slurm_here(environ) if launcher.name == "Slurm" else size)
+    local_sizes = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
+    local_size = next(local_sizes, _slurm_local_size(environ) if launcher.name == "Slurm" else size)
     named = [environ.get(name, "") for name in launcher.job]
     parent = [str(os.getppid())] if launcher.ppid else []
-    return Launched(rank, size, "\n".join([launcher.name, *named, *parent]), here, launcher.name)
+    return Launched(rank, size, "\n".join([launcher.name, *named, *parent]), local_size, launcher.name)
 
 
-def _slurm_here(environ: Mapping[str, str]) -> int:
+def _slurm_local_size(environ: Mapping[str, str]) -> int:
     """Return the number of tasks that Slurm started on this node for its step.
 
     Slurm lists the counts of all nodes, such as ``2(x3),1``.

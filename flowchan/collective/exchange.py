@@ -52,6 +52,12 @@ class ConnectionStats:
         delay: Seconds until one byte arrives. It is measured when a group on more than two hosts forms, else
             None.
         bytes_per_second: Throughput, measured in the same way.
+
+    Example:
+        >>> from flowchan.collective import group
+        >>> with group() as g:
+        ...     for rank, connection in g.stats().items():
+        ...         print(rank, connection.sent, connection.received)
     """
 
     sent: int = 0
@@ -78,12 +84,12 @@ class Connections:
         for sock in self.sockets.values():
             sock.setblocking(False)
 
-    def gone(self, host: int, call: str, why: str) -> MemberDied:
+    def death_error(self, host: int, call: str, why: str) -> MemberDied:
         """Return the error for a lost leader of that host."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, "
-            f"or is out of reach ({why})",
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is out "
+            f"of reach ({why})",
             (rank,),
             call,
         )
@@ -99,7 +105,7 @@ class LeaderPeer:
         self.out: list[memoryview] = []
         self.waits = out is None
         if out is not None:
-            self.say(call, out, kind)
+            self.set_message(call, out, kind)
         self.header = bytearray(HEADER.size)
         self.sent = self.got = 0
         self.into: memoryview | None = None
@@ -124,11 +130,11 @@ class LeaderPeer:
         return self.is_sent and self.has_come
 
     @property
-    def is_torn(self) -> bool:
+    def is_partially_sent(self) -> bool:
         """Return whether only a part of this leader's message has been sent."""
         return bool(self.sent and not self.is_sent)
 
-    def say(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
+    def set_message(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
         """Queue a whole message to it."""
         pieces = [memoryview(part).cast("B") for part in parts if len(part)]
         self.begin(call, sum(map(len, pieces)), kind)
@@ -147,8 +153,10 @@ class LeaderPeer:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error is unrelated to the operation: Ctrl-C, or an exception from a signal
-    handler."""
+    """Return whether the error is unrelated to the operation.
+
+    Such an error is a Ctrl-C or an exception from a signal handler.
+    """
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
@@ -180,7 +188,7 @@ class ExchangeStep:
             MemberDied: Another leader is lost.
             Leaves: This member is about to leave.
         """
-        said = False
+        reported = False
         for host in self.peers:
             self._send(host)
         self._waiting = {host for host, peer in self.peers.items() if not peer.is_done}
@@ -195,9 +203,9 @@ class ExchangeStep:
                 self._done(host)
             passed = time.monotonic() - self._begun
             if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} has not arrived")
-            if passed > STALLED and not ready and not said:
-                said = True
+                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} did not arrive")
+            if passed > STALLED and not ready and not reported:
+                reported = True
                 log.warning("%s has waited %.0f s for %s", self.call[0], passed, self._absent())
 
     def _done(self, host: int) -> None:
@@ -244,15 +252,17 @@ class ExchangeStep:
                     del peer.out[0]
 
     def _receive_last_message(self, host: int, error: OSError) -> None:
-        """Receive the last message of a leader that no longer accepts data, because it may give the
-        reason."""
+        """Receive the last message of a leader that no longer accepts data.
+
+        The message may give the reason.
+        """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
             if peer.has_come:
                 peer.got, peer.into = 0, None
             self._receive(host, keeps=False)
             if not peer.has_come:
-                raise self._gone(host, error.strerror or "") from error
+                raise self._death_error(host, error.strerror or "") from error
 
     def _receive(self, host: int, keeps: bool = True) -> None:
         """Receive from a leader. If ``keeps`` is false, the data is discarded."""
@@ -269,11 +279,11 @@ class ExchangeStep:
                 self._pass_on(host, piece[:count])
         except unless_interrupted(OSError) as error:
             if not isinstance(error, BlockingIOError):
-                raise self._gone(host, error.strerror or "") from error
+                raise self._death_error(host, error.strerror or "") from error
 
     def _take(self, host: int, count: int) -> None:
         if not count:
-            raise self._gone(host, "it ended the connection")
+            raise self._death_error(host, "the peer closed the connection")
         self.peers[host].got += count
         self._links.edges_by_host[host].received += count
 
@@ -282,7 +292,7 @@ class ExchangeStep:
         peer = self.peers[host]
         peer.kind, doing, key, length = HEADER.unpack(peer.header)
         if peer.kind == LEFT:
-            raise self._left(host)
+            raise self._left_error(host)
         peer.differs = (doing, key) != self.call[1:]
         given = self._into(host) if keeps and peer.kind == DATA and not peer.differs else None
         if given is not None and len(given) != length:
@@ -302,14 +312,17 @@ class ExchangeStep:
                 error: BaseException = loads(bytes(peer.into))
                 raise error
 
-    def _left(self, host: int) -> MemberLeft:
+    def _left_error(self, host: int) -> MemberLeft:
         rank, call = self._links.ranks[host], self.call[0]
         return MemberLeft(
-            f"{call} failed: rank {rank} and the other members of its host have left", (rank,), call
+            f"{call} failed: rank {rank} and the other members of its host have left; all members must "
+            "call the same operations",
+            (rank,),
+            call,
         )
 
-    def _gone(self, host: int, why: str) -> MemberDied:
-        return self._links.gone(host, self.call[0], why)
+    def _death_error(self, host: int, why: str) -> MemberDied:
+        return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
         """Describe the hosts that the step waits for, except those that only wait for others of them."""
@@ -328,12 +341,12 @@ class Gathering(ExchangeStep):
     Each leader waits for the data of its children and adds its own.
     """
 
-    def __init__(self, links: Connections, call: Call, mine: Any, tree: Tree, timeout: float | None) -> None:
+    def __init__(self, links: Connections, call: Call, own: Any, tree: Tree, timeout: float | None) -> None:
         self._tree = tree
         self._parent = tree.parent.get(links.host)
         self._children = tree.children[links.host]
         self._missing = set(self._children)
-        self._bundle = [SEGMENT.pack(links.host, len(mine)), mine]
+        self._bundle = [SEGMENT.pack(links.host, len(own)), own]
         to_parent = None if self._missing else self._bundle
         peers = {host: LeaderPeer(call, to_parent if host == self._parent else []) for host in links.sockets}
         super().__init__(links, call, peers, lambda _: None, timeout)
@@ -347,7 +360,7 @@ class Gathering(ExchangeStep):
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
         # After a failure below, all leaders receive the error from the leader where it happened.
-        self.peers[self._parent].say(self.call, parts if all(peer.is_right for peer in below) else [])
+        self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
     def _needs_hosts(self, host: int) -> Sequence[int]:
@@ -375,7 +388,7 @@ class Spreading(ExchangeStep):
             peer = self.peers[child]
             if not parent.is_right:
                 if peer.waits:  # all leaders receive the error from the leader where it happened
-                    peer.say(self.call, [])
+                    peer.set_message(self.call, [])
             elif piece:
                 peer.out.append(piece)
             else:

@@ -45,8 +45,14 @@ class Group(GroupSteps):
         GroupError: This member was closed, or another process uses it.
 
     Example:
-        with collective.group() as g:
-            total = g.allreduce(np.array([g.rank]))
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> from flowchan.collective import members
+        >>> def work(g):
+        ...     with g:
+        ...         return g.allreduce(g.rank + 1)
+        >>> with ThreadPoolExecutor(3) as threads:
+        ...     list(threads.map(work, members(3)))
+        [6, 6, 6]
     """
 
     name: str
@@ -65,19 +71,21 @@ class Group(GroupSteps):
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
     """Make all members of a new group of threads or processes (a graph calls it for a gang)."""
 
-    _seat: ClassVar[Callable[..., Any]]
+    _membership: ClassVar[Callable[..., Any]]
     """Make a membership in a new group over hosts (a graph calls it for a gang)."""
 
     if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
         _messages: Messages
 
-        def close(self) -> None: ...
+        def close(self) -> None:
+            """Leave the group. Later operations of the other members raise ``MemberLeft``."""
+
         def _shrunk(self, name: str, give_up: float) -> Group: ...
         def _part(self, key: Any, name: str, timeout: float | None) -> Group | None: ...
         def _reached_at(self) -> str: ...
         def _has_lost_any(self) -> bool: ...
         def _cut_off(self, call: str) -> None: ...
-        def _take_seat(self) -> None: ...
+        def _take_slot(self) -> None: ...
         def _abandon(self) -> None: ...
         def _disbanding(self) -> Callable[[], None]: ...
 
@@ -107,7 +115,15 @@ class Group(GroupSteps):
             ValueError: ``out`` does not fit.
 
         Example:
-            gradients = g.allreduce(gradients, "mean")
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     gradient = numpy.array([1.0, 2.0]) * g.rank
+            ...     return g.allreduce(gradient, "mean").tolist()
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [[0.5, 1.0], [0.5, 1.0]]
         """
         return self._allreduce(x, op, out, timeout, wait)
 
@@ -123,6 +139,13 @@ class Group(GroupSteps):
 
         Returns:
             ``x`` if it is an array or tensor, else the value of ``root``.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.broadcast("go" if g.rank == 0 else None), members(2)))
+            ['go', 'go']
         """
         return self._broadcast(x, root, timeout, wait)
 
@@ -132,6 +155,16 @@ class Group(GroupSteps):
         Args:
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
+
+        Returns:
+            None, or a :class:`Handle` with ``wait=False``.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.barrier(timeout=60), members(2)))
+            [None, None]
         """
         return self._barrier(timeout, wait)
 
@@ -150,6 +183,13 @@ class Group(GroupSteps):
 
         Raises:
             ValueError: The array of a member does not fit into its part of ``out``.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.allgather(f"rank {g.rank}"), members(2)))
+            [['rank 0', 'rank 1'], ['rank 0', 'rank 1']]
         """
         return self._allgather(x, out, timeout, wait)
 
@@ -171,14 +211,22 @@ class Group(GroupSteps):
 
         Returns:
             The list of the values for this member, in the order of the ranks.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     return g.alltoall([f"{g.rank} to {rank}" for rank in range(2)])
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [['0 to 0', '1 to 0'], ['0 to 1', '1 to 1']]
         """
         return self._alltoall_any(xs, out, timeout, wait)
 
     def reduce_scatter(
         self, x: Any, op: str = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine the arrays of all members as ``allreduce`` does, and return this member's part of the
-        result.
+        """Combine the arrays of all members, and return this member's part of the result.
 
         Args:
             x: An array or tensor. Rank i gets part i of ``size`` equal parts along the first dimension.
@@ -192,6 +240,14 @@ class Group(GroupSteps):
 
         Raises:
             ValueError: ``x`` cannot be divided into ``size`` equal parts, or ``out`` does not fit.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.reduce_scatter(numpy.array([1, 2])).tolist(), members(2)))
+            [[2], [4]]
         """
         return self._reduce_scatter_any(x, op, out, timeout, wait)
 
@@ -217,11 +273,18 @@ class Group(GroupSteps):
 
         Returns:
             The result on ``root``, None on the other members.
-        """
-        self._check_root(root)
 
-        def do(left: float | None) -> Any:
-            result = self._reduced(REDUCE, x, op, out, root, left)
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.reduce(g.rank + 1, root=1), members(2)))
+            [None, 3]
+        """
+        self._check_root("reduce", root)
+
+        def do(remaining: float | None) -> Any:
+            result = self._reduced(REDUCE, x, op, out, root, remaining)
             return result if self.rank == root else None
 
         return self._do(do, timeout, wait, x)
@@ -237,9 +300,16 @@ class Group(GroupSteps):
 
         Returns:
             The list of the values in the order of the ranks on ``root``, None on the other members.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.gather(g.rank), members(2)))
+            [[0, 1], None]
         """
-        self._check_root(root)
-        return self._do(lambda left: self._gather(x, root, left), timeout, wait, x)
+        self._check_root("gather", root)
+        return self._do(lambda remaining: self._gather(x, root, remaining), timeout, wait, x)
 
     def scatter(
         self, xs: Sequence[Any] | None, root: int = 0, *, timeout: float | None = None, wait: bool = True
@@ -255,12 +325,21 @@ class Group(GroupSteps):
 
         Returns:
             The value for this member.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.scatter(["a", "b"] if g.rank == 0 else None), members(2)))
+            ['a', 'b']
         """
-        self._check_root(root)
+        self._check_root("scatter", root)
         parts = [b""] * self.size
         if self.rank == root:
             parts = [dumps(x) for x in parts_argument("scatter", "xs", xs, self.size)]
-        return self._do(lambda left: loads(self._swap(SCATTER, parts, left, root)[root]), timeout, wait)
+        return self._do(
+            lambda remaining: loads(self._swap(SCATTER, parts, remaining, root)[root]), timeout, wait
+        )
 
     # --- collectives for members that may run out of values ---
 
@@ -288,7 +367,12 @@ class Group(GroupSteps):
             The result, and the number of members that contributed.
 
         Example:
-            total, n = g.allreduce_with({"w": gradient}, operator.add)
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import operator
+            >>> from flowchan.collective import members
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(lambda g: g.allreduce_with({"w": g.rank + 1}, operator.add), members(2)))
+            [({'w': 3}, 2), ({'w': 3}, 2)]
         """
         return self._allreduce_with((True, value), fn, timeout, wait)
 
@@ -305,8 +389,15 @@ class Group(GroupSteps):
             For each round, the result and the number of members that contributed.
 
         Example:
-            for total, n in g.join(operator.add):
-                parameters += total["w"] / n
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import operator
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     rounds = [g.allreduce_with(1, operator.add) for _ in range(g.rank + 1)]
+            ...     return rounds + list(g.join(operator.add))  # rank 0 has fewer rounds
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [[(2, 2), (1, 1)], [(2, 2), (1, 1)]]
         """
         while (found := self._allreduce_with((False, None), fn, timeout))[1]:
             yield found
@@ -327,13 +418,28 @@ class Group(GroupSteps):
         Raises:
             MemberDied: The receiver is gone. It is :class:`MemberLeft` if it closed the group.
             TimeoutError: The receiver has too many unread messages.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     with g:
+            ...         if g.rank == 0:
+            ...             g.send("hello", to=1)
+            ...         else:
+            ...             return g.receive(0)
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [None, 'hello']
         """
-        self._check_other("to", to)
-        self._take_seat()
+        self._check_other("send", "to", to)
+        self._take_slot()
         self._messages.send(x, to, timeout)
 
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
         """Receive the next value that one member has sent to this one.
+
+        If Ctrl-C ends the call, the next call returns the value.
 
         Args:
             source: Rank of another member.
@@ -348,13 +454,30 @@ class Group(GroupSteps):
                 if the sender closed the group.
             Mismatch: The value does not fit into ``out``.
             TimeoutError: No message has arrived in time.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import numpy
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     with g:
+            ...         if g.rank == 0:
+            ...             g.send(numpy.ones(2), to=1)
+            ...         else:
+            ...             return g.receive(0, out=numpy.zeros(2)).tolist()
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(work, members(2)))
+            [None, [1.0, 1.0]]
         """
         self._check_receive(source, out)
-        self._take_seat()
-        return received(self._messages.receive(source, timeout), source, out, self.rank)
+        self._take_slot()
+        # No call follows, so Ctrl-C loses no message.
+        return self._messages.receive(source, timeout, lambda x: received(x, source, out, self.rank))
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """Receive the next value that any other member has sent to this one.
+
+        If Ctrl-C ends the call, a later call returns the value.
 
         Args:
             timeout: Seconds; None means no limit.
@@ -368,8 +491,21 @@ class Group(GroupSteps):
             MemberLeft: All messages that arrived have been received, and all other members left.
             TimeoutError: No message has arrived in time.
             ValueError: The group has no other member.
+
+        Example:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     with g:
+            ...         if g.rank:
+            ...             g.send(f"from {g.rank}", to=0)
+            ...         else:
+            ...             return sorted(g.receive_any() for _ in range(2))
+            >>> with ThreadPoolExecutor(3) as threads:
+            ...     next(threads.map(work, members(3)))
+            [('from 1', 1), ('from 2', 2)]
         """
-        self._take_seat()
+        self._take_slot()
         if self.size == 1:
             raise ValueError("receive_any: the group must have another member, got a group of 1")
         return self._messages.receive_any(timeout)
@@ -386,14 +522,25 @@ class Group(GroupSteps):
         Returns:
             The value from ``source``.
 
+        Raises:
+            MemberDied: A member is gone, as for :meth:`send` and :meth:`receive`.
+            TimeoutError: The call took longer than ``timeout`` seconds.
+
         Example:
-            left = g.sendreceive(x, to=(g.rank + 1) % g.size, source=(g.rank - 1) % g.size)
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def shift(g):
+            ...     with g:
+            ...         return g.sendreceive(g.rank, to=(g.rank + 1) % g.size, source=(g.rank - 1) % g.size)
+            >>> with ThreadPoolExecutor(3) as threads:
+            ...     list(threads.map(shift, members(3)))
+            [2, 0, 1]
         """
         if to == self.rank == source:
             return x
-        left = countdown(timeout)
-        self.send(x, to, timeout=left())
-        return self.receive(source, timeout=left())
+        remaining = countdown(timeout)
+        self.send(x, to, timeout=remaining())
+        return self.receive(source, timeout=remaining())
 
     # --- groups within the group ---
 
@@ -410,13 +557,19 @@ class Group(GroupSteps):
             ``leaders``, the group of all these first members.
 
         Example:
-            with g.split(g.rank % 2) as part:
-                part.barrier()
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     with g, g.split(g.rank % 2) as part:
+            ...         return part.allgather(g.rank)
+            >>> with ThreadPoolExecutor(4) as threads:
+            ...     list(threads.map(work, members(4)))
+            [[0, 2], [1, 3], [0, 2], [1, 3]]
         """
-        left = countdown(self._settle(timeout))
-        part = self._part(key, name, left())
+        remaining = countdown(self._settle(timeout))
+        part = self._part(key, name, remaining())
         leads = part is not None and part.rank == 0
-        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", left())
+        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", remaining())
         if part is not None:
             part.leaders = leaders
         return part
@@ -445,10 +598,20 @@ class Group(GroupSteps):
             TimeoutError: A member that is left did not call ``shrink`` in time.
 
         Example:
-            try:
-                g.allreduce(x)
-            except MemberDied:
-                g = g.shrink()
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> from flowchan import MemberDied
+            >>> from flowchan.collective import members
+            >>> def work(g):
+            ...     if g.rank == 1:
+            ...         return g.close()
+            ...     try:
+            ...         g.barrier()
+            ...     except MemberDied:
+            ...         g = g.shrink()
+            ...     return g.size
+            >>> with ThreadPoolExecutor(3) as threads:
+            ...     list(threads.map(work, members(3)))
+            [2, None, 2]
         """
         give_up = math.inf if timeout is None else time.monotonic() + timeout
         return self._shrunk(name or self.name, give_up)
@@ -468,7 +631,7 @@ class Group(GroupSteps):
             raise
 
     def __enter__(self) -> Group:
-        self._take_seat()
+        self._take_slot()
         return self
 
     def __exit__(
@@ -481,7 +644,15 @@ class Group(GroupSteps):
     def stats(self) -> dict[int, ConnectionStats]:
         """Return the traffic of each connection between hosts, by the rank at its other end.
 
-        Only the first member of each host has connections; the others get an empty dictionary.
+        Returns:
+            The statistics. Only the first member of each host has connections; the others get an empty
+            dictionary.
+
+        Example:
+            >>> from flowchan.collective import group
+            >>> with group() as g:
+            ...     g.stats()
+            {}
         """
         return {}
 

@@ -56,16 +56,18 @@ class GroupSteps(Moving, Starting):
 
     def _allreduce(self, x: Any, op: Op | None, out: Any, timeout: float | None, wait: bool | None) -> Any:
         op = "sum" if op is None else op
-        return self._do(lambda left: self._reduced(ALLREDUCE, x, op, out, -1, left), timeout, wait, x)
+        return self._do(
+            lambda remaining: self._reduced(ALLREDUCE, x, op, out, -1, remaining), timeout, wait, x
+        )
 
     def _broadcast(self, x: Any, root: int | None, timeout: float | None, wait: bool | None) -> Any:
-        return self._do(lambda left: self._spread_any(x, root or 0, left), timeout, wait, x)
+        return self._do(lambda remaining: self._spread_any(x, root or 0, remaining), timeout, wait, x)
 
     def _barrier(self, timeout: float | None, wait: bool | None) -> Any:
         return self._do(self._wait_for_all, timeout, wait)
 
     def _allgather(self, x: Any, out: Any, timeout: float | None, wait: bool | None) -> Any:
-        return self._do(lambda left: self._gathered_from_all(x, out, left), timeout, wait, x)
+        return self._do(lambda remaining: self._gathered_from_all(x, out, remaining), timeout, wait, x)
 
     def _gathered_from_all(self, x: Any, out: Any, timeout: float | None) -> Any:
         if out is not None:
@@ -75,27 +77,29 @@ class GroupSteps(Moving, Starting):
         return self._gather_arrays(ALLGATHER, x, range(self.size), timeout)
 
     def _gather(self, x: Any, root: int, timeout: float | None) -> list[Any] | None:
-        mine = self.rank == root
+        own = self.rank == root
         if array_access.is_dense(x):
-            found = self._gather_arrays(GATHER, x, range(self.size) if mine else (), timeout, root)
+            found = self._gather_arrays(GATHER, x, range(self.size) if own else (), timeout, root)
         else:
             key = VALUES + 4 * root
             found = self._collect(GATHER, key, dumps(x), root, timeout, x, root)
-        return (found if array_access.is_array(x) else [loads(part) for part in found]) if mine else None
+        return (found if array_access.is_array(x) else [loads(part) for part in found]) if own else None
 
     def _alltoall_any(
         self, xs: Sequence[Any], out: Sequence[Any] | None, timeout: float | None, wait: bool | None
     ) -> Any:
         parts_argument("alltoall", "xs", xs, self.size)
         if out is None:
-            mine = [dumps(x) for x in xs]
-            return self._do(lambda left: list(map(loads, self._swap(ALLTOALL, mine, left))), timeout, wait)
+            own = [dumps(x) for x in xs]
+            return self._do(
+                lambda remaining: list(map(loads, self._swap(ALLTOALL, own, remaining))), timeout, wait
+            )
         for argument, parts in (("xs", xs), ("out", parts_argument("alltoall", "out", out, self.size))):
             for part in parts:
                 array_argument("alltoall with out", f"each of {argument}", part)
 
-        def do(left: float | None) -> list[Any]:
-            self._swap_arrays(ALLTOALL, xs, out, left)
+        def do(remaining: float | None) -> list[Any]:
+            self._swap_arrays(ALLTOALL, xs, out, remaining)
             return list(out)
 
         return self._do(do, timeout, wait, *xs)
@@ -106,8 +110,10 @@ class GroupSteps(Moving, Starting):
         array_argument("reduce_scatter", "x", x)
         if out is not None:
             array_argument("reduce_scatter", "out", out)
-        target = array_access.part_like(x, self.size) if out is None else out
-        return self._do(lambda left: self._part_reduced(x, target, op or "sum", left), timeout, wait, x)
+        target = array_access.part_like("reduce_scatter", x, self.size) if out is None else out
+        return self._do(
+            lambda remaining: self._part_reduced(x, target, op or "sum", remaining), timeout, wait, x
+        )
 
     # --- steps of the operations ---
 
@@ -122,8 +128,8 @@ class GroupSteps(Moving, Starting):
             flat = array_access.contiguous(target)
             source = flat if target is x else array_access.contiguous(x)
             if root in (-1, self.rank):
-                array_access.check_out(x, target)
-                array_access.check_overlap(source, flat)
+                array_access.check_out(NAMES[doing], x, target)
+                array_access.check_overlap(NAMES[doing], source, flat)
             by = self._by(doing, source)
             if by._reduce(doing, source, flat, op, root, timeout) is NotImplemented:
                 raise TypeError(wrong_device_message(NAMES[doing], x))
@@ -153,20 +159,20 @@ class GroupSteps(Moving, Starting):
         return array_access.fill(target, total) if array_access.is_array(target) else total
 
     def _spread_any(self, x: Any, root: int, timeout: float | None) -> Any:
-        self._check_root(root)
+        self._check_root("broadcast", root)
         if array_access.is_dense(x):
             if self.rank != root:
-                array_access.check_writable(x)
+                array_access.check_writable("broadcast", "x", x)
             flat = array_access.contiguous(x)
             if self._by(BROADCAST, flat)._spread(flat, root, timeout) is NotImplemented:
                 raise TypeError(wrong_device_message("broadcast", x))
             return array_access.give_back(flat, x)
-        mine = dumps(x) if self.rank == root else b""
-        found = self._tell(BROADCAST, VALUES + 4 * root, mine, root, timeout, x, root)
+        own = dumps(x) if self.rank == root else b""
+        found = self._tell(BROADCAST, VALUES + 4 * root, own, root, timeout, x, root)
         return x if self.rank == root else loads(found)
 
     def _allreduce_with(
-        self, mine: tuple[bool, Any], fn: Any, timeout: float | None, wait: bool = True
+        self, own: tuple[bool, Any], fn: Any, timeout: float | None, wait: bool = True
     ) -> Any:
         function_argument("allreduce_with", fn)
 
@@ -174,13 +180,13 @@ class GroupSteps(Moving, Starting):
             values = [value for contributes, value in map(loads, found) if contributes]
             return combined(values, fn), len(values)
 
-        given, number = dumps(mine), number_of_function(fn)
+        given, number = dumps(own), number_of_function(fn)
 
-        def do(left: float | None) -> Any:
+        def do(remaining: float | None) -> Any:
             if number == len(REPEATABLE):
-                return run_once(self, ALLREDUCE_WITH, given, result, left, mine[1], fn)
+                return run_once(self, ALLREDUCE_WITH, given, result, remaining, own[1], fn)
             key = VALUES + 4 * number
-            return result(self._exchange(ALLREDUCE_WITH, key, given, -1, left, mine[1], fn))
+            return result(self._exchange(ALLREDUCE_WITH, key, given, -1, remaining, own[1], fn))
 
         return self._do(do, timeout, wait)
 
@@ -190,26 +196,29 @@ class GroupSteps(Moving, Starting):
     def _gathered(self, value: Any, timeout: float | None) -> list[Any]:
         return [loads(part) for part in self._exchange(SPLIT, VALUES, dumps(value), -1, timeout, None, None)]
 
-    def _check_root(self, root: int) -> None:
+    def _check_root(self, call: str, root: int) -> None:
         if not is_whole(root) or not 0 <= root < self.size:
-            raise ValueError(f"root must be a rank of the group, from 0 to {self.size - 1}, not {root!r}")
+            raise ValueError(
+                f"{call}: root must be a rank of the group, from 0 to {self.size - 1}, got {root!r}"
+            )
 
-    def _check_other(self, argument: str, rank: int) -> None:
+    def _check_other(self, call: str, argument: str, rank: int) -> None:
         if not is_whole(rank) or not 0 <= rank < self.size or rank == self.rank:
             raise ValueError(
-                f"{argument} must be the rank of another member, below {self.size}, not {rank!r}"
+                f"{call}: {argument} must be the rank of another member, from 0 to {self.size - 1}, "
+                f"got {rank!r}"
             )
 
     def _check_receive(self, source: int, out: Any) -> None:
-        self._check_other("source", source)
+        self._check_other("receive", "source", source)
         if out is not None:
             array_argument("receive", "out", out)
-            array_access.check_writable(out)
+            array_access.check_writable("receive", "out", out)
 
     def _failed_before(self, call: str) -> BaseException:
         """Return the error for a call on a group that failed before."""
         assert self._failure is not None
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}")
+        again = type(self._failure)(f"{self!r} has failed before: {self._failure}; create a new group")
         if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
             again.ranks, again.operation = self._failure.ranks, call
         return again

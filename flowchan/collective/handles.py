@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flowchan.collective import array_access
 from flowchan.collective.deadline import countdown
+from flowchan.items.tracebacks import shortened
 from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
 
 
 class Handle:
-    """An operation that was started with ``wait=False``.
+    """Operation that was started with ``wait=False``.
 
     Example:
-        handle = g.allreduce(x, wait=False)
-        total = handle.wait()
+        >>> from flowchan.collective import group
+        >>> with group() as g:
+        ...     handle = g.allreduce(3, wait=False)
+        ...     handle.wait(), handle.done()
+        (3, True)
     """
 
     def __init__(self, future: Future[Any]) -> None:
@@ -45,7 +49,11 @@ class Handle:
         return self._future.result(timeout)
 
     def done(self) -> bool:
-        """Return whether the operation has ended, with a result or an exception."""
+        """Return whether the operation has ended.
+
+        Returns:
+            True also if the operation has ended by an exception.
+        """
         return self._future.done()
 
 
@@ -71,18 +79,18 @@ class Later:
         ``given`` are the call's arrays. For arrays on a device, the caller's stream finishes before the call
         starts, and the thread's stream finishes before the call counts as done.
         """
-        there = [x for x in given if not array_access.is_here(x)]
+        on_devices = [x for x in given if not array_access.is_here(x)]
 
         def run() -> Any:
             result = call()
-            for x in there:
+            for x in on_devices:
                 array_access.finish(x)
             return result
 
-        for x in there:
+        for x in on_devices:
             array_access.finish(x)
         self._member._queue(1)
-        future = self._thread.submit(run if there else call)
+        future = self._thread.submit(run if on_devices else call)
         future.add_done_callback(lambda _: self._member._queue(-1))
         self._last = future
         return Handle(future)
@@ -94,7 +102,7 @@ class Later:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
                 raise TimeoutError(
-                    "operations that were started with wait=False are not done in time"
+                    "close: operations that were started with wait=False did not end in time"
                 ) from None
             self._last = None
 
@@ -149,9 +157,13 @@ class Starting:
         ``call`` gets the remaining seconds; ``given`` are its arrays.
         """
         if wait is not False:
-            return call(self._settle(timeout))
-        left = countdown(timeout)
-        return self._start(lambda: call(left()), *given)
+            try:
+                return call(self._settle(timeout))
+            except Exception as error:
+                error.__traceback__ = shortened(error.__traceback__)
+                raise
+        remaining = countdown(timeout)
+        return self._start(lambda: call(remaining()), *given)
 
     def _start(self, call: Callable[[], Any], *given: Any) -> Handle:
         if self._later is None:
@@ -165,6 +177,6 @@ class Starting:
         """
         if self._later is None:
             return timeout
-        left = countdown(timeout)
-        self._later.settle(left())
-        return left()
+        remaining = countdown(timeout)
+        self._later.settle(remaining())
+        return remaining()

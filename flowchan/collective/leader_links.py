@@ -13,7 +13,7 @@ from typing import Any
 
 from flowchan import _core
 from flowchan.collective import array_access, trees
-from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.exchange import (
     DATA,
     FAILED,
@@ -64,8 +64,10 @@ def whole(hosts: int) -> int:
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe the data that goes over the connections without a tree. ``size`` is that of an array in
-    bytes."""
+    """Describe the data that goes over the connections without a tree.
+
+    ``size`` is that of an array in bytes.
+    """
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
         return "a slice for each"
     return _BETWEEN_HOSTS.get(operation, "all that each has")
@@ -78,7 +80,7 @@ class Links(Connections):
         super().__init__(sockets, ranks, host)
         self._table: Table = trees.alike(len(self.sockets) + 1)
         self._trees: dict[tuple[int, bool], Tree] = {}
-        self._torn: set[int] = set()  # hosts to which only a part of a message was sent
+        self._partially_sent: set[int] = set()  # hosts to which only a part of a message was sent
         self._leaving = self._closed = False
         self._in_use = threading.RLock()
 
@@ -94,10 +96,16 @@ class Links(Connections):
         into: Callable[[int], memoryview | None] = lambda _: None,
         timeout: float | None = None,
     ) -> dict[int, memoryview]:
-        """Run one step, and return the data from each host.
+        """Exchange messages with each host in one step.
 
-        ``out(host)`` are the parts of the message to that host. Its data is written into ``into(host)``, or
-        into new memory if that is None.
+        Args:
+            call: The call of this leader, which is compared with those of the others.
+            out: Returns the parts of the message to a host.
+            into: Returns the memory for the data of a host, or None for new memory (default).
+            timeout: Seconds; None means no limit.
+
+        Returns:
+            The data from each host.
 
         Raises:
             Differs: The calls of the leaders differ.
@@ -106,51 +114,52 @@ class Links(Connections):
             Exception: The error that another leader reported.
         """
         peers = {host: LeaderPeer(call, out(host)) for host in self.sockets}
-        return self._heard(ExchangeStep(self, call, peers, into, timeout))
+        return self._run_step(ExchangeStep(self, call, peers, into, timeout))
 
-    def combine(self, call: Call, total: Any, op: str, left: Left) -> None:
+    def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
         """Combine ``total``, the result of this host, with those of the other hosts, in place.
 
         Small arrays are exchanged as a whole; of large ones each leader combines one slice for all.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
-            self._add_others(call, lambda _: flat, flat, op, left)
+            self._add_others(call, lambda _: flat, flat, op, remaining)
             return
         length = BLOCK * len(flat) // size
         for at in range(0, len(flat), length):
-            self._combine_slices(call, flat[at : at + length], op, left)
+            self._combine_slices(call, flat[at : at + length], op, remaining)
 
-    def _combine_slices(self, call: Call, flat: Any, op: str, left: Left) -> None:
+    def _combine_slices(self, call: Call, flat: Any, op: str, remaining: RemainingTime) -> None:
         hosts, count = len(self.sockets) + 1, len(flat)
         slices = [flat[count * i // hosts : count * (i + 1) // hosts] for i in range(hosts)]
-        mine = slices[self.host]
-        self._add_others(call, slices.__getitem__, mine, op, left)
+        own = slices[self.host]
+        self._add_others(call, slices.__getitem__, own, op, remaining)
         self.swap(
             call,
-            lambda _: [array_access.memory(mine)],
+            lambda _: [array_access.memory(own)],
             lambda host: array_access.memory(slices[host]),
-            timeout=left(),
+            timeout=remaining(),
         )
 
-    def _add_others(self, call: Call, out: Callable[[int], Any], mine: Any, op: str, left: Left) -> None:
-        """Send ``out(host)`` to each host, and combine ``mine`` with the data from the hosts, in their
-        order."""
-        found = {host: array_access.empty_like(mine) for host in self.sockets}
+    def _add_others(
+        self, call: Call, out: Callable[[int], Any], own: Any, op: str, remaining: RemainingTime
+    ) -> None:
+        """Send ``out(host)`` to each host, and combine ``own`` with the hosts' data in their order."""
+        found = {host: array_access.empty_like(own) for host in self.sockets}
         self.swap(
             call,
             lambda host: [array_access.memory(out(host))],
             lambda host: array_access.memory(found[host]),
-            timeout=left(),
+            timeout=remaining(),
         )
-        _core._combine(mine, [found.get(host, mine) for host in range(len(found) + 1)], op)
+        _core._combine(own, [found.get(host, own) for host in range(len(found) + 1)], op)
 
-    def gather(self, call: Call, mine: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
+    def gather(self, call: Call, own: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
         """Run one step: return the data of every other leader at the root of the tree, by host.
 
         It raises the same errors as :meth:`swap`.
         """
-        found = self._heard(Gathering(self, call, mine, tree, timeout))
+        found = self._run_step(Gathering(self, call, own, tree, timeout))
         if tree.root != self.host:
             return {}
         return dict(segments(found[child] for child in tree.children[self.host]))
@@ -161,7 +170,7 @@ class Links(Connections):
         They receive into their ``memory``, or into new memory if it is None. It raises the same errors as
         :meth:`swap`.
         """
-        found = self._heard(Spreading(self, call, memory, tree, timeout))
+        found = self._run_step(Spreading(self, call, memory, tree, timeout))
         return memory if tree.root == self.host else found[tree.parent[self.host]]
 
     def tree(self, root: int, small: bool = False) -> Tree:
@@ -175,17 +184,17 @@ class Links(Connections):
 
         It raises the same errors as :meth:`swap`.
         """
-        call, left = ("measuring the connections", 0, 0), countdown(timeout)
+        call, remaining = ("measuring the connections", 0, 0), countdown(timeout)
         hosts, measured = len(self.sockets) + 1, {}
         for host in trees.meetings(hosts, self.host):
             quick, large = (
-                trees.least([self._time_with(host, call, bytes(size), left()) for _ in range(count)][1:])
+                trees.least([self._time_with(host, call, bytes(size), remaining()) for _ in range(count)][1:])
                 for size, count in ((1, 10), (REFERENCE, 5))
             )
             measured[host] = trees.times_between(quick, large)
-        mine = trees.packed(measured, hosts)
-        rows = self.swap(call, lambda _: [mine], timeout=left())
-        self._table = trees.table_of({self.host: mine} | {host: bytes(row) for host, row in rows.items()})
+        own = trees.packed(measured, hosts)
+        rows = self.swap(call, lambda _: [own], timeout=remaining())
+        self._table = trees.table_of({self.host: own} | {host: bytes(row) for host, row in rows.items()})
         for host in self.sockets:
             times = self._table[min(host, self.host), max(host, self.host)]
             self.edges_by_host[host] = ConnectionStats(
@@ -194,10 +203,10 @@ class Links(Connections):
 
     def _time_with(self, host: int, call: Call, data: bytes, timeout: float | None) -> float:
         begun = time.perf_counter()
-        self._heard(ExchangeStep(self, call, {host: LeaderPeer(call, [data])}, lambda _: None, timeout))
+        self._run_step(ExchangeStep(self, call, {host: LeaderPeer(call, [data])}, lambda _: None, timeout))
         return time.perf_counter() - begun
 
-    def _heard(self, step: ExchangeStep) -> dict[int, memoryview]:
+    def _run_step(self, step: ExchangeStep) -> dict[int, memoryview]:
         self._go(step)
         step.raise_reported_errors()
         if any(peer.differs for peer in step.peers.values()):
@@ -233,8 +242,8 @@ class Links(Connections):
             try:
                 step.run()
             except Leaves:
-                self._torn = {host for host, peer in step.peers.items() if peer.is_torn}
-                raise GroupError(f"{step.call[0]} failed: this member has left") from None
+                self._partially_sent = {host for host, peer in step.peers.items() if peer.is_partially_sent}
+                raise GroupError(f"{step.call[0]} failed: this member has left the group") from None
             except MemberDied as error:
                 self._report_death(step, error)
                 raise
@@ -246,7 +255,7 @@ class Links(Connections):
         """Report to the others which leader died, so that they do not blame this one."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
-            if not peer.is_torn:
+            if not peer.is_partially_sent:
                 with contextlib.suppress(OSError):  # that leader is also gone
                     self.sockets[host].sendmsg(word.out)
         self.close()
@@ -277,7 +286,7 @@ class Links(Connections):
         except (GroupError, TimeoutError, MemoryError) as error:
             if peers[host].has_come or not isinstance(error, TimeoutError):
                 return error
-        return self.gone(host, call, "its last message has not arrived")
+        return self.death_error(host, call, "its last message has not arrived")
 
     def interrupt(self) -> None:
         """Interrupt the step of another thread, before :meth:`leave`."""
@@ -295,7 +304,7 @@ class Links(Connections):
         """Tell the other leaders that this host's members leave, and close the connections."""
         with self._in_use:
             for host, sock in self.sockets.items():
-                if host not in self._torn:
+                if host not in self._partially_sent:
                     with contextlib.suppress(OSError):
                         sock.send(HEADER.pack(LEFT, 0, 0, 0))
             self.close()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from flowchan import _core
 from flowchan.collective import array_access, leader_links
 from flowchan.collective.call_arguments import called, sizes_differ
-from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.exchange import Call, ConnectionStats, Differs, interrupts
 from flowchan.collective.group import Group
 from flowchan.collective.leader_links import Links
@@ -109,7 +109,7 @@ class LinkedGroup(Group):
     def _explain(self, operation: str, x: Any) -> str:
         size, hosts = array_access.size_of(x), len(self._hosts)
         by = NAMES[REDUCE] if operation == NAMES[REDUCE_SCATTER] and size is not None else operation
-        here = operation + self._node._explain(by, x).removeprefix(by)
+        local_plan = operation + self._node._explain(by, x).removeprefix(by)
         how = leader_links.shown(operation, size, hosts)
         if hosts > 2 and (operation in ALONG_TREES or (operation == NAMES[REDUCE] and size is None)):
             how = "along a tree"
@@ -117,7 +117,7 @@ class LinkedGroup(Group):
                 small = operation == NAMES[BROADCAST] and size is not None and size <= leader_links.WHOLE
                 tree = self._links.tree(0, small).shown([ranks[0] for ranks in self._hosts])
                 how += f" by what was measured: {tree}"
-        return f"{here}; over connections between the {hosts} hosts' leaders, {how}"
+        return f"{local_plan}; over connections between the {hosts} hosts' leaders, {how}"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
         """Select the algorithm within each node."""
@@ -128,32 +128,32 @@ class LinkedGroup(Group):
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} cannot be sent, because it is in use on several hosts")
+        raise TypeError(f"{self!r} cannot be sent to another process, because it is in use on several hosts")
 
     # --- operations on which the others build ---
 
-    def _take_seat(self) -> None:
-        self._node._take_seat()
+    def _take_slot(self) -> None:
+        self._node._take_slot()
 
     def _queue(self, change: int) -> None:
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
         """Form the part of the group with this member's key. Its members on one host share memory."""
-        left = countdown(timeout)
+        remaining = countdown(timeout)
         part = self._on_node(
-            (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, left()), first=True
+            (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, remaining()), first=True
         )
-        return self._link_up(self, part, key, name, left())
+        return self._link_up(self, part, key, name, remaining())
 
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} cannot be shrunk: its members are on several hosts and did not meet at an address "
-                "(at=); make a new group, or run a graph with an elastic gang"
+                f"{self!r} cannot be shrunk: its members did not meet at an address (at=); create a "
+                "new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} was closed; create a new group")
         try:
             self._let_go_of_all()
             return self._meet_again(self, name, give_up)
@@ -176,16 +176,16 @@ class LinkedGroup(Group):
 
     def _disbanding(self) -> Callable[[], None]:
         """Return a function that ends the group while another thread uses it."""
-        here, links = self._node._disbanding(), self._links
+        local_plan, links = self._node._disbanding(), self._links
 
         def disband() -> None:
-            here()
+            local_plan()
             if links is not None:
                 links.cut()
 
         return disband
 
-    def _alive_here(self) -> list[int]:
+    def _local_alive(self) -> list[int]:
         """Return the ranks on this host that are alive and have not left."""
         seen = ((rank, self._node._see(place)) for place, rank in enumerate(self._hosts[self._host]))
         return [rank for rank, (*_, alive, _, over) in seen if alive and not over]
@@ -200,114 +200,116 @@ class LinkedGroup(Group):
     def _exchange(
         self, doing: int, key: int, data: Any, only: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
-        call, left = (NAMES[doing], doing, key), countdown(timeout)
-        mine = pickle.dumps(self._first(call, data, -1, left, (x, more)), 5)
+        call, remaining = (NAMES[doing], doing, key), countdown(timeout)
+        own = pickle.dumps(self._first(call, data, -1, remaining, (x, more)), 5)
 
         def swap(links: Links) -> bytes:
-            return _packed(links.swap(call, lambda _: [mine], timeout=left()) | {self._host: mine})
+            return _packed(links.swap(call, lambda _: [own], timeout=remaining()) | {self._host: own})
 
-        parts = self._by_rank(self._over_links(call, swap, (x, more), left))
+        parts = self._by_rank(self._over_links(call, swap, (x, more), remaining))
         return parts if only < 0 else [parts[only]]
 
     def _collect(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> list[bytes]:
-        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        call, remaining, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
         only = -1 if self._links is not None else self._node.rank
-        mine = pickle.dumps(self._first(call, data, only, left, (x, more)), 5)
+        own = pickle.dumps(self._first(call, data, only, remaining, (x, more)), 5)
 
         def gather(links: Links) -> bytes:
-            return _packed(links.gather(call, mine, links.tree(source), left()) | {source: mine})
+            return _packed(links.gather(call, own, links.tree(source), remaining()) | {source: own})
 
-        found = self._over_links(call, gather, (x, more), left)
+        found = self._over_links(call, gather, (x, more), remaining)
         return self._by_rank(found) if self.rank == root else []
 
     def _tell(
         self, doing: int, key: int, data: Any, root: int, timeout: float | None, x: Any, more: Any
     ) -> bytes:
-        call, left, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
-        mine = source == self._host
-        only = self._hosts[source].index(root) if mine else self._node.rank
-        (said,) = self._first(call, data, only, left, (x, more))
+        call, remaining, source = (NAMES[doing], doing, key), countdown(timeout), self._host_of(root)
+        own = source == self._host
+        only = self._hosts[source].index(root) if own else self._node.rank
+        (received,) = self._first(call, data, only, remaining, (x, more))
 
         def spread(links: Links) -> bytes:
-            found = links.spread(call, said if mine else None, links.tree(source), left())
-            return b"" if mine else bytes(found)
+            found = links.spread(call, received if own else None, links.tree(source), remaining())
+            return b"" if own else bytes(found)
 
-        found = self._over_links(call, spread, (x, more), left)
-        return bytes(said) if mine else found
+        found = self._over_links(call, spread, (x, more), remaining)
+        return bytes(received) if own else found
 
     def _allgather_into(
-        self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
+        self, doing: int, key: int, own: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
-        x, root, key = mine[0], key // 4, key_of(key, mine[0])
+        x, root, key = own[0], key // 4, key_of(key, own[0])
         if doing == GATHER:
             parts = self._collect(doing, key, array_access.memory(x), root, timeout, x, root)
         else:
             parts = self._exchange(doing, key, array_access.memory(x), -1, timeout, x, None)
         if parts:
-            self._fill(outs, parts)
+            self._fill(NAMES[doing], outs, parts)
 
     def _alltoall(
         self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
     ) -> None:
-        call, left = (NAMES[doing], doing, key_of(key, ins[0])), countdown(timeout)
+        call, remaining = (NAMES[doing], doing, key_of(key, ins[0])), countdown(timeout)
         ours = self._hosts[self._host]
         parts = [bytes(array_access.memory(x)) for x in ins]
         sizes = [*map(len, parts)], [len(array_access.memory(out)) for out in outs]
-        mine = pickle.dumps((parts, sizes), 5)
+        own = pickle.dumps((parts, sizes), 5)
         only = -1 if self._links is not None else self._node.rank
-        bundles = self._first(call, mine, only, left, (ins, more))
+        bundles = self._first(call, own, only, remaining, (ins, more))
 
         def swap(links: Links) -> bytes:
-            from_here = dict(zip(ours, map(pickle.loads, bundles), strict=True))
-            sizes = {rank: both for rank, (_, both) in from_here.items()}
+            local_parts = dict(zip(ours, map(pickle.loads, bundles), strict=True))
+            sizes = {rank: both for rank, (_, both) in local_parts.items()}
 
             def parts_for(to: Sequence[int]) -> dict[int, list[bytes]]:
-                return {rank: [parts[other] for other in to] for rank, (parts, _) in from_here.items()}
+                return {rank: [parts[other] for other in to] for rank, (parts, _) in local_parts.items()}
 
             def out(host: int) -> list[bytes]:
                 return [pickle.dumps((parts_for(self._hosts[host]), sizes), 5)]
 
             found, all_sizes = parts_for(ours), dict(sizes)
-            for said in links.swap(call, out, timeout=left()).values():
-                parts, theirs = pickle.loads(said)
+            for received in links.swap(call, out, timeout=remaining()).values():
+                parts, other_sizes = pickle.loads(received)
                 found |= parts
-                all_sizes |= theirs
+                all_sizes |= other_sizes
             if why := sizes_differ(call[0], all_sizes):  # all leaders know the sizes, so all raise or none
                 raise Mismatch(f"the calls of {self._title()} do not match: {why}")
             return pickle.dumps(found, 5)
 
-        found = pickle.loads(self._over_links(call, swap, (ins, more), left))
-        self._fill(outs, [found[rank][self._node.rank] for rank in range(self.size)])
+        found = pickle.loads(self._over_links(call, swap, (ins, more), remaining))
+        self._fill(NAMES[doing], outs, [found[rank][self._node.rank] for rank in range(self.size)])
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
         if not array_access.is_here(x):
             return NotImplemented
         _core._combine(x, [], op)
-        call, left = (NAMES[doing], doing, _key(x, op, root)), countdown(timeout)
+        call, remaining = (NAMES[doing], doing, _key(x, op, root)), countdown(timeout)
         wide = array_access.widened(x)
-        mine = root in (-1, self.rank)
-        total = out if mine and wide is x else array_access.empty_like(wide)
+        own = root in (-1, self.rank)
+        total = out if own and wide is x else array_access.empty_like(wide)
         of_sum = "sum" if op == "mean" else op
-        given = self._node._stands_for = x, op if root < 0 else (root, op)
+        given = self._node._original_call = x, op if root < 0 else (root, op)
         try:
             self._on_node(
-                call, lambda: self._node._reduce(doing, wide, total, of_sum, 0, left(), call[2]), first=True
+                call,
+                lambda: self._node._reduce(doing, wide, total, of_sum, 0, remaining(), call[2]),
+                first=True,
             )
         finally:
-            self._node._stands_for = None
+            self._node._original_call = None
 
         def swap(links: Links) -> bytes:
-            links.combine(call, total, of_sum, left)
+            links.combine(call, total, of_sum, remaining)
             if op == "mean":
                 array_access.divide(total, self.size)
             return b""
 
-        self._over_links(call, swap, given, left)
+        self._over_links(call, swap, given, remaining)
         if root < 0 or root in self._hosts[self._host]:
-            self._on_node(call, lambda: self._node._spread(total, 0, left()))
-        if mine and total is not out:
+            self._on_node(call, lambda: self._node._spread(total, 0, remaining()))
+        if own and total is not out:
             array_access.narrow(out, total)
         return out
 
@@ -315,37 +317,41 @@ class LinkedGroup(Group):
         whole = array_access.empty_like(x)
         if self._reduce(REDUCE_SCATTER, x, whole, op, -1, timeout) is NotImplemented:
             return NotImplemented
-        part = array_access.parts_of(whole, self.size)[self.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self.size)[self.rank]
         return array_access.fill(out, part.reshape(out.shape))
 
     def _spread(self, x: Any, root: int, timeout: float | None) -> Any:
         if not array_access.is_here(x):
             return NotImplemented
-        call, left = (NAMES[BROADCAST], BROADCAST, _key(x, "", root)), countdown(timeout)
+        call, remaining = (NAMES[BROADCAST], BROADCAST, _key(x, "", root)), countdown(timeout)
         source = self._host_of(root)
-        mine, memory = source == self._host, array_access.memory(x)
-        if mine:
+        own, memory = source == self._host, array_access.memory(x)
+        if own:
             local = self._hosts[source].index(root)
-            self._on_node(call, lambda: self._node._spread(x, local, left()), first=True)
+            self._on_node(call, lambda: self._node._spread(x, local, remaining()), first=True)
         elif self._node.size > 1:  # checks before the data arrives that all members call it
-            self._first(call, b"", 0, left, (x, root))
+            self._first(call, b"", 0, remaining, (x, root))
 
         def spread(links: Links) -> bytes:
-            links.spread(call, memory, links.tree(source, small=len(memory) <= leader_links.WHOLE), left())
+            links.spread(
+                call, memory, links.tree(source, small=len(memory) <= leader_links.WHOLE), remaining()
+            )
             return b""
 
-        self._over_links(call, spread, (x, root), left)
-        if not mine:
-            self._on_node(call, lambda: self._node._spread(x, 0, left()))
+        self._over_links(call, spread, (x, root), remaining)
+        if not own:
+            self._on_node(call, lambda: self._node._spread(x, 0, remaining()))
         return x
 
     # --- steps of these operations ---
 
-    def _first(self, call: Call, data: Any, only: int, left: Left, given: tuple[Any, Any]) -> list[bytes]:
+    def _first(
+        self, call: Call, data: Any, only: int, remaining: RemainingTime, given: tuple[Any, Any]
+    ) -> list[bytes]:
         """Run the first step of an operation: collect the data of this host's members."""
         _, doing, key = call
         return self._on_node(
-            call, lambda: self._node._exchange(doing, key, data, only, left(), *given), first=True
+            call, lambda: self._node._exchange(doing, key, data, only, remaining(), *given), first=True
         )
 
     def _by_rank(self, packed: bytes) -> list[bytes]:
@@ -356,12 +362,12 @@ class LinkedGroup(Group):
                 parts[rank] = part
         return parts
 
-    def _fill(self, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
+    def _fill(self, call: str, outs: Sequence[Any], parts: Sequence[bytes]) -> None:
         for rank, (out, part) in enumerate(zip(outs, parts, strict=True)):
             if out is None:
                 continue
             memory = array_access.memory(out)
-            array_access.check_room(rank, len(part), len(memory))
+            array_access.check_size(call, rank, len(part), len(memory))
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
@@ -388,7 +394,7 @@ class LinkedGroup(Group):
             raise
 
     def _over_links(
-        self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], left: Left
+        self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], remaining: RemainingTime
     ) -> bytes:
         """Run the leader's ``step`` and send its result or its exception to all members of this host.
 
@@ -405,12 +411,14 @@ class LinkedGroup(Group):
                 word = FAILED + dumps(error)
         if self._node.size > 1:
             _, doing, key = call
-            (word,) = self._on_node(call, lambda: self._node._exchange(doing, key, word, 0, left(), *given))
+            (word,) = self._on_node(
+                call, lambda: self._node._exchange(doing, key, word, 0, remaining(), *given)
+            )
         if word[:1] == FAILED:
-            told: BaseException = loads(word[1:])
-            if not isinstance(told, Mismatch):
-                self._failure = told
-            raise told
+            raised: BaseException = loads(word[1:])
+            if not isinstance(raised, Mismatch):
+                self._failure = raised
+            raise raised
         return word[1:]
 
     # --- methods for a backend of torch during an operation ---
@@ -444,8 +452,8 @@ class LinkedGroup(Group):
             return step(links)
         except Differs:
             text = called(call[0], *given)
-            said = text.encode()
-            found = links.swap((NAMES[TELL], TELL, 0), lambda _: [said])
+            received = text.encode()
+            found = links.swap((NAMES[TELL], TELL, 0), lambda _: [received])
             texts = {host: bytes(part).decode() for host, part in found.items()} | {self._host: text}
             calls = "; ".join(f"{_those(self._hosts[host])} called {texts[host]}" for host in sorted(texts))
             raise Mismatch(f"the calls of {self._title()} do not match: {calls}") from None

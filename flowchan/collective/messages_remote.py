@@ -26,10 +26,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flowchan.channel.channel import Channel, Out
+from flowchan.collective.point_to_point import Use, take
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, joined, listen
@@ -41,10 +41,10 @@ READ_AHEAD = 8  # messages that the receiver's thread reads in advance
 BUFFER = 1 << 16
 PAUSE_S, TRY_S = 0.01, 5.0
 """Seconds between two attempts to connect, and the limit of one attempt."""
-REFUSED_QUICKLY_S, STRANGER_TIMEOUT_S = 1.0, 30.0
-"""If a peer rejects each attempt within ``REFUSED_QUICKLY_S`` seconds, for ``STRANGER_TIMEOUT_S`` seconds, it
-is another program. A member also rejects attempts while too many peers dial at once."""
-POLL_INTERVAL_S, LOOK_AT_DOOR_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
+REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
+"""If a peer rejects each attempt within ``REFUSED_QUICKLY_S`` seconds, for ``REJECTION_TIMEOUT_S`` seconds,
+it is another program. A member also rejects attempts while too many peers dial at once."""
+POLL_INTERVAL_S, LISTENER_INTERVAL_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
 """How a peer has ended. ``UNKNOWN``: it was already gone when this member first looked."""
@@ -55,7 +55,7 @@ Framed = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True)
-class Way:
+class Connector:
     """Addresses and secret by which members on several hosts connect.
 
     Each member listens at ``listen_at`` on a free port.
@@ -65,55 +65,66 @@ class Way:
     listen_at: str
     tls: bool = False
 
-    def door(self, hello: Hello) -> AuthenticatedListener:
+    def listen(self, hello: Hello) -> AuthenticatedListener:
         """Listen for other members."""
         return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
     ) -> socket.socket:
-        """Return a connection to the member that listens at ``address``.
+        """Connect to the member that listens at an address.
+
+        Args:
+            address: The address.
+            hello: The hello of this member.
+            wanted: Returns whether the connection is still needed.
+            give_up: Monotonic time at which the call ends (default: never).
+
+        Returns:
+            The connection.
 
         Raises:
             ConnectionRefusedError: The member is gone, or another program has its port.
             OSError: The member can't be reached, the timeout has expired, or ``wanted`` returns False.
         """
         refused_since = math.inf
-        while wanted() and (left := give_up - (begun := time.monotonic())) > 0:
+        while wanted() and (remaining := give_up - (begun := time.monotonic())) > 0:
             try:
-                sock = dial(address, min(TRY_S, left))
+                sock = dial(address, min(TRY_S, remaining))
             except unless_interrupted(TimeoutError):
                 continue
             try:
-                within = min(TRY_S, left)
+                within = min(TRY_S, remaining)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
             # The peer is gone or rejected us, or another program has its port.
             except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
-                if time.monotonic() - refused_since > STRANGER_TIMEOUT_S:
-                    reason = f"another program listens at {address}: {error}"
+                if time.monotonic() - refused_since > REJECTION_TIMEOUT_S:
+                    reason = f"another program listens at {address} ({error})"
                     raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
             time.sleep(PAUSE_S)
-        raise TimeoutError(f"{address} has not answered in time")
+        raise TimeoutError(f"{address} did not answer in time")
 
 
 class RemotePeers:
     """The members on other hosts, as peers of member ``rank``.
 
-    It listens at ``door``, the others at ``addresses``.
+    It listens at ``listener``, the others at ``addresses``.
     """
 
-    def __init__(self, rank: int, door: AuthenticatedListener, addresses: Sequence[str], way: Way) -> None:
-        self.rank, self.addresses, self.way = rank, addresses, way
+    def __init__(
+        self, rank: int, listener: AuthenticatedListener, addresses: Sequence[str], connector: Connector
+    ) -> None:
+        self.rank, self.addresses, self.connector = rank, addresses, connector
         self.is_closed = self._is_leaving = False
         self.leaders: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
-        self._door = door
+        self._listener = listener
         self._peers: dict[int, RemotePeer] = {}
         self._watchers: list[socket.socket] = []  # connections over which others watch this member
         self._lock = threading.RLock()  # the garbage collector may drop these while the lock is held
         self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
-        self._thread = start("door", self._serve)
+        self._thread = start("listener", self._serve)
 
     def peer(self, rank: int) -> RemotePeer:
         with self._lock:
@@ -130,10 +141,17 @@ class RemotePeers:
         elif "watches" in hello:
             self._watchers.append(sock)
         else:
-            self.peer(hello["rank"]).hear(sock)
+            self.peer(hello["rank"]).attach(sock)
 
     def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
-        """Wait for one of the ``missing`` leaders, and return its host and the connection to it.
+        """Wait for the connection of one of the ``missing`` leaders.
+
+        Args:
+            missing: Hosts of the leaders.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The host of the leader, and the connection to it.
 
         Raises:
             MemberDied: One of them is gone.
@@ -141,14 +159,14 @@ class RemotePeers:
         """
         watch_at = time.monotonic() + WATCH_AFTER_S
         while True:
-            gone = [peer for peer in map(self.peer, missing) if peer.is_gone()]
-            left = give_up - time.monotonic()
+            ended = [peer for peer in map(self.peer, missing) if peer.has_ended()]
+            remaining = give_up - time.monotonic()
             with contextlib.suppress(Empty):
-                return self.leaders.get(timeout=0.0 if gone else max(0.0, min(POLL_INTERVAL_S, left)))
-            if gone:
-                raise gone[0].gone("connecting")
-            if left <= 0:
-                raise TimeoutError(f"the leaders {missing} of other hosts have not connected in time")
+                return self.leaders.get(timeout=0.0 if ended else max(0.0, min(POLL_INTERVAL_S, remaining)))
+            if ended:
+                raise ended[0].death_error("connecting")
+            if remaining <= 0:
+                raise TimeoutError(f"the leaders of other hosts, ranks {missing}, did not connect in time")
             if time.monotonic() > watch_at:
                 for peer in map(self.peer, missing):
                     peer.incoming()
@@ -159,31 +177,31 @@ class RemotePeers:
             peers = [*self._peers.values()]
             watched = {peer.watch.fileno(): peer for peer in peers if peer.watch is not None}
             waiting = select.poll()
-            for fd in (self._wake.fileno(), self._door.fileno(), *watched):
+            for fd in (self._wake.fileno(), self._listener.fileno(), *watched):
                 waiting.register(fd, select.POLLIN)
-            ended = [watched[fd] for fd, _ in waiting.poll(LOOK_AT_DOOR_S * 1000) if fd in watched]
+            ended = [watched[fd] for fd, _ in waiting.poll(LISTENER_INTERVAL_S * 1000) if fd in watched]
             ended += [peer for peer in peers if peer.was_refused]
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake.fileno())
             with contextlib.suppress(TimeoutError):
                 while True:
-                    self._door.accept(0.0, self.adopt)
+                    self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
             for peer in ended:  # all earlier connections have been accepted by now
-                peer.hear_end()
+                peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
                 sock.send(SIZE.pack(LEFT_WORD))
         for peer in [*self._peers.values()]:
             peer.end()
-        self._door.close()
+        self._listener.close()
         while not self.leaders.empty():
             self.leaders.get()[1].close()
         with self._lock:
             self._wake.close()
 
-    def stir(self) -> None:
+    def wake_thread(self) -> None:
         with self._lock:
             if not self._wake.closed:
                 os.eventfd_write(self._wake.fileno(), 1)
@@ -216,7 +234,7 @@ class RemotePeers:
         with self._lock:
             if not self.is_closed:
                 self.is_closed = True
-                self.stir()
+                self.wake_thread()
 
 
 class RemotePeer:
@@ -227,10 +245,10 @@ class RemotePeer:
         self.was_refused = False  # when this member tried to watch it
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # messages that could not be unpickled yet
+        self._again: list[bytearray] = []  # messages of interrupted calls
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
         self._waiting = 0  # messages that the thread has not sent
-        self._heard: socket.socket | None = None
+        self._incoming: socket.socket | None = None
         self._sock: socket.socket | None = None  # the connection to it
         self._ended = ""
         self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
@@ -245,7 +263,7 @@ class RemotePeer:
         framed = SIZE.pack(len(message)), message
         with self._lock:
             if self._sends_no_more:
-                raise self.gone("send")
+                raise self.death_error("send")
             if len(message) <= SENT_AT_ONCE and not self._waiting and self._send_now(b"".join(framed)):
                 return
             if self._out is None:
@@ -259,7 +277,7 @@ class RemotePeer:
         try:
             self._out[0].put(framed, timeout)
         except (Broken, Closed) as error:
-            raise self.gone("send") from error
+            raise self.death_error("send") from error
         except BaseException:
             with self._lock:
                 self._waiting -= 1
@@ -286,8 +304,10 @@ class RemotePeer:
         return bool(sent)
 
     def _pass_on(self, messages: Channel[Framed]) -> None:
-        """Send queued messages. It dials only for the first one, because there must be no second
-        connection."""
+        """Send queued messages.
+
+        It dials only for the first one, because there must be no second connection.
+        """
         try:
             first = messages.get()
             hello = {"rank": self._owner.rank}
@@ -306,19 +326,26 @@ class RemotePeer:
             pass  # nothing was sent, or its receiver is not to be waited for
 
     def _connect(self, hello: Hello, wanted: Callable[[], bool]) -> socket.socket:
-        return self._owner.way.connect(self._owner.addresses[self._rank], hello, wanted)
+        return self._owner.connector.connect(self._owner.addresses[self._rank], hello, wanted)
 
     def connect_leader(self, host: int, give_up: float) -> socket.socket:
-        """Return a connection from the leader of ``host`` to this peer, which is also a leader.
+        """Connect the leader of a host to this peer, which is also a leader.
+
+        Args:
+            host: The host of this process.
+            give_up: Monotonic time at which the call ends.
+
+        Returns:
+            The connection.
 
         Raises:
             MemberDied: The peer is gone.
         """
         try:
             address = self._owner.addresses[self._rank]
-            return self._owner.way.connect(address, {"host": host}, lambda: True, give_up)
+            return self._owner.connector.connect(address, {"host": host}, lambda: True, give_up)
         except ConnectionRefusedError:
-            raise self.gone("connecting") from None
+            raise self.death_error("connecting") from None
 
     def send_no_more(self) -> None:
         with self._lock:
@@ -343,47 +370,49 @@ class RemotePeer:
 
     def incoming(self) -> Channel[bytearray]:
         """Return the channel of its messages, and watch a peer that has sent nothing yet."""
-        if not self.wants_watch and self._heard is None and not self._ended:
+        if not self.wants_watch and self._incoming is None and not self._ended:
             self.wants_watch = True
-            self._owner.stir()
+            self._owner.wake_thread()
         return self._in
 
     def begin_watch(self) -> None:
-        """Start to watch it. Only the serving thread calls this, because Ctrl-C could interrupt the start of
-        a thread."""
+        """Start to watch it.
+
+        Only the serving thread calls this, because Ctrl-C could interrupt the start of a thread.
+        """
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
             start("watch", self._watch)
 
     def _watch(self) -> None:
         def wanted() -> bool:
-            return self._heard is None and not self._receives_no_more
+            return self._incoming is None and not self._receives_no_more
 
         while wanted():
             try:
                 self.watch = self._connect({"watches": self._owner.rank}, wanted)
-                self._owner.stir()
+                self._owner.wake_thread()
                 return
             except ConnectionRefusedError:
                 self.was_refused = True
-                self._owner.stir()
+                self._owner.wake_thread()
                 return
             except OSError:  # the network may be down
-                time.sleep(LOOK_AT_DOOR_S)
+                time.sleep(LISTENER_INTERVAL_S)
 
-    def hear_end(self) -> None:
+    def receive_end(self) -> None:
         """Handle the end of a watched peer, once all earlier connections have been accepted."""
         watch, self.watch, self.was_refused = self.watch, None, False
         how = DIED if watch is not None else UNKNOWN
         if watch is not None:
             with contextlib.suppress(OSError), watch:
                 how = LEFT if watch.recv(SIZE.size) else DIED
-        if self._heard is None:
+        if self._incoming is None:
             self._end(how)
 
-    def hear(self, sock: socket.socket) -> None:
+    def attach(self, sock: socket.socket) -> None:
         """Receive its messages over this connection."""
-        self._heard = sock
+        self._incoming = sock
         start("receive", self._read, sock)
 
     def _read(self, sock: socket.socket) -> None:
@@ -401,21 +430,8 @@ class RemotePeer:
         self._ended = self._ended or how
         self._in.close()
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        return self.loads(self._again.pop(0) if self._again else channel.get(timeout))
-
-    def loads(self, item: bytearray) -> Any:
-        """Deserialize a message.
-
-        A message that fails because of an interrupt, or because this process lacks something, is received
-        again.
-        """
-        try:
-            return loads(item)
-        except BaseException as error:
-            if lacks(error) or is_interrupt(error):
-                self._again.insert(0, item)
-            raise
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
         """End calls that wait for a message. Later messages are dropped, so that their sender can end."""
@@ -424,25 +440,29 @@ class RemotePeer:
 
     def end(self) -> None:
         """Close the connections from which this member receives."""
-        _shut_down(self._heard)
+        _shut_down(self._incoming)
         if self.watch is not None:
             self.watch.close()
 
     # --- the end of a peer ---
 
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer may have left: it did, or it was already gone when this member first
-        looked."""
+        """Return whether the peer may have left.
+
+        That is so if it did, or if it was already gone when this member first looked.
+        """
         return self._ended in (LEFT, UNKNOWN)
 
-    def gone(self, call: str) -> GroupError:
+    def death_error(self, call: str) -> GroupError:
         if self._sends_no_more:
-            return GroupError(f"{call} failed: this member has left")
-        left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
-        kind, word = (MemberLeft, "has left") if left else (MemberDied, "died, has left, or is out of reach")
+            return GroupError(f"{call} failed: this member has left the group")
+        has_left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
+        kind, word = (
+            (MemberLeft, "has left") if has_left else (MemberDied, "died, has left, or is out of reach")
+        )
         rank = self._rank
         return kind(f"{call} failed: rank {rank}, on another host, {word}", (rank,), call)
 
@@ -455,8 +475,10 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends calls that wait for it. The method of a TLS socket would continue in
-    plain text."""
+    """Shut down a socket, which ends calls that wait for it.
+
+    The method of a TLS socket would continue in plain text.
+    """
     if sock is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -25,10 +25,10 @@ from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
-GONE, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
+MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
 """Codes that the core returns for the end of an operation."""
 
-HERE, LEFT, _GAVE_UP = range(3)
+PRESENT, LEFT, _GAVE_UP = range(3)
 
 Gather = Callable[[Any], list[Any]]
 """Sends a JSON value to all members and returns the values of all members, by rank."""
@@ -56,12 +56,12 @@ _ALGORITHMS = ("", *_HOW)
 """Names of the algorithms, in the order of the core."""
 
 
-def _plan(way: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
+def _plan(algorithm: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
     """Describe a plan of the core."""
-    if _ALGORITHMS[way] == "direct":
+    if _ALGORITHMS[algorithm] == "direct":
         return "direct" + " by two threads" * by_two
     past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
-    return f"{_ALGORITHMS[way]} of {piece >> 10} KB{past}"
+    return f"{_ALGORITHMS[algorithm]} of {piece >> 10} KB{past}"
 
 
 log = logging.getLogger("flowchan.collective")
@@ -87,7 +87,7 @@ class SharedGroup(_core.Group, Group):
         self._family = 0
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
-        self._stands_for: tuple[Any, Any] | None = None
+        self._original_call: tuple[Any, Any] | None = None
         """Arguments of the call over several hosts, while this group runs a part of it with other
         arguments."""
 
@@ -100,13 +100,13 @@ class SharedGroup(_core.Group, Group):
         return Shrinking[SharedGroup](self, member, give_up).run()
 
     def _part(self, key: Any, name: str, timeout: float | None) -> SharedGroup | None:
-        left = countdown(timeout)
+        remaining = countdown(timeout)
 
         def gather(value: Any) -> list[Any]:
-            return self._gathered(value, left())
+            return self._gathered(value, remaining())
 
-        mates = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
-        return share(gather, self.rank, mates, name)
+        members = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
+        return share(gather, self.rank, members, name)
 
     # --- joining, leaving and sending a member ---
 
@@ -129,7 +129,7 @@ class SharedGroup(_core.Group, Group):
 
     def _abandon(self) -> None:
         """Leave the group after a failure; later calls of the other members raise :class:`MemberDied`."""
-        self._take_seat()
+        self._take_slot()
         self._give_up()
         self._local.close(wait=False)
         self.close()
@@ -146,7 +146,7 @@ class SharedGroup(_core.Group, Group):
         return self._overseer().disband
 
     def _explain(self, operation: str, x: Any) -> str:
-        number = number_of(operation)
+        number = number_of("explain", operation)
         size = array_access.size_of(x)
         if size is None or operation not in (*COMBINING, *MOVING, NAMES[REDUCE_SCATTER]):
             how = _OF_VALUES.get(operation, _OF_ANY_VALUE)
@@ -155,10 +155,10 @@ class SharedGroup(_core.Group, Group):
         else:
             size //= self.size if number in (REDUCE_SCATTER, ALLTOALL) else 1
             plan = self._plan(number, size)
-            way = _ALGORITHMS[plan[0]]
+            algorithm = _ALGORITHMS[plan[0]]
             took = {_plan(*one): f"{round(ns / 1000)} µs" for one, ns in self._took(number, size)}
-            how = f"{_plan(*plan) if took else way}: "
-            how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[way]
+            how = f"{_plan(*plan) if took else algorithm}: "
+            how += _OF_PARTS if number == REDUCE_SCATTER else _HOW[algorithm]
             if took:
                 how += ", as measured: " + ", ".join(map(" ".join, took.items()))
         members = "1 member" if self.size == 1 else f"{self.size} members"
@@ -181,12 +181,12 @@ class SharedGroup(_core.Group, Group):
         """Raise the error for the end code of an operation."""
         call = NAMES[doing]
         if end == MISMATCH:
-            x, more = self._stands_for or (x, more)
+            x, more = self._original_call or (x, more)
             chosen = self._chosen.get(doing) or self._chosen_backends.get(doing)
-            mine = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
-            said = [loads(b) for b in self._exchange(TELL, 0, mine, -1, None, None, None)]
+            own = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
+            descriptions = [loads(b) for b in self._exchange(TELL, 0, own, -1, None, None, None)]
             calls = "; ".join(
-                f"rank {rank} called {text}" for rank, text in zip(self._ranks, said, strict=True)
+                f"rank {rank} called {text}" for rank, text in zip(self._ranks, descriptions, strict=True)
             )
             raise Mismatch(f"the calls of {self._title()} do not match: {calls}")
         if end == NO_MEMORY:
@@ -194,12 +194,11 @@ class SharedGroup(_core.Group, Group):
         if end == TAKEN:
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
-            raise GroupError(f"{self!r} was closed")
+            raise GroupError(f"{self!r} was closed; create a new group")
         if end == WITHIN:
             raise GroupError(
-                f"{call} was called by a signal handler during another operation of {self!r}; set "
-                "a flag in the "
-                f"handler, and call {call} later"
+                f"{call} was called by a signal handler during another operation of {self!r}; set a flag in "
+                f"the handler, and call {call} later"
             )
         if end == BUSY:
             raise TimeoutError(
@@ -220,7 +219,7 @@ class SharedGroup(_core.Group, Group):
             self._absent(),
         )
 
-    def _take_seat(self) -> None:
+    def _take_slot(self) -> None:
         if self._joined:
             return
         if self._join():
@@ -230,7 +229,7 @@ class SharedGroup(_core.Group, Group):
                 if other is not self and other._family == self._family and not other._joined:
                     os.dup2(self._fd, other._fd, inheritable=False)
 
-    def _hold_seat(self) -> None:
+    def _hold_slot(self) -> None:
         """Lock the descriptor of this member until a process joins as this member.
 
         The lock shows the other members whether any process can still join as this member.
@@ -273,8 +272,8 @@ class SharedGroup(_core.Group, Group):
         A member that has completed it is already in the next round.
         """
         begun = self._see(self.rank)[2]
-        sights = (self._see(rank) for rank in range(self.size) if rank != self.rank)
-        return any(sight[2] <= begun and (sight[1] != HERE or not sight[5]) for sight in sights)
+        states = (self._see(rank) for rank in range(self.size) if rank != self.rank)
+        return any(state[2] <= begun and (state[1] != PRESENT or not state[5]) for state in states)
 
     def _cut_off(self, call: str) -> None:
         pass  # the next round finds it
@@ -289,11 +288,10 @@ class SharedGroup(_core.Group, Group):
         seen = {rank: self._see(rank) for rank in range(self.size) if rank != self.rank}
         if self._disbanded:
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
-            who = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
+            states_text = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} failed: the group was ended, because a member on "
-                "another host died or "
-                f"the gang forms a new group{who}",
+                f"{call} of {self._title()} failed: the group was ended, because a member on another host "
+                f"died or the gang forms a new group{states_text}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
@@ -301,16 +299,18 @@ class SharedGroup(_core.Group, Group):
             return MemberDied(
                 f"{self!r} gave up in the middle of an operation", (self._ranks[self.rank],), call
             )
-        gone = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != HERE or not s[5])}
-        kind = MemberLeft if gone and all(s[1] == LEFT for s in gone.values()) else MemberDied
-        who = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in gone.items())
+        lost = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != PRESENT or not s[5])}
+        kind = MemberLeft if lost and all(s[1] == LEFT for s in lost.values()) else MemberDied
+        states_text = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in lost.items())
         return kind(
-            f"{call} of {self._title()} failed: {who}", tuple(self._ranks[rank] for rank in gone), call
+            f"{call} of {self._title()} failed: {states_text}",
+            tuple(self._ranks[rank] for rank in lost),
+            call,
         )
 
     @staticmethod
     def _gave_up_alone(seen: dict[int, Any]) -> bool:
-        return all(s[6] or (s[1] == HERE and s[5]) for s in seen.values())
+        return all(s[6] or (s[1] == PRESENT and s[5]) for s in seen.values())
 
 
 class Overseer:
@@ -323,8 +323,10 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that the process of this member has ended; if it never joined, the others stop waiting for
-        it."""
+        """Report that the process of this member has ended.
+
+        If it never joined, the others stop waiting for it.
+        """
         self._group._count_out(rank)
 
     def disband(self) -> None:
@@ -332,30 +334,41 @@ class Overseer:
         self._group._disband()
 
 
-def _state(pid: int, gone: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
-    last = f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "nothing"
+def _state(pid: int, status: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
+    last = (
+        f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "no operation"
+    )
     if not pid:
         return "has not joined" if alive else "ended before it joined"
-    if gone == LEFT:
-        return f"(process {pid}) has left; the last it did was {last}"
-    if gone != HERE:
+    if status == LEFT:
+        return f"(process {pid}) has left after {last}"
+    if status != PRESENT:
         return f"(process {pid}) gave up in {last}"
     if not alive:
-        return f"(process {pid}) died; the last it {'was in' if inside else 'did'} was {last}"
-    return f"(process {pid}) {'is in' if inside else 'is elsewhere; the last it did was'} {last}"
+        return f"(process {pid}) died {'in' if inside else 'after'} {last}"
+    return f"(process {pid}) {'is in' if inside else 'is outside an operation, after'} {last}"
 
 
 def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> SharedGroup:
     fd, _ = take_over(handle)
     member = SharedGroup(fd, rank, name)
-    member._take_seat()
+    member._take_slot()
     return member
 
 
-def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedGroup | None:
-    """Form a group of the ``mates`` in shared memory and return this process's member.
+def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> SharedGroup | None:
+    """Form a group of the ``members`` in shared memory.
 
-    All processes that ``gather`` connects call it. A process without mates gets None.
+    All processes that ``gather`` connects call it.
+
+    Args:
+        gather: Exchanges a value with all these processes.
+        rank: Rank of this process.
+        members: Ranks of the members.
+        name: Name of the group in messages.
+
+    Returns:
+        The member of this process, or None if it has no mates.
 
     Raises:
         GroupError: A process cannot create or open the memory. All of them raise it.
@@ -363,21 +376,21 @@ def share(gather: Gather, rank: int, mates: Sequence[int], name: str) -> SharedG
     member, place, error = None, None, ""
     try:
         try:
-            if rank in mates[:1]:
-                member = SharedGroup(_core.Group._make(len(mates)), 0, name)
+            if rank in members[:1]:
+                member = SharedGroup(_core.Group._make(len(members)), 0, name)
                 place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
         except OSError as failed:
             error = f"rank {rank} cannot create the memory: {failed}"
         places = gather(place)
         try:
-            if mates and member is None and places[mates[0]] is not None:
-                pid, fd, inode = places[mates[0]]
+            if members and member is None and places[members[0]] is not None:
+                pid, fd, inode = places[members[0]]
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
-                member = SharedGroup(opened, mates.index(rank), name)
+                member = SharedGroup(opened, members.index(rank), name)
         except OSError as failed:
-            error = f"rank {rank} cannot open the memory of rank {mates[0]}: {failed}"
+            error = f"rank {rank} cannot open the memory of rank {members[0]}: {failed}"
         if member is not None:
-            member._take_seat()  # before the others rely on this member; from now on they notice its end
+            member._take_slot()  # before the others rely on this member; from now on they notice its end
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))
     except BaseException:
@@ -395,7 +408,7 @@ def make_all(size: int, name: str) -> list[Group]:
     finally:
         os.close(made)
     for member in members:
-        member._hold_seat()
+        member._hold_slot()
     return [*members]
 
 

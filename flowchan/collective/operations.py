@@ -26,6 +26,8 @@ a number for its other arguments."""
 
 
 def key_of(key: int, x: Any) -> int:
-    """Return ``key``, with the element type included for arrays of one type. In shared memory the core does
-    this."""
+    """Return ``key``, with the element type included for arrays of one type.
+
+    In shared memory the core does this.
+    """
     return key if key % 4 != TYPED else zlib.crc32(repr((key, array_access.kind(x)[0])).encode())

@@ -22,14 +22,23 @@ from flowchan.channel.channel import _arrive as arrive
 from flowchan.channel.select import NothingReady, select
 from flowchan.collective.deadline import countdown
 from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
-from flowchan.transport.descriptors import Borrowed
-from flowchan.transport.interrupts import append_result
+from flowchan.transport.descriptors import Borrowed, lacks
+from flowchan.transport.interrupts import append_result, is_interrupt
 
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
 _LEFT = 1  # number in the core
 _random = random.Random()  # leaves the program's random state unchanged
+
+
+Use = Callable[[Any], Any]
+"""Function of a received value. If Ctrl-C interrupts it, the next call receives the value again."""
+
+
+def unchanged(x: Any) -> Any:
+    """Return ``x``."""
+    return x
 
 
 class Peer(Protocol):
@@ -39,19 +48,16 @@ class Peer(Protocol):
     def incoming(self) -> Any:
         """Return the channel of its messages, or None if it has sent none."""
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        """Receive a value from that channel."""
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        """Receive a value from that channel, and return what ``use`` returns for it."""
 
-    def loads(self, item: Any) -> Any:
-        """Return the value of an item of that channel."""
-
-    def is_gone(self) -> bool:
+    def has_ended(self) -> bool:
         """Return whether its channel will get no further messages."""
 
     def has_left(self) -> bool:
         """Return whether a member that is gone left the group, as far as this member knows."""
 
-    def gone(self, call: str) -> GroupError:
+    def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a member that is gone."""
 
 
@@ -73,45 +79,46 @@ class Messages:
         peer = self._peers.get(to) or self.peer(to)
         peer.send(x, timeout)
 
-    def receive(self, source: int, timeout: float | None) -> Any:
+    def receive(self, source: int, timeout: float | None, use: Use = unchanged) -> Any:
+        """Return what ``use`` returns for the next value. If Ctrl-C ends the call, the next returns it."""
         peer = self._peers.get(source) or self.peer(source)
         try:
             if (channel := peer.incoming()) is not None:
-                return peer.take(channel, timeout)
-            return self._receive_first(peer, countdown(timeout))
+                return peer.take(channel, timeout, use)
+            return self._receive_first(peer, countdown(timeout), use)
         except Empty:
-            raise TimeoutError(f"rank {source} has sent nothing to rank {self._rank} in time") from None
+            raise TimeoutError(f"receive: rank {source} sent nothing to rank {self._rank} in time") from None
         except (Broken, Drained) as error:
-            raise peer.gone("receive") from error
+            raise peer.death_error("receive") from error
 
-    def _receive_first(self, peer: Peer, left: Callable[[], float | None]) -> Any:
+    def _receive_first(self, peer: Peer, remaining: Callable[[], float | None], use: Use) -> Any:
         """Receive from a peer whose channel this member has not opened yet."""
         while (channel := peer.incoming()) is None:
-            if peer.is_gone() and peer.incoming() is None:
-                raise peer.gone("receive")
-            if left() == 0:
+            if peer.has_ended() and peer.incoming() is None:
+                raise peer.death_error("receive")
+            if remaining() == 0:
                 raise Empty
             time.sleep(POLL_INTERVAL_S)
-        return peer.take(channel, left())
+        return peer.take(channel, remaining(), use)
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
-        left = countdown(timeout)
+        remaining = countdown(timeout)
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
             # they have sent all their messages
-            gone = {rank for rank, peer in others.items() if peer.is_gone()}
-            died = {rank for rank in gone if not others[rank].has_left()}
-            over = died or (gone if len(gone) == len(others) else set())
+            ended = {rank for rank, peer in others.items() if peer.has_ended()}
+            died = {rank for rank in ended if not others[rank].has_left()}
+            over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
-            wait = 0.0 if over else left()
-            if not others.keys() <= opened.keys() | gone:  # one of these may open its channel
+            wait = 0.0 if over else remaining()
+            if not others.keys() <= opened.keys() | ended:  # one of these may open its channel
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
-            if (found := self._from_one(opened, opened.keys() - gone, wait)) is not None:
+            if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
                 return found
             if over:
-                raise others[min(over)].gone("receive_any")
-            if left() == 0:
-                raise TimeoutError(f"rank {self._rank} has received nothing in time")
+                raise others[min(over)].death_error("receive_any")
+            if remaining() == 0:
+                raise TimeoutError(f"receive_any: no member sent anything to rank {self._rank} in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
         """Return the channels of the peers that have one."""
@@ -123,22 +130,58 @@ class Messages:
         return channels
 
     def _from_one(
-        self, channels: dict[int, Any], here: set[int], wait: float | None
+        self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return an item that any of the channels has, or wait for the channels of the ranks in ``here``."""
+        """Return a message that any of the channels has, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            with contextlib.suppress(Empty, Drained, Broken):
-                return self._peers[rank].take(channels[rank], 0.0), rank
-        ranks = _random.sample(sorted(here), min(len(here), CHANNELS_OF_ONE_SELECT))
+            try:  # the end of a ``with`` block would be a call, in which Ctrl-C would lose the message
+                return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
+            except (Empty, Drained, Broken):
+                continue
+        ranks = _random.sample(sorted(local), min(len(local), CHANNELS_OF_ONE_SELECT))
         if ranks:
-            with contextlib.suppress(NothingReady, Drained, Broken):
-                wait = wait if len(ranks) == len(here) else POLL_INTERVAL_S
-                done = select([channels[rank] for rank in ranks], timeout=wait)
-                (rank,) = (rank for rank in ranks if channels[rank] is done.channel)
-                return self._peers[rank].loads(done.item), rank
+            with contextlib.suppress(NothingReady, Broken):
+                wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
+                # A select that took the message would lose it to a Ctrl-C just after it.
+                found = select(ready=[_channel(channels[rank]) for rank in ranks], timeout=wait)
+                if not found.channel.drained:
+                    return None  # the next call takes the message
         if wait != 0:
             time.sleep(POLL_INTERVAL_S)  # until a member is gone or sends its first message
         return None
+
+
+def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any:
+    """Receive a message, return what ``use`` returns for it, and lose no message to a Ctrl-C.
+
+    If an interrupt or a lack of memory ends the call, a message that it has taken is put back to ``again``.
+    The callers return the result without another call, because Python handles signals only at calls.
+
+    Args:
+        again: Messages that are received before those of the channel.
+        channel: A channel or port.
+        timeout: Seconds; None means no limit.
+        use: Called with the message.
+
+    Returns:
+        The result of ``use``.
+    """
+    taken: list[Any] = []
+    try:
+        if again:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                append_result(taken, again.pop, 0)
+        if not taken:
+            append_result(taken, channel.get, timeout)
+        return use(taken[0])
+    except BaseException as error:
+        if taken and (lacks(error) or is_interrupt(error)):
+            again.insert(0, taken[0])
+        raise
+
+
+def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
+    return end.channel if isinstance(end, In) else end
 
 
 class SharedMember(Protocol):
@@ -149,8 +192,8 @@ class SharedMember(Protocol):
     @property
     def rank(self) -> int: ...
     def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
-    def _lane_from(self, member: int) -> tuple[int, int, int] | None: ...
-    def _show_lane(self, to: int, at: int, inode: int) -> None: ...
+    def _channel_from(self, member: int) -> tuple[int, int, int] | None: ...
+    def _publish_channel(self, to: int, at: int, inode: int) -> None: ...
 
 
 class LocalPeers:
@@ -160,8 +203,8 @@ class LocalPeers:
         self._member = weakref.proxy(member)  # dropping a member must close it at once
         self._known: dict[int, SameHostPeer] = {}
 
-    def peer(self, place: int) -> SameHostPeer:
-        return self._known.setdefault(place, SameHostPeer(self._member, place))
+    def peer(self, index: int) -> SameHostPeer:
+        return self._known.setdefault(index, SameHostPeer(self._member, index))
 
     def close(self, wait: bool = True) -> None:
         """Close the channels, after waiting for live receivers that have not opened theirs."""
@@ -170,14 +213,15 @@ class LocalPeers:
 
 
 class SameHostPeer:
-    """Another member on this host, number ``place`` in the group of ``member``."""
+    """Another member on this host, number ``index`` in the group of ``member``."""
 
-    def __init__(self, member: SharedMember, place: int) -> None:
-        self._member, self._place = member, place
+    def __init__(self, member: SharedMember, index: int) -> None:
+        self._member, self._index = member, index
         self._made: Out[Any] | None = None
         self._out: Out[Any] | None = None  # the same port, once the channel is published
         self._is_found = False  # the receiver has opened the channel, so its end breaks the channel
         self._in: list[In[Any]] = []
+        self._again: list[Any] = []  # messages of interrupted calls
         self._lock = threading.Lock()  # a channel is created once and opened once
 
     def send(self, x: Any, timeout: float | None) -> None:
@@ -189,18 +233,20 @@ class SameHostPeer:
             else:
                 self._put_unfound(port, x, timeout)
         except (Broken, Closed) as error:
-            raise self.gone("send") from error
+            raise self.death_error("send") from error
 
     def _show(self) -> Out[Any]:
-        """Create and publish the channel. If Ctrl-C comes before it is published, the next send publishes
-        it."""
+        """Create and publish the channel.
+
+        If Ctrl-C comes before it is published, the next send publishes it.
+        """
         with self._lock:
             if self._made is None:
                 made: Channel[Any] = Channel(across="processes")
                 self._made = made.writer()
             channel = self._made.channel
             at = channel._fd + _PACKED * (channel._socket + 1)
-            self._member._show_lane(self._place, at, os.fstat(channel._fd).st_ino)
+            self._member._publish_channel(self._index, at, os.fstat(channel._fd).st_ino)
             self._out = self._made
         return self._out
 
@@ -210,32 +256,35 @@ class SameHostPeer:
         The end of such a receiver does not break the channel, so its state is checked. If the channel is
         full, wait until the receiver opens it, because each try to put would serialize the item again.
         """
-        left = countdown(timeout)
-        if self.is_gone():
-            raise self.gone("send")
+        remaining = countdown(timeout)
+        if self.has_ended():
+            raise self.death_error("send")
         try:
             port.put(x, 0.0)
             return
         except Full:
             pause = POLL_INTERVAL_S
             while not self._is_open(port):
-                if self.is_gone():
-                    raise self.gone("send") from None
-                if left() == 0:
+                if self.has_ended():
+                    raise self.death_error("send") from None
+                if remaining() == 0:
                     raise
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_INTERVAL_S)
-        port.put(x, left())
+        port.put(x, remaining())
 
     def incoming(self) -> In[Any] | None:
-        """Return the channel of its messages, or None.
+        """Open the channel of its messages.
+
+        Returns:
+            The reading end, or None if it has sent nothing.
 
         Raises:
             MemberDied: The channel can no longer be opened.
         """
         if self._in:
             return self._in[0]
-        if (where := self._member._lane_from(self._place)) is not None:
+        if (where := self._member._channel_from(self._index)) is not None:
             pid, at, inode = where
             socket, fd = divmod(at, _PACKED)
             with self._lock:
@@ -246,20 +295,17 @@ class SameHostPeer:
                         # break the sender's channel.
                         append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
-                    raise self.gone("receive") from error
+                    raise self.death_error("receive") from error
         return self._in[0] if self._in else None
 
-    def take(self, channel: Any, timeout: float | None) -> Any:
-        return channel.get(timeout)
-
-    def loads(self, item: Any) -> Any:
-        return item
+    def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
+        return take(self._again, channel, timeout, use)
 
     def close(self, wait: bool) -> None:
         with self._lock:
             made, self._made, self._out = self._made, None, None
         if made is not None:
-            while wait and not self._is_open(made) and not self.is_gone():
+            while wait and not self._is_open(made) and not self.has_ended():
                 time.sleep(POLL_INTERVAL_S)
             made.close()
         for port in self._in:
@@ -271,16 +317,16 @@ class SameHostPeer:
         stats = port.channel.stats()
         return bool(stats.readers or stats.items_out) or port.closed
 
-    def is_gone(self) -> bool:
-        _, gone, _, _, _, alive, *_ = self._member._see(self._place)
-        return bool(gone) or not alive
+    def has_ended(self) -> bool:
+        _, status, _, _, _, alive, *_ = self._member._see(self._index)
+        return bool(status) or not alive
 
     def has_left(self) -> bool:
-        return bool(self._member._see(self._place)[1] == _LEFT)
+        return bool(self._member._see(self._index)[1] == _LEFT)
 
-    def gone(self, call: str) -> GroupError:
+    def death_error(self, call: str) -> GroupError:
         if self._member._see(self._member.rank)[-1]:
-            return GroupError(f"{call} failed: this member has left")
+            return GroupError(f"{call} failed: this member has left the group")
         kind, how = (MemberLeft, "has left") if self.has_left() else (MemberDied, "died")
-        rank = self._member._ranks[self._place]
+        rank = self._member._ranks[self._index]
         return kind(f"{call} failed: rank {rank} {how}", (rank,), call)

@@ -23,8 +23,9 @@ REPEATABLE = (*OPERATIONS.values(), min, max)
 
 
 def number_of_function(function: Any) -> int:
-    """Return the position of ``function`` in :data:`REPEATABLE`, or the length of that tuple for any other
-    function.
+    """Return the position of ``function`` in :data:`REPEATABLE`.
+
+    Any other function gets the length of that tuple.
 
     Members compare their calls by this number. Each process may create its own copy of a user's function, so
     all these functions share one number.
@@ -49,7 +50,7 @@ class RootMember(Protocol):
 def run_once(
     group: RootMember,
     doing: int,
-    mine: bytes,
+    own: bytes,
     run: Callable[[list[bytes]], Any],
     timeout: float | None,
     x: Any,
@@ -60,23 +61,23 @@ def run_once(
     If ``run`` raises, all members raise. ``x`` and ``function`` are the arguments of the operation, for
     messages.
     """
-    left, first = countdown(timeout), group.rank == 0
-    found = group._collect(doing, _COLLECT_KEY, mine, 0, left(), x, function)
-    result, error, told = None, None, b""
+    remaining, first = countdown(timeout), group.rank == 0
+    found = group._collect(doing, _COLLECT_KEY, own, 0, remaining(), x, function)
+    result, error, outcome = None, None, b""
     if first:
         try:
             result = run(found)
-            told = dumps((result, None))
+            outcome = dumps((result, None))
         except Exception as raised:
             raised.add_note(f"raised at rank 0, which runs the function of {NAMES[doing]} for all")
             error = raised
-            told = dumps((None, Portable(raised, "at rank 0")))
+            outcome = dumps((None, Portable(raised, "at rank 0")))
         except BaseException:  # Ctrl-C: the others wait for this member
             group._give_up_all()
             raise
-    told = group._tell(doing, _TELL_KEY, told, 0, left(), x, function)
+    outcome = group._tell(doing, _TELL_KEY, outcome, 0, remaining(), x, function)
     if not first:
-        result, error = loads(told)
+        result, error = loads(outcome)
     if error is not None:
         raise error
     return result

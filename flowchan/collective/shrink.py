@@ -41,10 +41,10 @@ class ShrinkMember(Protocol):
     def _fd(self) -> int: ...
     def _see(self, member: int) -> tuple[int, int, int, int, bool, bool, bool, bool]: ...
     def _count_out(self, member: int) -> None: ...
-    def _lane_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
-    def _show_lane(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
+    def _channel_from(self, member: int, offer: bool = False) -> tuple[int, int, int] | None: ...
+    def _publish_channel(self, member: int, fd: int, inode: int, offer: bool = False) -> None: ...
     def _give_up(self) -> None: ...
-    def _take_seat(self) -> None: ...
+    def _take_slot(self) -> None: ...
     def _title(self) -> str: ...
     def _has_met(self, timeout: float | None) -> bool: ...
     def close(self) -> None: ...
@@ -74,13 +74,13 @@ class Shrinking(Generic[M]):
         old = self._old
         *_, over = old._see(old.rank)
         if over:
-            raise GroupError(f"{old!r} was closed")
-        old._take_seat()
+            raise GroupError(f"{old!r} was closed; create a new group")
+        old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
             old._local.close(wait=False)  # so do members that wait in a channel of this one
             for member in self._others:
-                old._show_lane(member, 0, COME, True)
+                old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:
                 pass
             return new
@@ -89,46 +89,46 @@ class Shrinking(Generic[M]):
 
     def _try(self) -> M | None:
         old = self._old
-        left = [member for member in range(old.size) if member == old.rank or self._is_left(member)]
-        new = self._lead(left) if left[0] == old.rank else self._follow()
+        survivors = [member for member in range(old.size) if member == old.rank or self._is_survivor(member)]
+        new = self._lead(survivors) if survivors[0] == old.rank else self._follow()
         if new is None:
-            self._wait(left)
+            self._wait(survivors)
             return None
         endless = self._give_up == math.inf
         return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
 
-    def _is_left(self, member: int) -> bool:
+    def _is_survivor(self, member: int) -> bool:
         """Return whether the member is alive or may still join, and has not left."""
         *_, alive, _, over = self._old._see(member)
         return alive and not over
 
     def _has_come(self, member: int) -> bool:
-        return self._old._lane_from(member, True) is not None
+        return self._old._channel_from(member, True) is not None
 
-    def _wait(self, left: list[int]) -> None:
+    def _wait(self, survivors: list[int]) -> None:
         if time.monotonic() > self._give_up:
-            absent = [self._old._ranks[member] for member in left if member in self._others]
+            absent = [self._old._ranks[member] for member in survivors if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
-            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} have not arrived")
+            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} did not arrive")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
-    def _lead(self, left: list[int]) -> M | None:
+    def _lead(self, survivors: list[int]) -> M | None:
         """Create the group once all survivors have come, and wait until each has joined or is gone."""
         old = self._old
-        if not all(self._has_come(member) for member in left if member != old.rank):
+        if not all(self._has_come(member) for member in survivors if member != old.rank):
             return None
-        new = self._member(_core.Group._make(len(left)), 0)
+        new = self._member(_core.Group._make(len(survivors)), 0)
         try:
-            new._take_seat()
+            new._take_slot()
             inode = os.fstat(new._fd).st_ino
-            for place, member in enumerate(left[1:], 1):
-                old._show_lane(member, new._fd + _PLACE * place, inode, True)
-            while absent := [place for place in range(1, len(left)) if not new._see(place)[0]]:
+            for place, member in enumerate(survivors[1:], 1):
+                old._publish_channel(member, new._fd + _PLACE * place, inode, True)
+            while absent := [place for place in range(1, len(survivors)) if not new._see(place)[0]]:
                 for place in absent:
-                    if not self._is_left(left[place]):
+                    if not self._is_survivor(survivors[place]):
                         new._count_out(place)
-                self._wait([left[place] for place in absent])
+                self._wait([survivors[place] for place in absent])
         except BaseException:
             new.close()  # members that have joined wait in it
             raise
@@ -137,7 +137,7 @@ class Shrinking(Generic[M]):
     def _follow(self) -> M | None:
         """Join the group that another member offers, if any."""
         for member in self._others:
-            pid, at, inode = self._old._lane_from(member, True) or (0, 0, COME)
+            pid, at, inode = self._old._channel_from(member, True) or (0, 0, COME)
             if inode in self._tried:
                 continue
             self._tried.add(inode)
@@ -146,9 +146,9 @@ class Shrinking(Generic[M]):
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
                 new = self._member(opened, place)
             except OSError as error:
-                if error.errno in _NOT_ALLOWED and self._is_left(member):
+                if error.errno in _NOT_ALLOWED and self._is_survivor(member):
                     raise
                 continue  # the offering member is gone or has withdrawn the group
-            new._take_seat()
+            new._take_slot()
             return new
         return None

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from flowchan.collective import array_access
 from flowchan.collective.call_arguments import sizes_differ
-from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.operations import BROADCAST, NAMES, REDUCE_SCATTER, key_of
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import GroupError, Mismatch
@@ -63,7 +63,7 @@ def check(name: str) -> None:
         else "it needs a CUDA device that torch can see, and a torch that was built for CUDA",
     }
     if why := lacks.get(name, ""):
-        raise ValueError(f"{name} of torch.distributed is not available here: {why}; choose another one")
+        raise ValueError(f"set_algorithm: {name!r} is not available here: {why}; choose another algorithm")
 
 
 def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
@@ -78,7 +78,10 @@ def _gloo(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
 def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> Any:
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
-        raise GroupError("mpi: the group must have all processes that mpirun has started, in their order")
+        raise GroupError(
+            "mpi: the group must have all processes that mpirun started, in the same order; set another "
+            "algorithm"
+        )
     return backend
 
 
@@ -110,7 +113,7 @@ class TorchAlgorithm:
     # --- operations ---
 
     def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any:
-        mine = root in (-1, self._group.rank)
+        own = root in (-1, self._group.rank)
         if array_access.is_numpy(x) and x.dtype.kind in "Mm":
             raise TypeError(f"{self.name} cannot combine elements of type {x.dtype}; set another algorithm")
         wide = array_access.widened(x) if op == "mean" else x  # a half-precision sum may overflow
@@ -118,8 +121,8 @@ class TorchAlgorithm:
         reduction = _reduction(op, given)
 
         def start(backend: Any) -> Any:
-            total = _tensor(result) if mine else given.clone()
-            if mine and result is not wide:
+            total = _tensor(result) if own else given.clone()
+            if own and result is not wide:
                 total.copy_(given.view(total.shape))
             flat = torch.view_as_real(total) if total.is_complex() else total
             if root < 0:
@@ -132,7 +135,7 @@ class TorchAlgorithm:
 
         more = op if root < 0 else (root, op)
         self._do(doing, (array_access.kind(x), op, root), start, given.device, timeout, (x, more))
-        if op == "mean" and mine:
+        if op == "mean" and own:
             array_access.divide(result, self._group.size)
             if result is not out:
                 array_access.narrow(out, result)
@@ -150,11 +153,11 @@ class TorchAlgorithm:
         return x
 
     def _allgather_into(
-        self, doing: int, key: int, mine: list[Any], outs: list[Any], timeout: float | None
+        self, doing: int, key: int, own: list[Any], outs: list[Any], timeout: float | None
     ) -> None:
         """Gather arrays into ``outs``; members with smaller arrays pad them to the size of the largest."""
-        what = key_of(key, mine[0])
-        given, rooms = _bytes(mine[0]), [None if out is None else _bytes(out) for out in outs]
+        what = key_of(key, own[0])
+        given, destinations = _bytes(own[0]), [None if out is None else _bytes(out) for out in outs]
         sizes: list[int] = []
         found: list[torch.Tensor] = []
 
@@ -164,21 +167,21 @@ class TorchAlgorithm:
             whole = given if len(given) == largest else torch.cat([given, found[0][len(given) :]])
             return backend.allgather([found], [whole])
 
-        self._do(doing, what, start, given.device, timeout, (mine[0], None), len(given), sizes.extend)
-        for rank, (room, part, size) in enumerate(zip(rooms, found, sizes, strict=True)):
-            if room is not None:
-                array_access.check_room(rank, size, len(room))
-                room.copy_(part[:size])
+        self._do(doing, what, start, given.device, timeout, (own[0], None), len(given), sizes.extend)
+        for rank, (destination, part, size) in enumerate(zip(destinations, found, sizes, strict=True)):
+            if destination is not None:
+                array_access.check_size(NAMES[doing], rank, size, len(destination))
+                destination.copy_(part[:size])
 
     def _alltoall(
         self, doing: int, key: int, ins: list[Any], outs: list[Any], timeout: float | None, more: Any
     ) -> None:
         what = key_of(key, ins[0])
-        given, rooms = list(map(_bytes, ins)), list(map(_bytes, outs))
-        sizes = list(map(len, given)), list(map(len, rooms))
-        found: Any = rooms[0].new_empty(sum(sizes[1]))
+        given, destinations = list(map(_bytes, ins)), list(map(_bytes, outs))
+        sizes = list(map(len, given)), list(map(len, destinations))
+        found: Any = destinations[0].new_empty(sum(sizes[1]))
 
-        def hear(tables: list[tuple[list[int], list[int]]]) -> None:
+        def on_values(tables: list[tuple[list[int], list[int]]]) -> None:
             if why := sizes_differ(NAMES[doing], dict(enumerate(tables))):
                 raise Mismatch(why)
 
@@ -186,15 +189,15 @@ class TorchAlgorithm:
             swap = getattr(backend, "alltoall_base", None) or backend.all_to_all_single
             return swap(found, torch.cat(given), sizes[1], sizes[0])
 
-        self._do(doing, what, start, given[0].device, timeout, (ins, more), sizes, hear)
-        for room, part in zip(rooms, found.split(sizes[1]), strict=True):
-            room.copy_(part)
+        self._do(doing, what, start, given[0].device, timeout, (ins, more), sizes, on_values)
+        for destination, part in zip(destinations, found.split(sizes[1]), strict=True):
+            destination.copy_(part)
 
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any:
         """Combine the whole arrays on all members, because some backends cannot combine parts."""
         whole = _tensor(x).clone()
         self._reduce(REDUCE_SCATTER, whole, whole, op, -1, timeout)
-        part = array_access.parts_of(whole, self._group.size)[self._group.rank]
+        part = array_access.parts_of("reduce_scatter", whole, self._group.size)[self._group.rank]
         _tensor(out).copy_(part.reshape(tuple(out.shape)))
         return out
 
@@ -208,39 +211,39 @@ class TorchAlgorithm:
         device: torch.device,
         timeout: float | None,
         given: tuple[Any, Any],
-        say: Any = None,
-        hear: Callable[[list[Any]], None] | None = None,
+        contribution: Any = None,
+        on_values: Callable[[list[Any]], None] | None = None,
     ) -> None:
         """Run one operation of the backend between two rounds of the group.
 
         ``what`` must be equal on all members; ``given`` are the arguments of the call, for messages. Each
-        member contributes ``say`` in the first round. ``hear`` gets the values of all members before
-        ``start``.
+        member contributes ``contribution`` in the first round. ``on_values`` gets the values of all members
+        before ``start``.
         """
-        left, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
+        remaining, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
-        def all_say(word: Any) -> list[Any]:
-            return list(map(loads, self._group._exchange(doing, key, dumps(word), -1, left(), *given)))
+        def exchange(word: Any) -> list[Any]:
+            return list(map(loads, self._group._exchange(doing, key, dumps(word), -1, remaining(), *given)))
 
         def act() -> None:
             if failed is not None:
                 raise failed
-            if hear is not None:
+            if on_values is not None:
                 # an error here would end connections, so it comes before them
-                hear([word for _, word in heard])
+                on_values([word for _, word in values])
             if self._backend is None:
-                self._connect(heard[0][0], device, left)
-            self._finish(start(self._backend), device, left)
+                self._connect(values[0][0], device, remaining)
+            self._finish(start(self._backend), device, remaining)
 
         failed: Exception | None = None
         try:
             address = self._address()
         except Exception as error:  # the others receive it in the last round
             address, failed = "", error
-        heard = all_say((address, say))
+        values = exchange((address, contribution))
         failed = self._failure_of(act, doing)
         word = None if failed is None else (isinstance(failed, Mismatch), _words(failed))
-        self._judge(all_say(word), doing, failed)
+        self._judge(exchange(word), doing, failed)
 
     def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
         """Run ``act``, and return its exception after ending the backend."""
@@ -262,26 +265,26 @@ class TorchAlgorithm:
 
     def _judge(self, errors: list[Any], doing: int, failed: Exception | None) -> None:
         """Raise the same error on all members if any of them failed."""
-        told = {rank: error for rank, error in enumerate(errors) if error is not None}
-        if told:
+        failures = {rank: error for rank, error in enumerate(errors) if error is not None}
+        if failures:
             self.close()
-            (rank, (differ, words)), *_ = told.items()
+            (rank, (differ, words)), *_ = failures.items()
             if differ:
                 raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
-            raise GroupError(f"{NAMES[doing]} by {self.name} has failed at rank {rank}: {words}") from failed
+            raise GroupError(f"{NAMES[doing]} by {self.name} failed at rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
         """Return the address where rank 0 serves the store of the backend, or None."""
         if self._backend is not None or self._group.rank:
             return None
         if self._store is None:
-            here = self._group._reached_at()
-            family = socket.AF_INET6 if ":" in here else socket.AF_INET
+            own_address = self._group._reached_at()
+            family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
             # torch's own would listen on any address
-            with socket.create_server((here, 0), family=family) as listener:
+            with socket.create_server((own_address, 0), family=family) as listener:
                 port = listener.getsockname()[1]
                 self._store = _dist.TCPStore(
-                    here,
+                    own_address,
                     port,
                     is_master=True,
                     wait_for_workers=False,
@@ -290,26 +293,28 @@ class TorchAlgorithm:
                 )
         return joined((self._store.host, self._store.port))
 
-    def _connect(self, address: str, device: torch.device, left: Left) -> None:
-        """Create the backend in a thread, because creating it cannot be interrupted if a member is
-        missing."""
+    def _connect(self, address: str, device: torch.device, remaining: RemainingTime) -> None:
+        """Create the backend in a thread.
+
+        Creating it cannot be interrupted if a member is missing.
+        """
         group, made = self._group, Future[Any]()
-        rank, size, here = group.rank, group.size, group._reached_at()
+        rank, size, own_address = group.rank, group.size, group._reached_at()
 
         def make() -> None:
             try:
                 if self._store is None:
                     host, port = split(address)
                     self._store = _dist.TCPStore(host, port, wait_for_workers=False, timeout=WITHIN)
-                made.set_result(MAKERS[self.name](self._store, rank, size, here, device))
+                made.set_result(MAKERS[self.name](self._store, rank, size, own_address, device))
             except BaseException as error:
                 made.set_exception(error)
 
         threading.Thread(target=make, name=f"flowchan-collective-{self.name}", daemon=True).start()
-        self._until(lambda seconds: bool(wait([made], seconds).done), left)
+        self._until(lambda seconds: bool(wait([made], seconds).done), remaining)
         self._backend = made.result()
 
-    def _finish(self, work: Any, device: torch.device, left: Left) -> None:
+    def _finish(self, work: Any, device: torch.device, remaining: RemainingTime) -> None:
         """Wait for an operation; one of NCCL ends when its device has done it."""
         pause = 1e-5
 
@@ -325,14 +330,14 @@ class TorchAlgorithm:
                     pass  # it timed out, or it failed, which is_completed and wait report later
             return bool(work.is_completed())
 
-        self._until(ended, left)
+        self._until(ended, remaining)
         work.wait()
 
-    def _until(self, ended: _Ended, left: Left) -> None:
+    def _until(self, ended: _Ended, remaining: RemainingTime) -> None:
         lost_since: float | None = None
         while not ended(POLL_INTERVAL_S):
-            if left() == 0:
-                raise TimeoutError("the backend has not answered in time")
+            if remaining() == 0:
+                raise TimeoutError("the backend did not answer in time")
             now = time.monotonic()
             if not self._group._has_lost_any():
                 lost_since = None
@@ -373,7 +378,7 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op!r}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 

@@ -27,8 +27,11 @@ _TIMES = struct.Struct("<dd")
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a connection in seconds: until one byte arrives, and while sending ``REFERENCE`` bytes
-    occupies the sender."""
+    """Times of a connection in seconds.
+
+    One is the time until one byte arrives. The other is how long sending ``REFERENCE`` bytes occupies the
+    sender.
+    """
 
     delay: float
     sending: float
@@ -122,13 +125,13 @@ def meetings(hosts: int, host: int) -> Iterator[int]:
     Each pair meets once, and each host meets at most one other at a time: the circle method for round-robin
     tournaments.
     """
-    seats = hosts + hosts % 2
-    for turn in range(seats - 1):
-        if host == seats - 1:
-            other = turn * (seats // 2) % (seats - 1)
+    places = hosts + hosts % 2
+    for turn in range(places - 1):
+        if host == places - 1:
+            other = turn * (places // 2) % (places - 1)
         else:
-            other = (turn - host) % (seats - 1)
-            other = seats - 1 if other == host else other
+            other = (turn - host) % (places - 1)
+            other = places - 1 if other == host else other
         if other < hosts:
             yield other
 

@@ -13,10 +13,16 @@ _WHOLE, _PARTS, _PLAIN = 0, 1, 2
 
 
 def dumps(value: Any) -> bytes:
-    """Serialize a value.
+    """Serialise a value.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The bytes, for :func:`loads`.
 
     Raises:
-        TypeError: A part of the value cannot be serialized; the message names it.
+        TypeError: A part of the value cannot be serialised; the message names it.
     """
     plain: bytes | None = _core._plain_bytes(value)
     if plain is not None:
@@ -30,6 +36,7 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes | bytearray) -> Any:
+    """Return the value that :func:`dumps` has made into bytes."""
     kind = data[-1]
     if kind == _PLAIN:
         return _core._from_plain_bytes(data if type(data) is bytes else bytes(data))

@@ -146,8 +146,8 @@ def known(annotation: Any) -> Any:
         return type(None)
     if annotation is Parameter.empty or annotation is Any:
         return None
-    says = inspect.isclass(annotation) or isinstance(annotation, typing.NewType)
-    return annotation if says or typing.get_origin(annotation) is not None else None
+    is_type = inspect.isclass(annotation) or isinstance(annotation, typing.NewType)
+    return annotation if is_type or typing.get_origin(annotation) is not None else None
 
 
 def type_name(kind: Any) -> str:

@@ -11,14 +11,17 @@ from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.placements import PlacementOption
 from flowchan.declare.shapes import Many, SourceObject
-from flowchan.declare.stream import Input, Stream, origins, streams_argument, streams_of
+from flowchan.declare.stream import Input, Stream, streams_of
+from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Blueprint(General):
     """Declared graph: its name, its stages in the order of declaration, and the channels between them.
 
@@ -53,7 +56,8 @@ class Blueprint(General):
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
                 hosts.
             capacity: Capacity of the output channel in items (default: 64).
-            restarts: Maximum number of times that a dead worker process is replaced in one run (default: 10).
+            restarts: Maximum number of times that a dead worker process is replaced in 60 seconds of work
+                (default: 10).
             restartable: True if a second iteration yields the same elements. Then a replacement continues
                 after the elements that a dead worker process has emitted.
             gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.
@@ -67,8 +71,13 @@ class Blueprint(General):
             ValueError: An option is out of range.
 
         Example:
-            graph.source(range(10))
-            graph.source(path.rglob, "*.py", on="process")
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(range(3)).collect()
+            >>> same = graph.source(range, 3, on="process").collect()
+            >>> results = graph.run()
+            >>> results[numbers], results[same]
+            ([0, 1, 2], [0, 1, 2])
         """
         function: Callable[..., Any] | None = None
         options: dict[str, Any] = {}
@@ -78,16 +87,15 @@ class Blueprint(General):
         elif not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
             if isinstance(items, AsyncIterable):
                 raise TypeError(
-                    "source: give the function, to be called inside the run, and its arguments, "
-                    f"not {shown(items)}: "
-                    "graph.source(tail, path)"
+                    f"source: items must be an iterable or a callable, got {shown(items)}; pass the async "
+                    "generator function and its arguments: graph.source(tail, path)"
                 )
             raise TypeError(
-                f"source: items must be an iterable or a callable that gives one, not {shown(items)}"
+                f"source: items must be an iterable or a callable that returns one, got {shown(items)}"
             )
         elif args or kwargs:
             known_options("source", kwargs, SOURCE_OPTIONS)
-            raise TypeError(f"source: items is not callable, so it takes no more arguments: {shown(items)}")
+            raise TypeError(f"source: items must be a callable if it has arguments, got {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
         stage = self._declare(
@@ -118,11 +126,19 @@ class Blueprint(General):
         Returns:
             The stream. ``run[stream]`` is the port to put items into.
 
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: ``capacity`` is less than 1.
+
         Example:
-            questions: Input[str] = graph.input("questions")
-            answers = questions.map(answer).collect()
-            with graph.start() as run:
-                run[questions].put("why?")
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> questions = graph.input("questions")
+            >>> answers = questions.map(str.upper).collect()
+            >>> with graph.start() as run:
+            ...     run[questions].put("why?")
+            >>> run.wait()[answers]
+            ['WHY?']
         """
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         (out,) = stage.outputs
@@ -143,11 +159,15 @@ class Blueprint(General):
             TypeError: An argument is not a stream, or there is none.
 
         Example:
-            both = graph.merge(good, repaired)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> both = graph.merge(graph.source([1, 2]), graph.source([3])).collect()
+            >>> sorted(graph.run()[both])
+            [1, 2, 3]
         """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
-            raise TypeError("merge: give at least one stream")
+            raise TypeError("merge: streams must have at least one stream, got none")
         items = [stream.item for stream in streams_argument("merge", streams)]
         stage = self._declare(
             "merge",
@@ -172,9 +192,23 @@ class Blueprint(General):
         Returns:
             The stream. Call ``feed(stream)`` on it to close the loop.
 
+        Raises:
+            TypeError: ``name`` is not a string.
+
         Example:
-            again = graph.feedback()
-            work, done = graph.stage(steer, start, again)
-            again.feed(work.map(step))
+            >>> from flowchan import Graph, In, Out
+            >>> def countdown(start: In[int], again: In[int], work: Out[int]) -> None:
+            ...     number = start.get()
+            ...     while number:
+            ...         print(number)
+            ...         work.put(number)
+            ...         number = again.get()
+            >>> graph = Graph()
+            >>> again = graph.feedback()
+            >>> work = graph.stage(countdown, graph.source([2]), again)
+            >>> again.feed(work.map(lambda number: number - 1))
+            >>> results = graph.run()
+            2
+            1
         """
         return Feedback(self, *self._leads_back(text("feedback", "name", name)), name)

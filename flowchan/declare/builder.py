@@ -18,7 +18,7 @@ from flowchan.declare.callables import name_of
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.options import StageSettings
 from flowchan.declare.placements import Placement
-from flowchan.declare.values import Edge, Loop, Origin, Output, Stage, Stranger
+from flowchan.declare.values import Edge, ForeignStream, Loop, Origin, Output, Stage
 from flowchan.errors import Where
 from flowchan.items.arguments import errors_argument, pause, seconds, text
 
@@ -30,7 +30,9 @@ class Builder:
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
+        """Name of the graph."""
         self.where = users_line()
+        """File and line of the program that declared the graph."""
         self._stages: list[Stage] = []
         self._by_name: dict[str, int] = {}
         self._by_port: dict[Origin, int] = {}
@@ -38,7 +40,7 @@ class Builder:
         self._edges: tuple[Edge, ...] | None = None
         self._loops: dict[Origin, Loop] = {}  # by the origin that represents the loop
         # streams of other graphs that a stage of this graph reads
-        self._strangers: dict[Origin, Stranger] = {}
+        self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
         """Label of a stage in pictures, by stage name, instead of its operator and line. ``None`` hides the
         stage."""
@@ -53,31 +55,43 @@ class Builder:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages in the order of declaration."""
+        """Return the stages in the order of declaration."""
         return tuple(self._stages)
 
     def stage_named(self, name: str) -> Stage:
-        """Return the stage with this name.
-
-        If two stages have the name, return the first.
+        """Return the first stage with this name.
 
         Args:
             name: Name of a stage.
 
+        Returns:
+            The declaration of the stage.
+
         Raises:
             KeyError: The graph has no stage with this name.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3), name="numbers").sink(print)
+            >>> graph.stage_named("numbers").kind
+            'source'
         """
         try:
             return self._stages[self._by_name[name]]
         except KeyError:
-            raise KeyError(f"graph {self.name!r} has no stage named {name!r}") from None
+            names = ", ".join(map(repr, self._by_name)) or "none"
+            raise KeyError(
+                f"graph {self.name!r} has no stage named {name!r}; its stages are {names}"
+            ) from None
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """Channels of the graph: each output with its reader, and each error stream that a stage reads.
+        """Return the channels of the graph.
 
-        A stream with several readers, which ``check`` reports, has one edge per reader. If the reader
-        distinguishes the workers, the stream has one edge per worker.
+        Each output has an edge to its reader, and so has each error stream that a stage reads. A stream with
+        several readers, which ``check`` reports, has one edge per reader. If the reader distinguishes the
+        workers, the stream has one edge per worker.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())
@@ -135,7 +149,7 @@ class Builder:
             restartable=given.restartable,
             gpus=given.gpus,
             gang=given.gang,
-            asked=any(map(self._may_be_asked, inputs)),
+            may_get_requests=any(map(self._may_carry_requests, inputs)),
         )
         self._add(stage)
         return stage
@@ -152,13 +166,13 @@ class Builder:
             self._by_port.setdefault(Origin(stage.name, output.port), index)
         self._edges = None
 
-    def _may_be_asked(self, origin: Origin) -> bool:
+    def _may_carry_requests(self, origin: Origin) -> bool:
         """Return whether the program may send items through this output with ``ask()``."""
         if origin not in self._by_port:
             return False
         stage = self._stage_at(origin)
         failed = stage.errors is not None and origin.port == stage.errors.port
-        return (stage.asked or stage.operator.outside) and not failed
+        return (stage.may_get_requests or stage.operator.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
         """Return whether each item of this output is a list of several items."""
@@ -170,7 +184,7 @@ class Builder:
 
     def _without_stage(self) -> Origin:
         """Return a new origin for a stream that no known stage of this graph writes."""
-        return Origin("", str(len(self._loops) + len(self._strangers)))
+        return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
         """Return an origin for a loop whose writer is declared later."""
@@ -181,7 +195,7 @@ class Builder:
     def _is_foreign(self, name: str, graph: Builder) -> Origin:
         """Return an origin for a stream of another graph, which ``check`` reports."""
         origin = self._without_stage()
-        self._strangers[origin] = Stranger(name, graph.name, graph.where)
+        self._foreign_streams[origin] = ForeignStream(name, graph.name, graph.where)
         return origin
 
     def _fed(self, origin: Origin) -> Origin:
@@ -214,9 +228,9 @@ class Builder:
         self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
 
-    def _tell_apart(self, origin: Origin) -> None:
+    def _split_per_worker(self, origin: Origin) -> None:
         """Give each worker of a stage its own channel for this output."""
-        self._change_output(origin, apart=True)
+        self._change_output(origin, channel_per_worker=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
         """Replace the stage of this output with one whose output has these changes."""
@@ -243,13 +257,13 @@ class Builder:
 
     def _joined(self) -> Iterator[Edge]:
         readers: dict[Origin, list[tuple[Stage | None, str | None]]] = {}
-        nobody: list[tuple[Stage | None, str | None]] = [(None, None)]
+        no_reader: list[tuple[Stage | None, str | None]] = [(None, None)]
         for stage in self._stages:
             for input_port, origin in stage.read:
                 readers.setdefault(origin, []).append((stage, input_port))
         for stage in self._stages:
             for output in stage.outputs:
-                for reader, port in readers.get(Origin(stage.name, output.port), nobody):
+                for reader, port in readers.get(Origin(stage.name, output.port), no_reader):
                     yield from _edges(stage, output, reader, port)
             if stage.errors is not None:
                 for reader, port in readers.get(Origin(stage.name, stage.errors.port), ()):

@@ -39,6 +39,24 @@ def is_callable_class(function: Any) -> bool:
     return any("__call__" in vars(base) for base in function.__mro__)
 
 
+def class_with_state(function: Any) -> str:
+    """Return the name of the class whose instance is called per item, if it can keep state between items.
+
+    It is empty for a function, for a frozen dataclass, and for callables of native code or of flowchan.
+    """
+    function = bare(function)
+    if not is_callable_class(function):
+        function = getattr(function, "__self__", function) if inspect.ismethod(function) else function
+        if inspect.isroutine(function) or inspect.isclass(function):
+            return ""
+        function = type(function)
+    settings = getattr(function, "__dataclass_params__", None)
+    if settings is not None and settings.frozen:
+        return ""
+    native = not inspect.isfunction(getattr(function, "__call__", None))  # noqa: B004
+    return "" if native or function.__module__.split(".")[0] == "flowchan" else function.__name__
+
+
 def name_of(function: Any) -> str:
     """Return the name from ``def`` or ``class``; for a callable object, the name of its class."""
     name = getattr(bare(function), "__name__", None)

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from flowchan.declare.stream import Stream, origins, streams_argument
+from flowchan.declare.stream import Stream
+from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Origin
 
 T = TypeVar("T")
 
 
 class Feedback(Stream[T]):
-    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it."""
+    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it.
+
+    Example:
+        >>> from flowchan import Graph, In, Out
+        >>> def countdown(start: In[int], again: In[int], work: Out[int], done: Out[str]) -> None:
+        ...     number = start.get()
+        ...     while number:
+        ...         work.put(number)
+        ...         number = again.get()
+        ...     done.put("done")
+        >>> graph = Graph()
+        >>> again = graph.feedback()
+        >>> work, done = graph.stage(countdown, graph.source([3]), again)
+        >>> again.feed(work.map(lambda number: number - 1))
+        >>> result = done.collect()
+        >>> graph.run()[result]
+        ['done']
+    """
 
     __slots__ = ()
 
@@ -28,9 +46,16 @@ class Feedback(Stream[T]):
             ValueError: This feedback already has a writer.
 
         Example:
-            again = graph.feedback()
-            work, done = graph.stage(steer, start, again)
-            again.feed(work.map(step))
+            >>> from flowchan import Graph, In, Out
+            >>> def retry_once(items: In[int], again: In[int], work: Out[int]) -> None:
+            ...     work.put(items.get())
+            ...     print(again.get())
+            >>> graph = Graph()
+            >>> again = graph.feedback()
+            >>> work = graph.stage(retry_once, graph.source([1]), again)
+            >>> again.feed(work.map(lambda number: number + 1))
+            >>> results = graph.run()
+            2
         """
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
@@ -41,4 +66,6 @@ class Feedback(Stream[T]):
         self.graph._feed(self._origin, *origins(self.graph, stream))
 
     def _own(self, call: str) -> Origin:
-        raise ValueError(f"{call}: {self!r} has no stage; call {call} on the stream that feeds it")
+        raise ValueError(
+            f"{call}: {self!r} is a feedback without a stage; call {call} on the stream that feeds it"
+        )

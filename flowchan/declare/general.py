@@ -13,15 +13,16 @@ from typing import Any, Concatenate, TypeVar, TypeVarTuple, overload
 from flowchan.channel.ports import Out
 from flowchan.declare.annotations import group_parameter, ports_of
 from flowchan.declare.builder import Builder
-from flowchan.declare.options import SOURCE_OPTIONS
-from flowchan.declare.placements import PlacementOption
-from flowchan.declare.shapes import Untold
-from flowchan.declare.stream import Stream, origins, streams_argument, streams_of
-from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS, Gang
+from flowchan.declare.options import PortOptions, PortSettings, shows
+from flowchan.declare.shapes import UntypedFunction
+from flowchan.declare.stream import Stream, streams_of
+from flowchan.declare.stream_handle import origins, streams_argument
+from flowchan.declare.values import Gang
 from flowchan.items.arguments import callable_argument, flag, no_misspelt_option
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
-STAGE_OPTIONS = (*SOURCE_OPTIONS, "workers", "elastic", "per_worker")
+STAGE_OPTIONS = tuple(PortOptions.__annotations__)
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -31,11 +32,12 @@ Q = TypeVar("Q")
 Others = TypeVarTuple("Others")
 
 
+@methods_end_at_caller
 class General(Builder):
     """Graph with :meth:`stage`."""
 
     @overload
-    def stage(self, function: Untold, *streams: Stream[Any], **options: Any) -> Any: ...
+    def stage(self, function: UntypedFunction, *streams: Stream[Any], **options: Any) -> Any: ...
     @overload
     def stage(
         self,
@@ -138,21 +140,8 @@ class General(Builder):
     ) -> Stream[A]: ...
     @overload
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any: ...
-    def stage(
-        self,
-        function: Callable[..., Any],
-        *streams: Stream[Any],
-        name: str | None = None,
-        on: PlacementOption = "thread",
-        workers: int = 1,
-        capacity: int = DEFAULT_CAPACITY,
-        restarts: int = DEFAULT_RESTARTS,
-        restartable: bool = False,
-        elastic: bool = False,
-        gpus: int = 0,
-        per_worker: str | tuple[str, ...] = (),
-        **kwargs: Any,
-    ) -> Any:
+    @shows(PortOptions, PortSettings, rest="kwargs")
+    def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any:
         """Declare a stage with ports: each worker calls ``function`` once.
 
         The parameters annotated ``In[T]`` and ``Out[T]`` are the ports.
@@ -160,20 +149,23 @@ class General(Builder):
         Args:
             function: Function, callable class or ``async def`` function with port parameters.
             *streams: Streams for the ``In`` parameters, in order.
-            name: Name of the stage (default: the function's name).
-            on: Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool.
-            workers: Number of workers (default: 1).
-            capacity: Capacity of each output channel in items (default: 64).
-            restarts: Maximum number of replacements of dead worker processes in one run (default: 10).
-            restartable: True if the function keeps no state between items. Then a dead worker process is
-                replaced.
-            elastic: For a gang: if a worker dies, only that worker starts again (implies ``restartable``).
-                The others continue in their processes: the function is called again, first with the group of
-                the survivors, then with the complete group.
-            gpus: Number of GPUs reserved for each worker (default: 0). They need worker processes.
-            per_worker: ``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)``. The
-                worker with that number, counted from 1, receives the item.
-            **kwargs: Values for the parameters that are not ports.
+            **options: Values for the parameters that are not ports, and keyword options of the stage:
+                name (str): Name of the stage (default: the function's name).
+                on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
+                    or a pool.
+                workers (int): Number of workers (default: 1).
+                capacity (int): Capacity of each output channel in items (default: 64).
+                restarts (int): Maximum number of replacements of dead worker processes in 60 seconds of work
+                    (default: 10).
+                restartable (bool): True if the function keeps no state between items (default: False). Then a
+                    dead worker process is replaced.
+                elastic (bool): For a gang: if a worker dies, only that worker starts again (default: False;
+                    implies ``restartable``). The others continue in their processes: the function is called
+                    again, first with the group of the survivors, then with the complete group.
+                gpus (int): Number of GPUs reserved for each worker (default: 0). They need worker processes.
+                per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
+                    ``(worker, item)`` (default: none). The worker with that number, counted from 1, receives
+                    the item.
 
         Returns:
             ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.
@@ -187,43 +179,49 @@ class General(Builder):
         with the items that it had not finished.
 
         Example:
-            def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
-                for number in numbers:
-                    (odd if number % 2 else even).put(number)
-
-            even, odd = graph.stage(split, graph.source(range(6)))
+            >>> from flowchan import Graph, In, Out
+            >>> def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
+            ...     for number in numbers:
+            ...         (odd if number % 2 else even).put(number)
+            >>> graph = Graph()
+            >>> even, odd = graph.stage(split, graph.source(range(6)))
+            >>> even, odd = even.collect(), odd.collect()
+            >>> results = graph.run()
+            >>> results[even], results[odd]
+            ([0, 2, 4], [1, 3, 5])
         """
         ports = ports_of(callable_argument("stage", "function", function))
-        no_misspelt_option("stage", function, kwargs, STAGE_OPTIONS)
-        seat = group_parameter(function)
-        if flag("stage", "elastic", elastic) and seat is None:
+        settings = PortSettings(**{name: options.pop(name) for name in STAGE_OPTIONS if name in options})
+        no_misspelt_option("stage", function, options, STAGE_OPTIONS)
+        group = group_parameter(function)
+        if flag("stage", "elastic", settings.elastic) and group is None:
             raise ValueError(
-                "stage: elastic=True is for a gang, whose function has a parameter annotated "
-                "flowchan.collective.Group"
+                "stage: elastic=True needs a gang, whose function has a parameter annotated "
+                "flowchan.collective.Group; add it, or remove elastic=True"
             )
-        restartable = restartable or elastic
-        if restartable and not streams and workers != 1:
+        restartable = settings.restartable or settings.elastic
+        if restartable and not streams and settings.workers != 1:
             raise ValueError(
-                f"stage: a restartable stage without inputs has one worker, not workers={workers!r}"
+                f"stage: workers must be 1 for a restartable stage without inputs, got {settings.workers!r}"
             )
         readers = [port.name for port in ports if port.reads][: len(streams)]
-        addressed = _per_worker(per_worker, readers)
-        surplus = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
+        addressed = _per_worker(settings.per_worker, readers)
+        extra = [f"surplus{number}" for number in range(1, len(streams) - len(readers) + 1)]
         stage = self._declare(
             "stage",
-            name=name,
+            name=settings.name,
             function=function,
-            kwargs=kwargs,
+            kwargs=options,
             inputs=origins(self, *streams_argument("stage", streams)),
-            input_ports=readers + surplus,
+            input_ports=readers + extra,
             outputs=[(port.name, port.item) for port in ports if not port.reads],
-            capacity=capacity,
-            on=on,
-            workers=workers,
-            restarts=restarts,
+            capacity=settings.capacity,
+            on=settings.on,
+            workers=settings.workers,
+            restarts=settings.restarts,
             restartable=restartable,
-            gpus=gpus,
-            gang=None if seat is None else Gang(*seat, elastic),
+            gpus=settings.gpus,
+            gang=None if group is None else Gang(*group, settings.elastic),
         )
         self._address(addressed)
         outs = streams_of(self, stage)

@@ -79,7 +79,7 @@ class Operator:
 
     Its arguments are the stage's options and the number of items at each input.
     """
-    says: Callable[[Mapping[str, Any]], str] | None = None
+    describe: Callable[[Mapping[str, Any]], str] | None = None
     """Function that returns the label of the stage's options in a picture."""
 
     @property
@@ -199,7 +199,12 @@ _ROWS = (
     Operator(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
     Operator(name="collect", answers=True, body=f"{_BODIES}:collect", result=True, gathers=True),
     Operator(
-        name="batch", answers=True, body=f"{_BODIES}:batch", groups=True, expects=_batches, says=_batch_size
+        name="batch",
+        answers=True,
+        body=f"{_BODIES}:batch",
+        groups=True,
+        expects=_batches,
+        describe=_batch_size,
     ),
     Operator(name="unbatch", answers=True, body=f"{_BODIES}:unbatch"),
     Operator(
@@ -208,7 +213,7 @@ _ROWS = (
         body=f"{_BODIES}:take",
         lets_go="not taken",
         expects=_taken,
-        says=_most_taken,
+        describe=_most_taken,
     ),
     Operator(name="tee", answers=True, body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
     Operator(name="zip", body=f"{_BODIES}:zip_", expects=_as_the_shortest),

@@ -13,7 +13,8 @@ from typing import Any, TypedDict, TypeVar
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
-from flowchan.items.arguments import flag, seconds, text, whole
+from flowchan.items.arguments import callable_argument, flag, seconds, text, whole
+from flowchan.items.combining import OPERATIONS
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
 
@@ -50,8 +51,9 @@ class WorkOptions(NameOption, total=False):
     """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
     needs worker processes, of which a late one is replaced, or an ``async def`` function."""
     restarts: int
-    """How many worker processes that died are replaced, over the whole run; 10 if left out. If left out, or
-    from 10**9 on, four deaths in a row before the worker begins to work end the run too."""
+    """How many worker processes that died are replaced in 60 seconds of work; 10 if left out. Deaths over
+    items use none. If left out, or from 10**9 on, four deaths in a row before the worker begins to work end
+    the run too; any other number of them is allowed if it is set."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: int
@@ -71,6 +73,28 @@ class OrderedOptions(ItemOptions, total=False):
 
     ordered: bool
     """Keep the order of the input with several workers (default: True)."""
+
+
+class PortOptions(NameOption, total=False):
+    """Options of a general stage, whose function has ports."""
+
+    on: PlacementOption
+    """Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool."""
+    workers: int
+    """Number of workers (default: 1)."""
+    capacity: int
+    """Capacity of each output channel in items (default: 64)."""
+    restarts: int
+    """Maximum number of replacements of dead worker processes in one run (default: 10)."""
+    restartable: bool
+    """True if the function keeps no state between items (default: False). Then a dead worker process is
+    replaced."""
+    elastic: bool
+    """For a gang: if a worker dies, only that worker starts again (default: False)."""
+    gpus: int
+    """Number of GPUs reserved for each worker (default: 0). They need worker processes."""
+    per_worker: str | tuple[str, ...]
+    """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,33 +128,65 @@ class StageSettings:
         flag(kind, "restartable", self.restartable)
         placement = placement_argument(kind, self.on)
         limited = seconds(kind, "timeout", self.timeout) is not None
-        if limited and not placement.apart and not is_async(function):
+        if limited and not placement.own_process and not is_async(function):
             raise ValueError(
-                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an async "
-                "def function: nothing can end a call on a thread from outside"
+                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
+                "async def function, because a call on a thread cannot be ended"
             )
-        if whole(kind, "gpus", self.gpus, 0) and not placement.apart:
+        if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(
-                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts: threads share the "
-                "program's devices"
+                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts, because threads "
+                "share the devices of the program"
             )
         if self.name is not None:
             text(kind, "name", self.name)
         return placement
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortSettings(StageSettings):
+    """Settings of a general stage."""
+
+    elastic: bool = False
+    per_worker: str | tuple[str, ...] = ()
+
+
 SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 
 
-def shows(options: type) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``."""
-    shared = inspect.signature(StageSettings).parameters
+def shows(
+    options: type, settings: type = StageSettings, rest: str | None = None
+) -> Callable[[Operator], Operator]:
+    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``.
+
+    Args:
+        options: The options, a ``TypedDict``.
+        settings: Class with the defaults of the options.
+        rest: Name under which ``help`` shows other keyword arguments; None if there are none.
+
+    Returns:
+        The decorator.
+    """
+    shared = inspect.signature(settings).parameters
     by_name = [shared[name] for name in options.__annotations__]
 
     def shown(operator: Operator) -> Operator:
         signature = inspect.signature(operator)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        operator.__signature__ = signature.replace(parameters=[*own, *by_name])  # type: ignore[attr-defined]
+        others = [inspect.Parameter(rest, inspect.Parameter.VAR_KEYWORD, annotation="Any")] if rest else []
+        signature = signature.replace(parameters=[*own, *by_name, *others])
+        operator.__signature__ = signature  # type: ignore[attr-defined]
         return operator
 
     return shown
+
+
+def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
+    """Check the options of ``allreduce``, and return its function and the options of its operator."""
+    own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
+    if not isinstance(op, str):
+        return callable_argument("allreduce", "op", op), own
+    if op not in OPERATIONS:
+        allowed = ", ".join(map(repr, OPERATIONS))
+        raise ValueError(f"allreduce: op must be one of {allowed} or a function of two values, got {op!r}")
+    return None, {**own, "op": op}

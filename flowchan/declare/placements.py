@@ -20,8 +20,9 @@ class Placement:
 
     Attributes:
         name: Name in reports and pictures.
-        apart: True if each worker has its own process, to which the stage is sent. Then another process can
-            replace a dead one. Otherwise the workers are threads of the program's process and end with it.
+        own_process: True if each worker has its own process, to which the stage is sent. Then another
+            process can replace a dead one. Otherwise the workers are threads of the program's process and
+            end with it.
         hosts: Names of the hosts on which the workers run in turn; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
         nowhere: True if the hosts are not given yet.
@@ -29,7 +30,7 @@ class Placement:
     """
 
     name: str
-    apart: bool
+    own_process: bool
     hosts: tuple[str, ...] = ()
     shares: tuple[int, ...] = ()
     nowhere: bool = False
@@ -44,17 +45,24 @@ class Placement:
         return bool(self.hosts or self.nowhere or self.missing)
 
     def transport_to(self, other: Placement) -> Transport:
-        """Return the transport of a channel from this placement to ``other``."""
-        return PROCESSES if self.apart or other.apart else THREADS
+        """Return the transport of a channel from this placement to another one.
 
-    def is_beside(self, other: Placement) -> bool:
+        Args:
+            other: Placement of the channel's reader.
+
+        Returns:
+            Threads if both share the program's process, else processes.
+        """
+        return PROCESSES if self.own_process or other.own_process else THREADS
+
+    def has_same_host(self, other: Placement) -> bool:
         """Return whether one crew serves both placements, because neither has hosts."""
         return not self.hosts and not other.hosts
 
 
-THREAD = Placement("thread", apart=False)
-PROCESS = Placement("process", apart=True)
-HOSTS = Placement("hosts", apart=True, nowhere=True)
+THREAD = Placement("thread", own_process=False)
+PROCESS = Placement("process", own_process=True)
+HOSTS = Placement("hosts", own_process=True, nowhere=True)
 
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}
@@ -72,5 +80,5 @@ def placement_argument(call: str, value: Any) -> Placement:
     if placement is None:
         error = ValueError if isinstance(value, str) else TypeError
         allowed = ", ".join(f'"{word}"' for word in PLACEMENTS)
-        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, not {shown(value)}")
+        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, got {shown(value)}")
     return placement

@@ -45,7 +45,7 @@ class Bound(Protocol[B_co]):
         """Callable inside the partial."""
 
 
-class Untold(Protocol):
+class UntypedFunction(Protocol):
     """Callable with unknown parameters, such as a ``Callable[..., None]`` or a ``functools.partial``."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:

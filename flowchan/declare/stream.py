@@ -8,11 +8,10 @@ output. An argument that is wrong on its own raises ``TypeError`` or ``ValueErro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from flowchan.declare.annotations import element_type, returned_type, type_name
+from flowchan.declare.annotations import element_type, returned_type
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
@@ -20,14 +19,16 @@ from flowchan.declare.options import (
     OrderedOptions,
     PlainOptions,
     WorkOptions,
+    allreduce_options,
     shows,
 )
 from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
-from flowchan.declare.values import Origin, Stage
-from flowchan.items.arguments import callable_argument, known_options, refuses_misspelt, seconds, whole
-from flowchan.items.combining import OPERATIONS, Function, Named, Reduced
+from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
+from flowchan.declare.values import Stage
+from flowchan.items.arguments import callable_argument, known_options, seconds, whole
+from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
-from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
 
 _MISSING: Any = object()
 
@@ -38,8 +39,8 @@ T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Stream(Generic[T_co]):
+@methods_end_at_caller
+class Stream(StreamHandle[T_co]):
     """Output of a stage in a graph, on which you declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
@@ -54,17 +55,19 @@ class Stream(Generic[T_co]):
 
     The operators that call a function for each item share the options that :meth:`map` lists. If the function
     is a class with a ``__call__`` method, each worker builds one instance of it.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> words = graph.source(["a b", "c"]).flat_map(str.split)
+        >>> words
+        <Stream 'split' in graph 'graph'>
+        >>> result = words.map(str.upper).collect()
+        >>> graph.run()[result]
+        ['A', 'B', 'C']
     """
 
-    graph: Builder
-    stage: str
-    port: str
-    name: str = field(compare=False)
-    item: Any = field(default=None, compare=False)
-
-    def __repr__(self) -> str:
-        kind = "" if self.item is None else f" of {type_name(self.item)}"
-        return f"<Stream {self.name!r}{kind} in graph {self.graph.name!r}>"
+    __slots__ = ()
 
     @overload
     def map(self, function: Awaited[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
@@ -78,6 +81,7 @@ class Stream(Generic[T_co]):
 
         Args:
             function: Function of one item, an ``async def`` function, or a class whose instances are called.
+                A replacement of a dead worker process has a new instance.
                 After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
                 only the item at its index.
             **options: Keyword options of the stage:
@@ -92,8 +96,7 @@ class Stream(Generic[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Maximum number of replacements of dead worker processes in one run (default:
-                    10).
+                restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
 
@@ -106,8 +109,12 @@ class Stream(Generic[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            sizes = paths.map(os.path.getsize, workers=4)
-            parsed = pages.map(parse, on="process", workers=8, retries=2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(range(4))
+            >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
+            >>> graph.run()[squares]
+            [0, 1, 4, 9]
         """
         return self._one("map", function, returned_type, options)
 
@@ -136,7 +143,11 @@ class Stream(Generic[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            words = lines.flat_map(str.split)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> words = graph.source(["a b", "c"]).flat_map(str.split).collect()
+            >>> graph.run()[words]
+            ['a', 'b', 'c']
         """
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
@@ -157,7 +168,11 @@ class Stream(Generic[T_co]):
             ValueError: An option is out of range.
 
         Example:
-            even = numbers.filter(lambda number: number % 2 == 0)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> even = graph.source(range(6)).filter(lambda number: number % 2 == 0).collect()
+            >>> graph.run()[even]
+            [0, 2, 4]
         """
         return self._one("filter", function, lambda _: self.item, options)
 
@@ -170,15 +185,19 @@ class Stream(Generic[T_co]):
         Args:
             function: Function of one item; its result is ignored. It may be an ``async def`` function or a
                 class whose instances are called.
-            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered`` and
-                ``capacity``.
+            **options: Keyword options that :meth:`map` lists, without ``ordered`` and ``capacity``.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
             ValueError: An option is out of range.
 
         Example:
-            rows.sink(database.insert, workers=2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(["a", "b"]).sink(print)
+            >>> results = graph.run()
+            a
+            b
         """
         callable_argument("sink", "function", function)
         known_options("sink", options, WorkOptions.__annotations__)
@@ -205,7 +224,13 @@ class Stream(Generic[T_co]):
             ValueError: ``n`` or an option is out of range.
 
         Example:
-            low, high = words.partition(len, 2)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> even, odd = graph.source(range(6)).partition(lambda number: number, 2)
+            >>> even, odd = even.collect(), odd.collect()
+            >>> results = graph.run()
+            >>> results[even], results[odd]
+            ([0, 2, 4], [1, 3, 5])
         """
         outputs = [(str(port), self.item) for port in range(whole("partition", "n", n, 1))]
         known_options("partition", options, ItemOptions.__annotations__)
@@ -237,8 +262,11 @@ class Stream(Generic[T_co]):
             TypeError: ``function`` cannot be called, or an option is unknown.
 
         Example:
-            total = numbers.reduce(lambda total, number: total + number, 0)
-            print(graph.run()[total])
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> total = graph.source(range(5)).reduce(lambda total, number: total + number, 0)
+            >>> graph.run()[total]
+            10
         """
         item = returned_type(callable_argument("reduce", "function", function))
         known_options("reduce", options, ("initial", *NameOption.__annotations__))
@@ -256,9 +284,15 @@ class Stream(Generic[T_co]):
             A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
             the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
 
+        Raises:
+            TypeError: An option is unknown.
+
         Example:
-            result = numbers.map(str).collect()
-            print(graph.run()[result])
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> result = graph.source(range(3)).map(str).collect()
+            >>> graph.run()[result]
+            ['0', '1', '2']
         """
         known_options("collect", options, NameOption.__annotations__)
         return self._next("collect", [("out", _listed(self.item))], options)[0]
@@ -283,7 +317,11 @@ class Stream(Generic[T_co]):
             ValueError: ``size``, ``timeout`` or an option is out of range.
 
         Example:
-            predictions = images.batch(32, timeout=0.1).map(Model).unbatch()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> sums = graph.source(range(5)).batch(2).map(sum).collect()
+            >>> graph.run()[sums]
+            [1, 5, 4]
         """
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
@@ -298,6 +336,16 @@ class Stream(Generic[T_co]):
 
         Returns:
             The stream of the elements. The items of this stream must be iterables.
+
+        Raises:
+            TypeError: An option is unknown.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source([[1, 2], [3]]).unbatch().collect()
+            >>> graph.run()[numbers]
+            [1, 2, 3]
         """
         known_options("unbatch", options, PlainOptions.__annotations__)
         return self._next("unbatch", [("out", element_type(self.item))], options)[0]
@@ -318,7 +366,12 @@ class Stream(Generic[T_co]):
             ValueError: ``n`` is negative.
 
         Example:
-            first = graph.source(itertools.count()).take(10).collect()
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> first = graph.source(itertools.count()).take(3).collect()
+            >>> graph.run()[first]
+            [0, 1, 2]
         """
         known_options("take", options, PlainOptions.__annotations__)
         return self._next("take", [("out", self.item)], options, own={"n": whole("take", "n", n, 0)})[0]
@@ -337,6 +390,15 @@ class Stream(Generic[T_co]):
         Raises:
             TypeError: ``n`` is not an int, or an option is unknown.
             ValueError: ``n`` is less than 1.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> one, other = graph.source(range(4)).tee(2)
+            >>> numbers, total = one.collect(), other.reduce(lambda total, number: total + number)
+            >>> results = graph.run()
+            >>> results[numbers], results[total]
+            ([0, 1, 2, 3], 6)
         """
         known_options("tee", options, PlainOptions.__annotations__)
         outputs = [(str(port), self.item) for port in range(whole("tee", "n", n, 1))]
@@ -365,7 +427,12 @@ class Stream(Generic[T_co]):
             TypeError: An argument is not a stream, or an option is unknown.
 
         Example:
-            pairs = names.zip(ages)
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> names, ages = graph.source(["Ada", "Alan"]), graph.source([36, 41])
+            >>> pairs = names.zip(ages).collect()
+            >>> graph.run()[pairs]
+            [('Ada', 36), ('Alan', 41)]
         """
         streams = streams_argument("zip", (self, *others))
         known_options("zip", options, PlainOptions.__annotations__)
@@ -379,71 +446,63 @@ class Stream(Generic[T_co]):
         )
         return streams_of(self.graph, stage)[0]
 
+    @overload  # the mean of integers is a float
+    def allreduce(
+        self, op: Literal["mean"], to_workers: Literal[False] = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Reduced[Any]]: ...
     @overload
     def allreduce(
-        self, op: Literal["mean"], **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[Any]]: ...  # the mean of integers is a float
+        self, op: Named | Function = "sum", to_workers: Literal[False] = False,
+        **options: Unpack[PlainOptions],
+    ) -> Stream[Reduced[T_co]]: ...  # fmt: skip
     @overload
     def allreduce(
-        self, op: Named | Function = "sum", **options: Unpack[PlainOptions]
-    ) -> Stream[Reduced[T_co]]: ...
+        self, op: Named | Function = "sum", *, to_workers: Literal[True], **options: Unpack[PlainOptions]
+    ) -> Stream[tuple[int, Reduced[Any]]]: ...
     @shows(PlainOptions)
-    def allreduce(self, op: str | Function = "sum", **options: Unpack[PlainOptions]) -> Stream[Any]:
+    def allreduce(
+        self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
+    ) -> Stream[Any]:
         """Declare a stage that combines the items of all workers of this stream's stage, round by round.
 
-        Round k combines the k-th item of every worker that has one, in the order of the workers.
-        Dictionaries, lists and tuples are combined element by element. Each worker has its own channel, so
-        ``ordered`` has no effect here. To combine several streams, use
-        ``graph.merge(*streams).allreduce(op)``.
+        Round k combines the k-th item of every worker that has one, in the order of the workers. Nested
+        values are combined leaf by leaf, in the program's process. Each worker has its own channel, so
+        ``ordered`` has no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function of two values.
+            to_workers: Whether each contributing worker gets the result (default: False). The reader, an
+                earlier stage through a feedback or a later one, then needs ``per_worker=``.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            The stream of :class:`Reduced` values, one for each round.
+            The stream of :class:`Reduced` values, one for each round, or of pairs ``(worker, Reduced)``.
 
         Raises:
             TypeError: ``op`` is neither a string nor a function, or an option is unknown.
             ValueError: ``op`` is not one of the names above.
 
         Example:
-            gradients = graph.stage(train, batches, workers=4, on="process")
-            totals = gradients.allreduce("mean")
+            >>> from flowchan import Graph, In, Out
+            >>> def halve(numbers: In[float], halves: Out[float]) -> None:
+            ...     for number in numbers:
+            ...         halves.put(number / 2)
+            >>> graph = Graph()
+            >>> sums = graph.stage(halve, graph.source([2.0, 2.0]), workers=2).allreduce("sum").collect()
+            >>> sum(reduced.value for reduced in graph.run()[sums])
+            2.0
         """
-        known_options("allreduce", options, ("op", *PlainOptions.__annotations__))
-        named = isinstance(op, str)
-        if named and op not in OPERATIONS:
-            allowed = ", ".join(map(repr, OPERATIONS))
-            raise ValueError(f"allreduce: op must be one of {allowed} or a function of two, not {op!r}")
-        function = None if named else callable_argument("allreduce", "op", op)
-        origin = self._own("allreduce")
-        own = {"op": op} if named else {}
-        (stream,) = self._next("allreduce", [("out", Reduced)], options, function=function, own=own)
-        self.graph._tell_apart(origin)
+        known_options("allreduce", options, ("op", "to_workers", *PlainOptions.__annotations__))
+        function, own = allreduce_options(op, to_workers)
+        origin, item = self._own("allreduce"), tuple[int, Reduced[Any]] if to_workers else Reduced
+        (stream,) = self._next("allreduce", [("out", item)], options, function=function, own=own)
+        self.graph._split_per_worker(origin)
         return stream
-
-    @refuses_misspelt("buffer")
-    def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel, and return this stream. No stage is added.
-
-        Args:
-            capacity: Capacity in items, at least 1.
-
-        Raises:
-            TypeError: ``capacity`` is not an int.
-            ValueError: ``capacity`` is less than 1, or this stream is a feedback.
-
-        Example:
-            images = paths.map(load).buffer(8)
-        """
-        self.graph._resize(self._own("buffer"), whole("buffer", "capacity", capacity, 1))
-        return self
 
     @property
     def errors(self) -> Stream[Failed[Any]]:
-        """Stream of the items that failed in this stream's stage, as ``Failed`` values.
+        """Return the stream of the items that failed in this stream's stage, as ``Failed`` values.
 
         If no stage reads it, the first failure ends the run.
 
@@ -451,8 +510,13 @@ class Stream(Generic[T_co]):
             AttributeError: The stage calls no function for each item, so no item can fail.
 
         Example:
-            good = lines.map(parse)
-            bad = good.errors.map(lambda failed: (failed.item, failed.error)).collect()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(["1", "x"]).map(int)
+            >>> good, bad = numbers.collect(), numbers.errors.map(lambda failed: failed.item).collect()
+            >>> results = graph.run()
+            >>> results[good], results[bad]
+            ([1], ['x'])
         """
         output = self.graph._stage_at(self._own("errors")).errors
         if output is None or self.port == output.port:
@@ -485,24 +549,11 @@ class Stream(Generic[T_co]):
         ``own`` holds the options that only its operator has.
         """
         stage = self.graph._declare(
-            kind,
-            function=function,
-            options=own,
-            inputs=origins(self.graph, self),
-            outputs=outputs,
-            errors=errors,
-            **options,
-        )
+            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
+            errors=errors, **options,
+        )  # fmt: skip
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
-
-    @property
-    def _origin(self) -> Origin:
-        return Origin(self.stage, self.port)
-
-    def _own(self, call: str) -> Origin:
-        """Return the origin of a stream that a stage writes."""
-        return self._origin
 
 
 if TYPE_CHECKING:
@@ -519,31 +570,25 @@ if TYPE_CHECKING:
 
 
 class Input(Stream[T]):
-    """Stream of the items that the program puts into ``run[stream]`` while the graph runs."""
+    """Stream of the items that the program puts into ``run[stream]`` while the graph runs.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> words = graph.input()
+        >>> lengths = words.map(len).collect()
+        >>> with graph.start() as run:
+        ...     run[words].put_many(["a", "bb"])
+        >>> run.wait()[lengths]
+        [1, 2]
+    """
 
     __slots__ = ()
-
-
-def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[Stream[Any], ...]:
-    """Return the values if all of them are streams, else raise ``TypeError``."""
-    for index, value in enumerate(values, 1):
-        if not isinstance(value, Stream):
-            hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
-            raise TypeError(f"{call}: argument {index} must be a stream, not {shown(value)}{hint}")
-    return values
 
 
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
     """Return the handles of a stage's outputs."""
     return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
-
-
-def origins(graph: Builder, *streams: Stream[Any]) -> tuple[Origin, ...]:
-    """Return the origins that a stage of ``graph`` has as inputs if it reads these streams."""
-    return tuple(
-        stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
-        for stream in streams
-    )
 
 
 def _listed(item: Any) -> Any:

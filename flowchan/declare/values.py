@@ -55,7 +55,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class ForeignStream:
     """Stream of another graph that a stage of this graph reads: its name, and the name of that graph."""
 
     name: str
@@ -74,18 +74,18 @@ class Output:
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
             other processes with the stage, because it may not be picklable.
         capacity: Capacity of the channel in items.
-        apart: True if each worker has its own channel, ``name worker``, because the reader distinguishes the
-            workers.
+        channel_per_worker: True if each worker has its own channel, ``name worker``, because the
+            reader distinguishes the workers.
     """
 
     name: str
     port: str
     item: Any = None
     capacity: int = DEFAULT_CAPACITY
-    apart: bool = False
+    channel_per_worker: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Output, (self.name, self.port, None, self.capacity, self.apart)
+        return Output, (self.name, self.port, None, self.capacity, self.channel_per_worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Gang:
     Attributes:
         parameter: Parameter of the function that receives the worker's member.
         group: Class that makes such groups, for example ``flowchan.collective.Group``. ``_make_all(size,
-            name)`` returns the members of a group on this machine. ``_seat(…)`` returns a place in a group
-            over hosts; ``hosts.crew`` calls it.
+            name)`` returns the members of a group on this machine. ``_membership(…)`` returns a place in a
+            group over hosts.
         elastic: True if the other workers continue while one is replaced.
     """
 
@@ -141,7 +141,7 @@ class Stage:
     gang: Gang | None = None
     per_worker: frozenset[str] = frozenset()
     """Input ports whose sender names the worker for each item."""
-    asked: bool = False
+    may_get_requests: bool = False
     """True if the program may send items to it with ``ask()``, because it reads from an input."""
 
     @property
@@ -167,10 +167,10 @@ class Stage:
     @property
     def output_per_worker(self) -> bool:
         """True if the reader of an output distinguishes the workers."""
-        return any(output.apart for output in self.all_outputs)
+        return any(output.channel_per_worker for output in self.all_outputs)
 
     @property
-    def told_apart(self) -> bool:
+    def has_ports_per_worker(self) -> bool:
         """True if the stage has several workers and a reader distinguishes them by their outputs."""
         return self.worker_count > 1 and self.output_per_worker
 
@@ -181,11 +181,11 @@ class Stage:
         This holds if outputs distinguish the workers, because some outputs may exist already. It also holds
         for a gang, whose workers all start again together.
         """
-        return self.told_apart or self.gang is not None
+        return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
         """Return the names of an output's channels, each with its writing worker; 0 means all workers."""
-        if not output.apart or self.worker_count == 1:
+        if not output.channel_per_worker or self.worker_count == 1:
             return ((0, output.name),)
         return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
 

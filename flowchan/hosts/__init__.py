@@ -40,9 +40,16 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
     Returns:
         The pool. Agents start when a graph that uses it starts.
 
+    Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a finite number above 0.
+
     Example:
-        machines = hosts.local(2)
-        sizes = graph.source(paths).map(measure, on=machines, workers=4)
+        >>> from flowchan import Graph, hosts
+        >>> graph = Graph()
+        >>> lengths = graph.source(["a", "bb"]).map(len, on=hosts.local(2), workers=2).collect()
+        >>> graph.run()[lengths]
+        [1, 2]
     """
     return pool_of("local", _local(count), peer_timeout, tls)
 
@@ -68,8 +75,17 @@ def ssh(
     Returns:
         The pool. Agents start when a graph that uses it starts.
 
+    Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: No host is given, or an argument is out of range.
+
     Example:
-        machines = hosts.ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
+        >>> from flowchan import Graph, hosts
+        >>> machines = hosts.ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
+        >>> graph = Graph()
+        >>> lengths = graph.source(["a", "bb"]).map(len, on=machines, workers=4).collect()
+        >>> graph.run()[lengths]
+        [1, 2]
     """
     return pool_of("ssh", _ssh(*hosts, python=python, address=address), peer_timeout, tls)
 
@@ -87,8 +103,16 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
     Returns:
         The pool. Agents start when a graph that uses it starts.
 
+    Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: ``peer_timeout`` is not a finite number above 0.
+
     Example:
-        machines = hosts.slurm()
+        >>> from flowchan import Graph, hosts
+        >>> graph = Graph()
+        >>> lengths = graph.source(["a", "bb"]).map(len, on=hosts.slurm(), workers=4).collect()
+        >>> graph.run()[lengths]
+        [1, 2]
     """
     return pool_of("slurm", _slurm(address=address), peer_timeout, tls)
 
@@ -115,8 +139,17 @@ def ray(
     Returns:
         The pool. Agents start when a graph that uses it starts.
 
+    Raises:
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a finite number above 0.
+
     Example:
-        machines = hosts.ray(4, resources={"GPU": 1})
+        >>> from flowchan import Graph, hosts
+        >>> graph = Graph()
+        >>> machines = hosts.ray(4, resources={"GPU": 1})
+        >>> lengths = graph.source(["a", "bb"]).map(len, on=machines, workers=4).collect()
+        >>> graph.run()[lengths]
+        [1, 2]
     """
     return pool_of("ray", _ray(count, resources=resources, address=address), peer_timeout, tls)
 

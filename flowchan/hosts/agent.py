@@ -35,10 +35,10 @@ from flowchan.hosts.agent_messages import (
     Echo,
     Lacking,
     Leave,
+    NewMembership,
     PeerEnded,
     Recover,
     Release,
-    Seated,
     Start,
     Waiting,
     WorkerWaits,
@@ -49,10 +49,11 @@ from flowchan.hosts.code import lacking
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy.actions import Terminate
-from flowchan.run.policy.events import Failure, Gone, RequestCancelled, Started, WorkerId
+from flowchan.run.policy.events import Failure, ProcessEnded, RequestCancelled, Started, WorkerId
 from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.opening import Ports, open_ports
 from flowchan.transport import link_events
 from flowchan.transport.dial import reach
@@ -77,13 +78,13 @@ class Orders:
     def read(cls, line: str) -> Orders:
         """Parse the line that the driver sends. Raises ``ValueError`` if the line has another form."""
         try:
-            said = json.loads(line)
-            said["secret"] = bytes.fromhex(said["secret"])
-            return cls(**said)
+            orders = json.loads(line)
+            orders["secret"] = bytes.fromhex(orders["secret"])
+            return cls(**orders)
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                "an agent gets its orders by its standard input, from a run that starts it: give a stage "
-                "on=pool (flowchan.hosts), or flowchan run --hosts"
+                "flowchan agents are started by a run, which sends their orders on standard input; "
+                "use on=pool (flowchan.hosts) for a stage, or flowchan run --hosts"
             ) from None
 
 
@@ -120,16 +121,17 @@ class Agent:
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        self._said, self._heard = commands.writer(), self._events.reader()  # the link's ends
+        # the link's ends
+        self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
         # channels that bring memberships to elastic workers
-        self._next_seats: dict[WorkerId, Channel[Any]] = {}
-        self._board = CancelledRequests()
-        use_board(self._board.path)
-        self._processes = WorkerProcesses(orders.graph, self._events, self._gone)
+        self._next_memberships: dict[WorkerId, Channel[Any]] = {}
+        self._cancelled = CancelledRequests()
+        use_board(self._cancelled.path)
+        self._processes = WorkerProcesses(orders.graph, self._events, self._report_process_end)
         logs.set_levels(orders.levels)  # before the forks, so that workers inherit the levels
         self._link = _core.Link(False)
-        self._link.line(0, [self._said], [self._heard])
+        self._link.line(0, [self._commands_writer], [self._reports_reader])
 
     def run(self) -> None:
         """Carry out commands until the driver says that the run is over."""
@@ -156,8 +158,8 @@ class Agent:
                 self._events.put(Lacking(command.id, missing))
             else:
                 self._start(command)
-        elif isinstance(command, Seated) and command.worker in self._next_seats:
-            self._next_seats[command.worker].put(self._reached(command.seat))
+        elif isinstance(command, NewMembership) and command.worker in self._next_memberships:
+            self._next_memberships[command.worker].put(self._reached(command.membership))
         elif isinstance(command, Recover):
             self._recover(self._workers[command.worker], command.blame)
         elif isinstance(command, Terminate):
@@ -173,26 +175,27 @@ class Agent:
         elif isinstance(command, Release):
             self._release(command.worker)
         elif isinstance(command, RequestCancelled):
-            self._board.cross_off(command.question)
+            self._cancelled.mark_cancelled(command.question)
 
     def _start(self, start: Start) -> None:
         if start.id not in self._workers:
             self._workers[start.id] = self._open(start)
         if start.elastic:
-            self._next_seats[start.id] = Channel(1, across="processes")
+            self._next_memberships[start.id] = Channel(1, across="processes")
         ports = self._workers[start.id].ports
         try:
+            first = start.membership and self._reached(start.membership)
+            memberships = Memberships(first, self._next_memberships.get(start.id))
             pid = self._processes.start(
-                start.here, start.stage, ports, start.predecessors, start.gpus,
-                start.seat and self._reached(start.seat), self._next_seats.get(start.id),
-            )  # fmt: skip
+                start.info, start.stage, ports, start.suspicion, start.gpus, memberships
+            )
         except (OSError, HostError) as error:
             self._events.put(Failure(start.id, Portable(error), None, os.getpid()))
         else:
-            self._events.put(Started(start.id, pid, start.here.host))
+            self._events.put(Started(start.id, pid, start.info.host))
 
-    def _reached(self, seat: Any) -> Any:
-        return seat.reached(self._orders.address, self._orders.secret, self._orders.tls)
+    def _reached(self, membership: Any) -> Any:
+        return membership.reached(self._orders.address, self._orders.secret, self._orders.tls)
 
     def _open(self, start: Start) -> _Worker:
         """Open the rings and ports of a worker, and give their opposite ends to the link."""
@@ -215,8 +218,10 @@ class Agent:
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> WorkerWaits:
-        """Report what the threads of a worker wait for. Only the worker itself waits at its end of these
-        channels."""
+        """Report what the threads of a worker wait for.
+
+        Only the worker itself waits at its end of these channels.
+        """
         counts: list[int] = []
         reading: dict[str, int] = {}
         writing: dict[str, int] = {}
@@ -233,25 +238,27 @@ class Agent:
     def _release(self, id: WorkerId) -> None:
         """Drop the rings of a worker. Its process, if it still runs, ends with the agent."""
         self._processes.give_back_gpus(id)
-        self._next_seats.pop(id, None)
+        self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
         if worker is not None:
             self._link.drop(worker.start.line)
             for port in (*worker.ports.everything(), *worker.ends[0], *worker.ends[1]):
                 port.close()
 
-    def _gone(self, gone: Gone) -> None:
+    def _report_process_end(self, event: ProcessEnded) -> None:
         """Report that a process has ended. All its reports are in the channel of events already."""
-        worker = self._workers.get(gone.worker)
+        worker = self._workers.get(event.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
-                self._events.put(PeerEnded(gone.worker, self._processes.exit_of(gone.worker, worker.ports)))
+                self._events.put(PeerEnded(event.worker, self._processes.exit_of(event.worker, worker.ports)))
 
     # --- the link ---
 
     def _keep_link(self) -> None:
-        """Watch the link, and dial again when the connection breaks. The link then resends what has not
-        arrived."""
+        """Watch the link, and dial again when the connection breaks.
+
+        The link then resends what has not arrived.
+        """
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
@@ -261,9 +268,11 @@ class Agent:
                     self._too_large(line, port, size)
                 case link_events.LinkBroken(why):
                     silent = self._link.state()["heard_ago"]
-                    self._link.attach(self._dial(f"lost the driver ({why})", silent).detach())
+                    self._link.attach(
+                        self._dial(f"lost the connection to the driver ({why})", silent).detach()
+                    )
                 case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
-                    self._give_up(f"has not heard the driver for {silent:.1f} s")
+                    self._give_up(f"has received nothing from the driver for {silent:.1f} s")
 
     def _on_line(self, number: int) -> Iterator[_Worker]:
         return (worker for worker in list(self._workers.values()) if worker.start.line == number)
@@ -271,26 +280,29 @@ class Agent:
     def _refused(self, line: int, port: int) -> None:
         for worker in self._on_line(line):
             channel = worker.ends[1][port].channel
-            channel.abort(refusal(channel._name, f"from host {worker.start.here.host!r}"))
+            channel.abort(refusal(channel._name, f"from host {worker.start.info.host!r}"))
 
     def _too_large(self, line: int, port: int, size: int) -> None:
         for worker in self._on_line(line):
             channel = worker.ends[0][port].channel
             assert channel.max_bytes is not None
-            channel.abort(too_large(channel._name, worker.start.here.host, size, channel.max_bytes))
+            channel.abort(too_large(channel._name, worker.start.info.host, size, channel.max_bytes))
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
-        """Connect to the driver and authenticate both sides; end the agent if that fails within the peer
-        timeout. ``silent``: for how many seconds nothing has come from the driver already."""
+        """Connect to the driver and authenticate both sides.
+
+        The agent ends if that fails within the peer timeout. ``silent``: for how many seconds nothing has
+        come from the driver already.
+        """
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
         within = max(0.0, orders.peer_timeout - silent)
         try:
-            sock, theirs = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
+            sock, answer = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)
         except OSError as error:
             self._give_up(str(error))
-        if theirs.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
-            self._give_up("is not wanted any more: another agent has taken its place")
+        if answer.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
+            self._give_up("was replaced by another agent")
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
@@ -300,8 +312,10 @@ class Agent:
 
 
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
-    """Prefix the ports with their direction: one channel may be an input and an output of a stage, and has
-    two rings here."""
+    """Prefix the ports with their direction.
+
+    One channel may be an input and an output of a stage, and has two rings here.
+    """
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
@@ -331,6 +345,7 @@ def _or_end(work: Callable[[], None]) -> None:
 
 
 def main() -> None:
+    """Run the agent that the first line of standard input describes."""
     # The driver decides what Ctrl-C and a closed terminal do.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flowchan import _core
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, Full
-from flowchan.hosts.agent_messages import Command, Leave, Told, Waiting
+from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
 from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
 from flowchan.transport import link_events
 
@@ -28,11 +28,11 @@ POLL_INTERVAL_S = 0.05
 last outputs of a worker are on their way."""
 
 
-class Heard(NamedTuple):
+class AgentCallbacks(NamedTuple):
     """Callbacks for the events of an agent.
 
     Attributes:
-        told: Takes each report of the agent and its workers.
+        report: Takes each report of the agent and its workers.
         finished: Takes the number of a stream whose outputs have all been put.
         refused: Takes the numbers of a stream and of its input port whose item can't leave this machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether others
@@ -41,7 +41,7 @@ class Heard(NamedTuple):
         help: Runs the thread functions of the handle within the run.
     """
 
-    told: Callable[[AgentHandle, Told], None]
+    report: Callable[[AgentHandle, AgentReport], None]
     finished: Callable[[AgentHandle, int], None]
     refused: Callable[[AgentHandle, int, int], None]
     ends: Callable[[AgentHandle], bool]
@@ -59,17 +59,17 @@ class AgentHandle:
     """
 
     def __init__(
-        self, provider: Provider, number: int, epoch: int, peer_timeout: float, heard: Heard
+        self, provider: Provider, number: int, epoch: int, peer_timeout: float, callbacks: AgentCallbacks
     ) -> None:
         self.host = provider.hosts[number]
         self.number, self.epoch = number, epoch
         self.why = ""  # why it ended
-        self.has_met = False
+        self.has_connected = False
         self.echoed = 0  # number of the last echo
         self.waiting = Waiting(0, {})  # last report of its workers' waits
         self.is_decided = threading.Event()  # the agent has dialled, or has ended
         self._provider, self._peer_timeout = provider, peer_timeout
-        self._heard = heard
+        self._callbacks = callbacks
         self._address = ""
         self._closed = False  # the run is over: reports and failures of the agent no longer count
         self._refuses_connections = False
@@ -77,21 +77,21 @@ class AgentHandle:
         self._started: StartedAgent | None = None
         self._threads: list[threading.Thread] = []
         self._commands: Channel[Command] = Channel(1024, across="processes")
-        self._events: Channel[Told] = Channel(1024, across="processes")
-        self._letters, self._letterbox = self._events.reader(), self._events.writer()
-        self._to_say = self._commands.reader()
+        self._events: Channel[AgentReport] = Channel(1024, across="processes")
+        self._reports, self._reports_writer = self._events.reader(), self._events.writer()
+        self._commands_reader = self._commands.reader()
         self.link = _core.Link(True)
-        self.link.line(0, [self._to_say], [self._letterbox])
+        self.link.line(0, [self._commands_reader], [self._reports_writer])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
         """Start the agent in the background. ``launch`` holds the parameters that it reads."""
         self._address = launch["address"]
-        said = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
-        line = json.dumps(said).encode() + b"\n"
+        orders = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
+        line = json.dumps(orders).encode() + b"\n"
         watch = functools.partial(self._watch, Launch(AGENT, line))
         for work, what in ((watch, "watch"), (self._listen, "letters")):
             title = f"{name} {self.host} {what}"
-            thread = threading.Thread(target=self._heard.help, args=(work,), name=title, daemon=True)
+            thread = threading.Thread(target=self._callbacks.help, args=(work,), name=title, daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -102,10 +102,10 @@ class AgentHandle:
                 sock.close()
                 return
             self.link.attach(sock.detach())
-            self.has_met = True
+            self.has_connected = True
         self.is_decided.set()
 
-    def say(self, command: Command) -> None:
+    def send(self, command: Command) -> None:
         """Send a command."""
         with contextlib.suppress(Closed, Broken):  # the agent has ended
             self._commands.put(command)
@@ -124,7 +124,7 @@ class AgentHandle:
         self.link.close()
         self.kill()
         self._commands.close()
-        self._letterbox.close()  # messages that have arrived are still delivered
+        self._reports_writer.close()  # messages that have arrived are still delivered
         self.is_decided.set()
 
     def kill(self) -> None:
@@ -136,19 +136,22 @@ class AgentHandle:
         """Tell the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
-        self.say(Leave())
+        self.send(Leave())
 
     def close(self, give_up: float) -> None:
-        """Wait for the agent to end, until ``give_up``, and release everything. Call it after the agent has
-        ended or after :meth:`leave`. An agent that has never dialled has nothing to finish."""
+        """Wait for the agent to end, until ``give_up``, and release everything.
+
+        Call it after the agent has ended or after :meth:`leave`. An agent that has never dialled has nothing
+        to finish.
+        """
         pause = threading.Event()
-        while self.has_met and not self._has_ended() and time.monotonic() < give_up:
+        while self.has_connected and not self._has_ended() and time.monotonic() < give_up:
             pause.wait(0.005)
         with self._lock:
             self._refuses_connections = True
         self.link.close()
         self._commands.close()
-        self._letterbox.close()
+        self._reports_writer.close()
         self.join()
         if self._started is not None:
             self._started.close()
@@ -176,27 +179,27 @@ class AgentHandle:
             return
         since = time.monotonic() + START
         why = (
-            f"its agent has not dialled {self._address} within {START:g} s; if that can't be reached from "
-            "there, say another address of this machine with address="
+            f"its agent did not connect to {self._address} within {START:g} s; open that address "
+            "for the host, or set address= to another address of this machine"
         )
         for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
             if self.why or self._closed:
                 return
             match event:
                 case link_events.LineFinished(line):
-                    self._heard.finished(self, line)
+                    self._callbacks.finished(self, line)
                 case link_events.ItemRefused(line, port):
-                    self._heard.refused(self, line, port)
+                    self._callbacks.refused(self, line, port)
                 case link_events.ItemTooLarge():
-                    self.end("it sent a larger item than the channel takes")
+                    self.end("it sent an item that is larger than the channel's max_bytes")
                 case link_events.LinkBroken(why):
                     since = time.monotonic() + 1.5 * self._peer_timeout
                 case link_events.LinkIdle(connected=True, silent=silent):
                     if silent > 1.5 * self._peer_timeout:
-                        self.end(f"nothing was heard of it for {silent:.1f} s")
+                        self.end(f"it sent nothing for {silent:.1f} s")
                 case link_events.LinkIdle():
                     ended = self._started.ended()
-                    if not self.has_met and self._started.waits():
+                    if not self.has_connected and self._started.waits():
                         since = time.monotonic() + START
                     if ended is not None or time.monotonic() > since:
                         self.end(ended or why)
@@ -205,12 +208,12 @@ class AgentHandle:
         more = False
         with contextlib.suppress(Closed, Broken):  # the last message has been delivered, or the run is over
             while True:
-                told = None
+                report = None
                 with contextlib.suppress(Empty):
-                    told = self._letters.get(timeout=POLL_INTERVAL_S if more else None)
-                if told is not None:
-                    self._heard.told(self, told)
-                    del told
-                more = self._heard.ends(self)
+                    report = self._reports.get(timeout=POLL_INTERVAL_S if more else None)
+                if report is not None:
+                    self._callbacks.report(self, report)
+                    del report
+                more = self._callbacks.ends(self)
         if self.why and not self._closed:
-            self._heard.over(self)
+            self._callbacks.over(self)

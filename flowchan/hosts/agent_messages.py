@@ -1,5 +1,6 @@
-"""The messages between the driver and an agent, as values. They use the control stream of the link (stream
-0).
+"""The messages between the driver and an agent, as values.
+
+They use the control stream of the link (stream 0).
 
 Both sides have authenticated each other by then, so the values are pickled like items. The events of the
 host's workers use the same stream, and the agent does not read them.
@@ -15,6 +16,7 @@ from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.events import Event, RequestCancelled, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.worker.logs import Logged
 
 
@@ -24,37 +26,37 @@ class Start:
 
     Attributes:
         line: The number of its stream on the link.
-        here: The worker as its own code sees it.
+        info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        predecessors: How the workers died that held its first item.
+        suspicion: Deaths over its first item.
         inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
         outputs: The channels of its output ports.
         errors: The channel of its errors, if the stage has one.
         most: How many bytes the driver's channels take.
         share: How many of these bytes a channel may hold when it has more than one item.
         gpus: How many GPUs it has for itself.
-        seat: Its membership of the group of its gang, if it has one yet.
-        elastic: Whether its gang is elastic: later memberships follow in ``Seated``.
+        membership: Its membership of the group of its gang, if it has one yet.
+        elastic: Whether its gang is elastic: later memberships follow in ``NewMembership``.
     """
 
     line: int
-    here: seeds.Worker
+    info: seeds.Worker
     stage: bytes
     modules: tuple[str, ...]
-    predecessors: tuple[str, ...]
+    suspicion: Suspicion
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     errors: str | None
     most: int
     share: int
     gpus: int
-    seat: Any = None
+    membership: Any = None
     elastic: bool = False
 
     @property
     def id(self) -> WorkerId:
-        return WorkerId(self.here.stage, self.here.number)
+        return WorkerId(self.info.stage, self.info.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,11 @@ class Recover:
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
-    """Give this waiting worker of an elastic gang the membership ``seat`` of its next group."""
+class NewMembership:
+    """Give this waiting worker of an elastic gang the membership ``membership`` of its next group."""
 
     worker: WorkerId
-    seat: Any
+    membership: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,9 @@ class Leave:
     """The run is over: end, and end every remaining worker."""
 
 
-Command = Start | Seated | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
+Command = (
+    Start | NewMembership | Recover | Terminate | Close | Release | RequestCancelled | Echo | AskWaits | Leave
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,20 +154,20 @@ class Waiting:
     workers: Mapping[WorkerId, WorkerWaits]
 
 
-Told = Event | Lacking | PeerEnded | Echo | Waiting | Logged
+AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | Logged
 
 
-def refusal(channel: str, way: str) -> TypeError:
+def refusal(channel: str, destination: str) -> TypeError:
     """Make the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
-        f"an item of channel {channel!r} can't go {way}: it holds a channel or something else that only "
-        "processes of one machine can share"
+        f"an item of channel {channel!r} can't be sent {destination}, because it holds a channel or "
+        "shared tensor of one machine; send a channel across='hosts' or tensor.clone()"
     )
 
 
 def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
     """Make the error that breaks a channel whose next item does not fit into the memory of a host."""
     return MemoryError(
-        f"host {host!r} has no place for an item of channel {channel!r}: it has {size} bytes, and a channel "
-        f"there takes {most}, half of its memory; send smaller items, or name hosts with more memory"
+        f"an item of channel {channel!r} must have at most {most} bytes, half of the memory "
+        f"of host {host!r}, got {size}; send smaller items, or use hosts with more memory"
     )

@@ -7,8 +7,10 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 
 
 class AgentQuestions:
-    """The questions of one run. Call each method again until it returns true, which it does once per
-    question."""
+    """The questions of one run.
+
+    Call each method again until it returns true, which it does once per question.
+    """
 
     def __init__(self) -> None:
         self._echo = 0  # number of the last echo
@@ -17,26 +19,30 @@ class AgentQuestions:
         self._question = 0  # number of the last question about waits
         self._questioned: list[AgentHandle] = []
 
-    def all_is_heard(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether everything that workers reported before the first call has arrived. Ask all agents for
-        an echo."""
+    def all_reported(self, agents: list[AgentHandle]) -> bool:
+        """Tell whether everything that workers reported before the first call has arrived.
+
+        Ask all agents for an echo.
+        """
         if self._echoing is None:
             self._echo, self._echoing = self._echo + 1, agents
             for agent in agents:
-                agent.say(Echo(self._echo))
+                agent.send(Echo(self._echo))
             return False
-        heard = all(agent.echoed == self._echo or agent.why for agent in self._echoing)
-        if heard:
+        echoed_all = all(agent.echoed == self._echo or agent.why for agent in self._echoing)
+        if echoed_all:
             self._echoing = None
-        return heard
+        return echoed_all
 
     def waits_are_known(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether each agent has reported what its workers wait for. Ask again when the agents
-        change."""
+        """Tell whether each agent has reported what its workers wait for.
+
+        Ask again when the agents change.
+        """
         if not agents or agents != self._questioned:
             self._question, self._questioned = self._question + 1, agents
             for agent in agents:
-                agent.say(AskWaits(self._question))
+                agent.send(AskWaits(self._question))
         if any(agent.waiting.number != self._question for agent in agents):
             return False
         self._questioned = []

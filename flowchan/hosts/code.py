@@ -1,10 +1,14 @@
-"""Pickling of a stage's code for a host. Code goes by reference if the host has its module, and by value if
-the host lacks a module of the user's. Installed modules (by pip, or with Python) always go by reference."""
+"""Pickling of a stage's code for a host.
+
+Code goes by reference if the host has its module, and by value if the host lacks a module of the user's.
+Installed modules (by pip, or with Python) always go by reference.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import pickletools
 import sys
 import sysconfig
@@ -16,6 +20,7 @@ from typing import Any
 import cloudpickle
 
 from flowchan.declare.values import Stage
+from flowchan.items.main_code import ByValuePickler
 
 _INSTALLED = tuple(
     Path(path).resolve() for path in {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
@@ -28,14 +33,19 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
     modules = [sys.modules[name] for name in by_value]
     with _by_value(modules):
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
-        packed: bytes = cloudpickle.dumps(_Bundle(classes, stage), protocol=5)
-        return packed
+        out = io.BytesIO()
+        _StagePickler(out, protocol=5).dump(_Bundle(classes, stage))
+        return out.getvalue()
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:
     """Return the user's own modules that a pickle may refer to: every string in it that names one."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
+
+
+class _StagePickler(ByValuePickler):
+    keeps_classes = False  # `own_modules` finds all names in the pickle
 
 
 class PackedStages:
@@ -45,8 +55,10 @@ class PackedStages:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage, with those parts by value that the host lacks. Return also the other modules of the
-        user's that it needs."""
+        """Pickle a stage, with those parts by value that the host lacks.
+
+        Return also the other modules of the user's that it needs.
+        """
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
             packed = pack_stage(stage, key[1])
@@ -55,12 +67,14 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those modules that can't be imported here. This imports none: it searches only for the top-level
-    package."""
-    return tuple(name for name in modules if not _is_there(name.partition(".")[0]))
+    """Return those modules that can't be imported here.
+
+    This imports none: it searches only for the top-level package.
+    """
+    return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
 
-def _is_there(name: str) -> bool:
+def _is_importable(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -107,8 +121,10 @@ def _can_be_sent(value: type) -> bool:
 
 
 class _Bundle:
-    """A stage with the classes of modules that the receiving host lacks. Unpickling puts the classes into a
-    module of the same name, so that items pickled by reference find them."""
+    """A stage with the classes of modules that the receiving host lacks.
+
+    Unpickling puts the classes into a module of the same name, so that items pickled by reference find them.
+    """
 
     def __init__(self, classes: dict[str, dict[str, type]], stage: Any) -> None:
         self._classes, self._stage = classes, stage
@@ -124,8 +140,8 @@ class _Part(ModuleType):
         if name.startswith("__"):  # Python itself asks for such names
             raise AttributeError(name)
         raise AttributeError(
-            f"module {self.__name__!r} is {self.__file__}, but not {name!r}: import it outside of the "
-            "function that needs it, and it comes along as a whole"
+            f"module {self.__name__!r} was sent to this host without {name!r}; import the module "
+            "outside of the function that needs it"
         )
 
 

@@ -1,5 +1,7 @@
-"""The driver's listener, which agents and the workers of groups dial. The workers of a group exchange their
-addresses here and then connect to each other."""
+"""The driver's listener, which agents and the workers of groups dial.
+
+The workers of a group exchange their addresses here and then connect to each other.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class DriverListener:
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
         """End a group that has lost a worker, because the other members would wait for it in vain.
-        ``if_meeting``: keep a group whose members have all met."""
+
+        ``if_meeting``: keep a group whose members have all met.
+        """
         self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)
 
@@ -79,7 +83,7 @@ class DriverListener:
                 for fd, _ in waiting.poll(POLL_INTERVAL_MS):
                     if fd in members:
                         meeting, rank = members[fd]
-                        meeting.hear(rank)
+                        meeting.receive(rank)
                 if not self._obey():
                     return
                 with contextlib.suppress(TimeoutError):
@@ -90,8 +94,10 @@ class DriverListener:
                 meeting.close()
 
     def _obey(self) -> bool:
-        """End the groups that must end, and forget those whose members have left. Return False when the
-        listener must close."""
+        """End the groups that must end, and forget those whose members have left.
+
+        Return False when the listener must close.
+        """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         while not self._orders.empty():

@@ -1,5 +1,6 @@
-"""The fork server for agents on this machine: a process that has imported the agent's modules, and forks one
-agent per request.
+"""The fork server for agents on this machine.
+
+It is a process that has imported the agent's modules, and forks one agent per request.
 
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
@@ -44,7 +45,7 @@ class _Agent:
         self.has_ended = False
         self.is_over = False  # the program has released it
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Report how it ended, if it has. The zombie stays, so that its process id is not used again."""
         if self.has_ended:
             return
@@ -52,7 +53,7 @@ class _Agent:
         if end is not None:
             self.has_ended = True
             code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            _say(self.program, f"code {code}")
+            _report(self.program, f"code {code}")
 
     def kill(self) -> None:
         # The process first: it may not lead its group yet, and would then never do so.
@@ -60,7 +61,7 @@ class _Agent:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Collect the process and close its socket. Waits unless it has ended."""
         os.waitpid(self.pid, 0)
         self.program.close()
@@ -69,26 +70,26 @@ class _Agent:
 class _Order:
     """The description of a new process."""
 
-    def __init__(self, said: int, stderr: int) -> None:
-        self._said, self._stderr = said, stderr
+    def __init__(self, launch_fd: int, stderr: int) -> None:
+        self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
         """Become what ``python *arguments`` would be in the environment of the program."""
-        length = int.from_bytes(os.read(self._said, LENGTH), "little")
-        told: dict[str, Any] = json.loads(_read(self._said, length))
-        for descriptor, stream in ((self._said, 0), (self._stderr, 1), (self._stderr, 2)):
+        length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
+        launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
+        for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):
             os.dup2(descriptor, stream)
-        os.close(self._said)
+        os.close(self._launch_fd)
         os.close(self._stderr)
         os.environ.clear()
-        os.environ.update(told["environ"])
+        os.environ.update(launch["environ"])
         time.tzset()
-        arguments = tuple(told["arguments"])
+        arguments = tuple(launch["arguments"])
         if arguments != AGENT:
             for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
-        show_name(f"agent {told['host']}")
+        show_name(f"agent {launch['host']}")
         sys.argv[:] = [str(agent.__file__)]
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
         agent.main()
@@ -119,7 +120,7 @@ class Seed:
                     if order is not None:
                         return order
                 elif key.fileobj is self._woken:
-                    self._look()
+                    self._check_agents()
                 else:
                     self._let_go(key.data)
 
@@ -135,22 +136,22 @@ class Seed:
             for descriptor in got:
                 os.close(descriptor)
             return None
-        end, said, stderr = got
+        end, launch_fd, stderr = got
         program = socket.socket(fileno=end)
         try:
             pid = os.fork()
         except OSError as error:
-            _say(program, f"refused {error.strerror}")
+            _report(program, f"refused {error.strerror}")
             program.close()
         else:
             if pid == 0:
                 self._leave()
                 program.close()
-                return _Order(said, stderr)
-            _say(program, f"pid {pid}")
+                return _Order(launch_fd, stderr)
+            _report(program, f"pid {pid}")
             self._agents[pid] = _Agent(pid, program)
             self._selector.register(program, selectors.EVENT_READ, self._agents[pid])
-        os.close(said)
+        os.close(launch_fd)
         os.close(stderr)
         return None
 
@@ -165,12 +166,12 @@ class Seed:
         for other in self._agents.values():
             other.program.close()
 
-    def _look(self) -> None:
+    def _check_agents(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._woken.recv(4096):
                 pass
         for one in list(self._agents.values()):
-            one.look()
+            one.check()
             self._forget(one)
 
     def _let_go(self, one: _Agent) -> None:
@@ -178,23 +179,23 @@ class Seed:
         self._selector.unregister(one.program)
         one.is_over = True
         one.kill()
-        one.look()
+        one.check()
         self._forget(one)
 
     def _forget(self, one: _Agent) -> None:
         if one.has_ended and one.is_over:
             del self._agents[one.pid]
-            one.bury()
+            one.reap()
 
     def _end(self) -> NoReturn:
         for one in self._agents.values():
             one.kill()
         for one in self._agents.values():
-            one.bury()
+            one.reap()
         os._exit(0)
 
 
-def _say(program: socket.socket, word: str) -> None:
+def _report(program: socket.socket, word: str) -> None:
     with contextlib.suppress(OSError):  # the program has closed its end
         program.send(word.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
@@ -208,6 +209,7 @@ def _read(descriptor: int, length: int) -> bytes:
 
 
 def main() -> None:
+    """Import the modules of agents, then serve requests until the control socket closes."""
     show_name("flowchan agents")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

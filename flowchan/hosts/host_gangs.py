@@ -41,10 +41,12 @@ class HostGangs:
         self._members.pop(id, None)
 
     def membership(self, worker: PlannedWorker, host: str) -> Any:
-        """Make the membership with which a worker on a host joins its group, or return None if it has no
-        group."""
+        """Make the membership with which a worker on a host joins its group.
+
+        Return None if the worker has no group.
+        """
         gang, member = worker.stage.gang, self._members.get(worker.id)
         if gang is None or member is None:
             return None
         number, rank, size = member
-        return gang.group._seat(number, rank, size, worker.stage.name, host, gang.elastic)
+        return gang.group._membership(number, rank, size, worker.stage.name, host, gang.elastic)

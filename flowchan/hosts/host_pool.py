@@ -22,17 +22,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Placement):
-    """Hosts for ``on=``. Each worker of a stage runs on the host of the pool that has the fewest workers.
+    """Hosts for ``on=``, made by ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on
-    ``pool[{"gpu1": 3, "gpu2": 1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one
-    provider share its agents within a run.
+    Each worker of a stage runs on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
+    ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on ``pool[{"gpu1": 3, "gpu2":
+    1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one provider share its agents
+    within a run.
 
     Attributes:
         provider: The provider that starts the agents.
         peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
             The driver gives a silent agent up after 1.5 times as long.
         tls: Whether the connections are encrypted.
+
+    Example:
+        >>> from flowchan import hosts
+        >>> pool = hosts.local(3)
+        >>> pool.hosts
+        ('local-1', 'local-2', 'local-3')
+        >>> pool["local-1", "local-3"].hosts
+        ('local-1', 'local-3')
     """
 
     provider: Provider
@@ -51,16 +60,34 @@ class Pool(Placement):
         chosen = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         for host in chosen:
             if host not in self.hosts:
-                raise KeyError(f"{self.name} has no host {shown(host)}; it has {', '.join(self.hosts)}")
+                raise KeyError(
+                    f"{self.name} has no host {shown(host)}; its hosts are {', '.join(self.hosts)}"
+                )
         if not chosen:
-            raise KeyError(f"{self.name}[…] needs a host; it has {', '.join(self.hosts)}")
+            raise KeyError(f"{self.name}[…] needs at least one host; its hosts are {', '.join(self.hosts)}")
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
-    def is_beside(self, other: Placement) -> bool:
+    def has_same_host(self, other: Placement) -> bool:
+        """Compare the provider with that of another placement.
+
+        Args:
+            other: Another placement.
+
+        Returns:
+            Whether one crew serves both.
+        """
         return isinstance(other, Pool) and other.provider == self.provider
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> HostsPart:
-        """Make the part of a run's crew for these workers."""
+        """Make the part of a run's crew for these workers.
+
+        Args:
+            ports: Channels of the run.
+            workers: Workers on the hosts of this pool.
+
+        Returns:
+            The part, which has started nothing.
+        """
         from flowchan.hosts.hosts_part import HostsPart
 
         return HostsPart(ports, self.provider, self.peer_timeout, self.tls, workers)
@@ -76,6 +103,6 @@ def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S,
     except HostError as error:
         missing = str(error)
     return Pool(
-        name=repr(provider), apart=True, hosts=names, missing=missing, provider=provider,
+        name=repr(provider), own_process=True, hosts=names, missing=missing, provider=provider,
         peer_timeout=waits, tls=flag(call, "tls", tls),
     )  # fmt: skip

@@ -25,17 +25,17 @@ from typing import Any
 
 from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
-from flowchan.hosts.agent_handle import AgentHandle, Heard
+from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
 from flowchan.hosts.agent_messages import (
+    AgentReport,
     Close,
     Echo,
     Lacking,
+    NewMembership,
     PeerEnded,
     Recover,
     Release,
-    Seated,
     Start,
-    Told,
     Waiting,
     refusal,
 )
@@ -60,9 +60,11 @@ from flowchan.run.policy.events import (
     Death,
     Ended,
     Failure,
-    Gone,
     GroupLost,
+    MembersTried,
+    ProcessEnded,
     RequestCancelled,
+    TriesMember,
     WorkerId,
 )
 from flowchan.run.policy.plan import PlannedWorker
@@ -92,8 +94,7 @@ class HostsPart:
         workers: Sequence[PlannedWorker],
     ) -> None:
         self._ports = ports
-        self._provider, self._peer_timeout = provider, peer_timeout
-        self._tls = tls
+        self._provider, self._peer_timeout, self._tls = provider, peer_timeout, tls
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
         self._lines: dict[WorkerId, WorkerPorts] = {}
@@ -114,8 +115,11 @@ class HostsPart:
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Start an agent on every host that gets workers, and start the workers once
-        all agents have dialled. Raises ``HostError``."""
+        """See :class:`CrewPart`.
+
+        Start an agent on every host that gets workers, and start the workers once all agents have dialled.
+        Raises ``HostError``.
+        """
         self._report = report
         listener = AuthenticatedListener(
             listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
@@ -155,29 +159,29 @@ class HostsPart:
             host.number,
             host.agents,
             self._peer_timeout,
-            Heard(self._hear, self._finished, self._refused, self._ends, self._over, self._help),
+            AgentCallbacks(self._receive, self._finished, self._refused, self._ends, self._over, self._help),
         )
         host.agent = agent
         # a hello has room for few epochs
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())
-        said = {
+        orders = {
             "secret": self._secret.hex(),
             "address": self._listener.address,
             "graph": self._name,
             "tls": self._tls,
             "levels": logs.levels(),
         }
-        agent.begin(self._name, said)
+        agent.begin(self._name, orders)
         return agent
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Accept the connection of an agent."""
         with self._lock:
             agents = [host.agent for host in self._hosts.values() if host.agent is not None]
-        asked = (hello.get("number"), hello.get("epoch"))
-        agent = next((agent for agent in agents if (agent.number, agent.epoch) == asked), None)
+        claimed = (hello.get("number"), hello.get("epoch"))
+        agent = next((agent for agent in agents if (agent.number, agent.epoch) == claimed), None)
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
@@ -203,13 +207,13 @@ class HostsPart:
     def _order_start(self, id: WorkerId, line: WorkerPorts) -> None:
         worker = self._workers[id]
         stage, modules = self._packed.get(worker.stage, self._hosts[line.agent.host].lacking)
-        line.agent.say(
+        line.agent.send(
             Start(
-                line=line.number, here=line.here, stage=stage, modules=modules,
-                predecessors=self._deaths.started(id),
+                line=line.number, info=line.info, stage=stage, modules=modules,
+                suspicion=self._deaths.started(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
-                gpus=worker.stage.gpus, seat=self._membership(id, line), elastic=self._is_elastic(id),
+                gpus=worker.stage.gpus, membership=self._membership(id, line), elastic=self._is_elastic(id),
             )
         )  # fmt: skip
 
@@ -222,59 +226,63 @@ class HostsPart:
 
     # --- reports of agents ---
 
-    def _hear(self, agent: AgentHandle, told: Told) -> None:
+    def _receive(self, agent: AgentHandle, message: AgentReport) -> None:
         """Handle a report of an agent or one of its workers."""
-        match told:
+        match message:
             case Echo(number):
                 agent.echoed = number
             case Waiting():
-                agent.waiting = told
+                agent.waiting = message
             case logs.Logged():
-                logs.log_here(told)
+                logs.log_locally(message)
             case Ended() | PeerEnded() | Lacking():
-                self._hear_of_line(agent, told)
+                self._receive_from_worker(agent, message)
+            case TriesMember() | MembersTried():
+                self._deaths.tries_members(message)
             case Began(worker):
                 self._deaths.began(worker)
-                self._report(told)
+                self._report(message)
             case Failure(worker):
                 with self._lock:
                     if (line := self._lines.get(worker)) is not None:
                         line.failed = True
-                self._report(dataclasses.replace(told, host=agent.host))
+                self._report(dataclasses.replace(message, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
             case Aborted():  # time it by the driver's clock
-                self._report(dataclasses.replace(told, host=agent.host, at=time.monotonic_ns()))
+                self._report(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
             case _:
-                self._report(told)
+                self._report(message)
 
-    def _hear_of_line(self, agent: AgentHandle, told: Ended | PeerEnded | Lacking) -> None:
+    def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
         """Handle the end of a worker or of its process, or its lack of modules."""
         with self._lock:
-            line = self._lines.get(told.worker)
+            line = self._lines.get(message.worker)
             if line is None or line.agent is not agent:
                 return
             if line.ended is not None:
                 if not line.finished:  # it may have died before it closed its ports
-                    agent.say(Close(told.worker))
+                    agent.send(Close(message.worker))
                 return
-            if isinstance(told, Ended):
-                line.ended = told
+            if isinstance(message, Ended):
+                line.ended = message
                 return
-            if isinstance(told, Lacking):
-                self._send_by_value(told, line)
+            if isinstance(message, Lacking):
+                self._send_by_value(message, line)
                 return
-            event = self._process_ended(line, told.worker, dataclasses.replace(told.exit, host=agent.host))
+            event = self._process_ended(
+                line, message.worker, dataclasses.replace(message.exit, host=agent.host)
+            )
         self._report(event)
 
-    def _process_ended(self, line: WorkerPorts, id: WorkerId, ended: ProcessExit) -> Gone | Death:
-        line.gone = True
-        return Gone(id) if line.failed else self._deaths.died(self._workers[id], ended)
+    def _process_ended(self, line: WorkerPorts, id: WorkerId, ended: ProcessExit) -> ProcessEnded | Death:
+        line.process_ended = True
+        return ProcessEnded(id) if line.failed else self._deaths.died(self._workers[id], ended)
 
-    def _send_by_value(self, told: Lacking, line: WorkerPorts) -> None:
+    def _send_by_value(self, message: Lacking, line: WorkerPorts) -> None:
         """Start a worker again, and send the lacking modules by value with its stage."""
-        self._hosts[line.agent.host].lacking.update(told.modules)
-        self._order_start(told.worker, line)
+        self._hosts[line.agent.host].lacking.update(message.modules)
+        self._order_start(message.worker, line)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
         """Note that the link has put all outputs of a stream and closed its ports here."""
@@ -292,8 +300,10 @@ class HostsPart:
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def _ends(self, agent: AgentHandle) -> bool:
-        """Report the workers that have ended and whose outputs have all arrived. Tell whether others
-        follow."""
+        """Report the workers that have ended and whose outputs have all arrived.
+
+        Tell whether others follow.
+        """
         with self._lock:
             ending = [(id, line) for id, line in self._lines.items() if line.ended and line.agent is agent]
             done = [(id, line) for id, line in ending if self._is_done(id)]
@@ -302,7 +312,7 @@ class HostsPart:
         for _, line in done:
             assert line.ended is not None
             line.agent.link.drop(line.number)
-            line.agent.say(Release(line.ended.worker))
+            line.agent.send(Release(line.ended.worker))
             self._report(line.ended)
         return len(ending) > len(done)
 
@@ -312,12 +322,11 @@ class HostsPart:
         return self._lines[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
-        """Handle the death of an agent: report the deaths of its workers, and start another agent for
-        them."""
+        """Report the deaths of the workers of a dead agent, and start another agent for them."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
-            lost = [id for id, line in self._lines.items() if line.agent is agent and not line.gone]
+            lost = [id for id, line in self._lines.items() if line.agent is agent and not line.process_ended]
             how = f"was lost with host {agent.host!r}: {agent.why}"
             events = []
             for id in lost:
@@ -331,7 +340,8 @@ class HostsPart:
         with contextlib.suppress(Closed):  # the run is over
             for event in events:
                 self._report(event)
-        self._count(host, agent)
+        with self._lock:
+            host.count(agent.link.state())
         agent.close(time.monotonic() + decisions.GRACE)
 
     # --- requests of the supervisor ---
@@ -343,7 +353,7 @@ class HostsPart:
             line = self._lines.pop(id, None)
         if line is not None:
             line.agent.link.drop(line.number)
-            line.agent.say(Release(id))
+            line.agent.send(Release(id))
         self._ports.release(id)
 
     def terminate(self, id: WorkerId, force: bool) -> None:
@@ -354,7 +364,7 @@ class HostsPart:
         with self._lock:
             line = self._lines.get(id)
         if line is not None:
-            line.agent.say(Terminate(id, force))
+            line.agent.send(Terminate(id, force))
 
     def kill(self) -> None:
         """See :class:`CrewPart`."""
@@ -379,7 +389,7 @@ class HostsPart:
             if id in self._lines:
                 self._lines[id].blame = blame
             if not self._take_back(id) and id in self._lines:
-                self._lines[id].agent.say(Recover(id, blame))
+                self._lines[id].agent.send(Recover(id, blame))
 
     def form_group(self, ids: Sequence[WorkerId]) -> None:
         """See :class:`CrewPart`."""
@@ -387,15 +397,17 @@ class HostsPart:
         with self._lock:
             for id in ids:
                 if (line := self._lines.get(id)) is not None:
-                    line.agent.say(Seated(id, self._membership(id, line)))
+                    line.agent.send(NewMembership(id, self._membership(id, line)))
 
     def end_group(self, stage: str) -> None:
         """See :class:`CrewPart`."""
         self._gangs.dismiss([id for id in self._workers if id.stage == stage])
 
     def _take_back(self, id: WorkerId) -> bool:
-        """Recover a worker whose agent is dead: drop its stream and give back what it held. Return False if
-        its agent lives or it has no stream."""
+        """Recover a worker whose agent is dead: drop its stream and give back what it held.
+
+        Return False if its agent lives or it has no stream.
+        """
         line = self._lines.get(id)
         if line is None or not line.agent.why:
             return False
@@ -421,12 +433,13 @@ class HostsPart:
         if line is None:
             self._send(id, host_for(self._workers[id], self._hosts, self._lines.values()))
         else:
-            line.gone, line.failed, line.blame, line.here = False, False, True, self._started(id, line.agent)
+            line.process_ended, line.failed, line.blame = False, False, True
+            line.info = self._started(id, line.agent)
             self._order_start(id, line)
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
-        raise ValueError(f"stage {id.stage!r} runs on hosts, so its number of workers is fixed")
+        raise ValueError(f"run.scale: stage {id.stage!r} runs on hosts, so its number of workers is fixed")
 
     def remove(self, id: WorkerId) -> None:
         """See :meth:`add`."""
@@ -443,9 +456,9 @@ class HostsPart:
         for agent in self._agents():
             agent.hint(RequestCancelled(question))
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """See :class:`CrewPart`."""
-        return self._questions.all_is_heard(self._agents())
+        return self._questions.all_reported(self._agents())
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`."""
@@ -468,7 +481,8 @@ class HostsPart:
             self._closing = True
             agents = self._agents()
         for agent in agents:
-            self._count(self._hosts[agent.host], agent)
+            with self._lock:
+                self._hosts[agent.host].count(agent.link.state())
             agent.leave()
         give_up = time.monotonic() + decisions.GRACE
         for agent in agents:
@@ -488,11 +502,6 @@ class HostsPart:
         """See :class:`CrewPart`. No thread of this part runs the user's code."""
 
     # --- statistics ---
-
-    def _count(self, host: HostWorkers, agent: AgentHandle) -> None:
-        state = agent.link.state()
-        with self._lock:
-            host.count(state)
 
     def hosts(self) -> tuple[HostStats, ...]:
         """See :class:`CrewPart`."""

@@ -65,26 +65,28 @@ class Facts:
     rate: float = 0.0
 
 
-def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host, and measure the connections one after the other. Raises
-    :class:`flowchan.HostError` if no host could be tried."""
+def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
+    """Start a probe on every host, and measure the connections one after the other.
+
+    Raises :class:`flowchan.HostError` if no host could be tried.
+    """
     secret = secrets.token_bytes(32)
     found: dict[int, Facts] = {}
     address = _listen_at(provider, found)
-    with ExitStack() as left:
-        listener = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
-        door = left.enter_context(AuthenticatedListener(listener, secret, {}))
+    with ExitStack() as resources:
+        bound = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
+        listener = resources.enter_context(AuthenticatedListener(bound, secret, {}))
         started: dict[int, StartedAgent] = {}
         for number, host in enumerate(provider.hosts):
             if number in found:
                 continue
-            told = {"address": door.address, "secret": secret.hex(), "number": number}
-            launch = Launch(("-m", "flowchan.hosts.probe"), json.dumps(told).encode() + b"\n")
+            orders = {"address": listener.address, "secret": secret.hex(), "number": number}
+            launch = Launch(("-m", "flowchan.hosts.probe"), json.dumps(orders).encode() + b"\n")
             try:
-                started[number] = left.enter_context(closing(provider.start(number, launch)))
+                started[number] = resources.enter_context(closing(provider.start(number, launch)))
             except HostError as error:
                 found[number] = Facts(host, str(error))
-        for sock, hello in _guests(door, started, host_timeout):
+        for sock, hello in _accepted(listener, started, host_timeout):
             number = hello.pop("number")
             sock.settimeout(host_timeout)
             with sock:
@@ -92,17 +94,18 @@ def look(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not dial {door.address} within {host_timeout:g} s; if that can't be reached from "
-                f"there, "
-                "say another address of this machine with address="
+                f"did not connect to {listener.address} within {host_timeout:g} s; open that address for "
+                "the host, or set address= to another address of this machine"
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
     return [found[number] for number in range(len(provider.hosts))]
 
 
 def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
-    """Return the address at which the hosts reach this machine. Record a problem for each host that has no
-    route."""
+    """Return the address at which the hosts reach this machine.
+
+    Record a problem for each host that has no route.
+    """
     hosts = list(provider.hosts)
     while hosts:
         try:
@@ -115,27 +118,38 @@ def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
     return "127.0.0.1"  # no host will dial
 
 
-def _guests(
-    door: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
+def _accepted(
+    listener: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
     """Yield the connections of the probes, until every probe that still runs has dialled."""
     give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:
-            yield door.accept(0.1)
+            yield listener.accept(0.1)
         except TimeoutError:
             continue
 
 
 def _facts(host: str, hello: dict[str, Any]) -> Facts:
-    told = Facts(host, **{**hello, "gpus": tuple(hello["gpus"])})
+    facts = Facts(host, **{**hello, "gpus": tuple(hello["gpus"])})
     ours = platform.python_version()
-    if told.python.split(".")[:2] != ours.split(".")[:2]:
-        return replace(told, problem=f"{host} has Python {told.python}, and this program has {ours}")
+    if facts.python.split(".")[:2] != ours.split(".")[:2]:
+        return replace(
+            facts,
+            problem=(
+                f"{host} has Python {facts.python}, but this program has {ours}; install the same "
+                "minor version"
+            ),
+        )
     ours = VERSION
-    if told.flowchan != ours:
-        return replace(told, problem=f"{host} has flowchan {told.flowchan}, and this program has {ours}")
-    return told
+    if facts.flowchan != ours:
+        return replace(
+            facts,
+            problem=(
+                f"{host} has flowchan {facts.flowchan}, but this program has {ours}; install the same version"
+            ),
+        )
+    return facts
 
 
 def _measured(facts: Facts, sock: socket.socket) -> Facts:
@@ -146,7 +160,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
         while (took := _transfer(sock, size)) < LONG_ENOUGH and size < MOST:
             size *= 2
     except OSError as error:
-        return replace(facts, problem=f"{facts.host} did not answer while it was measured: {error}")
+        return replace(facts, problem=f"{facts.host} did not answer during the measurement: {error}")
     return replace(facts, round_trip=statistics.median(trips), rate=size / took)
 
 
@@ -157,7 +171,7 @@ def _transfer(sock: socket.socket, size: int) -> float:
     for sent in range(0, size, len(PIECE)):
         sock.sendall(PIECE[: size - sent])
     if not sock.recv(1):
-        raise ConnectionError("it ended the connection")
+        raise ConnectionError("it closed the connection")
     return time.perf_counter() - begin
 
 
@@ -166,12 +180,12 @@ def _transfer(sock: socket.socket, size: int) -> float:
 
 def _answer(sock: socket.socket) -> None:
     """Answer transfers until the program closes the connection."""
-    room = bytearray(1 << 20)
+    buffer = bytearray(1 << 20)
     with sock.makefile("rb", buffering=0) as stream:
         while head := _read(stream, SIZE):
             size = int.from_bytes(head, "big")
             while size:
-                came = stream.readinto(memoryview(room)[: min(size, len(room))])
+                came = stream.readinto(memoryview(buffer)[: min(size, len(buffer))])
                 if not came:
                     return
                 size -= came
@@ -188,7 +202,7 @@ def _read(stream: Any, size: int) -> bytes:
     return found
 
 
-def _about_us() -> dict[str, Any]:
+def _own_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "flowchan": VERSION,
@@ -203,15 +217,16 @@ def _gpus() -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    told = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    return told.stdout.splitlines() if told.returncode == 0 else []
+    result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    return result.stdout.splitlines() if result.returncode == 0 else []
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.readline())
-    hello = {"number": told["number"], **_about_us()}
-    sock = dial(told["address"], HOST_TIMEOUT_S)
-    sock, _ = meet(sock, bytes.fromhex(told["secret"]), dialled=True, hello=hello, timeout=HOST_TIMEOUT_S)
+    """Dial the program at the address on standard input, and answer its questions."""
+    orders = json.loads(sys.stdin.readline())
+    hello = {"number": orders["number"], **_own_facts()}
+    sock = dial(orders["address"], HOST_TIMEOUT_S)
+    sock, _ = meet(sock, bytes.fromhex(orders["secret"]), dialled=True, hello=hello, timeout=HOST_TIMEOUT_S)
     with sock:
         _answer(sock)
 

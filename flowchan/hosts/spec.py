@@ -1,5 +1,7 @@
-"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``. Options follow
-the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``."""
+"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
+
+Options follow the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,17 @@ def pool_from(spec: str) -> Pool:
 
 
 def parse(spec: str) -> Spec:
-    """Parse the text of a pool. Raises ``ValueError``. ``tls`` is the option; a host of that name is
-    ``user@tls``."""
+    """Parse the text of a pool.
+
+    Raises ``ValueError``. ``tls`` is the option; a host of that name is ``user@tls``.
+    """
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []
     given = [word for word in words if "=" not in word and word != "tls"]
     options = dict(word.split("=", 1) for word in words if "=" in word)
     peer_timeout = _number(spec, "peer_timeout", options.pop("peer_timeout", str(PEER_TIMEOUT_S)))
     if not peer_timeout:
-        raise ValueError(f"{spec!r}: peer_timeout= takes a number of seconds greater than 0")
+        raise ValueError(f"{spec!r}: peer_timeout must be greater than 0 seconds, got 0")
     resources = {
         name: _number(spec, name, options.pop(name))
         for name in list(options)
@@ -56,10 +60,10 @@ def parse(spec: str) -> Spec:
     for name in options:
         if name not in OPTIONS.get(kind, (name,)):
             takes = ", ".join(["tls", *(f"{known}=" for known in OPTIONS[kind])])
-            raise ValueError(f"{spec!r}: {kind} takes {takes} and peer_timeout=, not {name}=")
+            raise ValueError(f"{spec!r}: {kind} has no option {name}=; it has {takes} and peer_timeout=")
     provider = _provider(kind, given, options, resources)
     if provider is None or words[:1] == [""]:
-        raise ValueError(f"hosts are given as {FORMS}, not {spec!r}")
+        raise ValueError(f"hosts must be like {FORMS}, got {spec!r}")
     return Spec(provider, peer_timeout, "tls" in words)
 
 
@@ -81,7 +85,7 @@ def _number(spec: str, name: str, word: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError(f"{spec!r}: {name}= takes a number of at least 0, not {word!r}")
+        raise ValueError(f"{spec!r}: {name} must be a number of at least 0, got {word!r}")
     return number
 
 

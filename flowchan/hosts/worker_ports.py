@@ -24,8 +24,8 @@ class WorkerPorts:
     Attributes:
         number: The number of its stream.
         agent: The agent of its host.
-        here: The worker as its own code sees it.
-        gone: Its process has ended and has not been replaced.
+        info: The worker as its own code sees it.
+        process_ended: Its process has ended and has not been replaced.
         failed: It has reported a failure.
         blame: The item that it held may have killed it.
         ended: Its report that it has ended; its last outputs may be on their way until ``finished``.
@@ -34,15 +34,15 @@ class WorkerPorts:
 
     number: int
     agent: AgentHandle
-    here: Worker
-    gone: bool = False
+    info: Worker
+    process_ended: bool = False
     failed: bool = False
     blame: bool = True
     ended: Ended | None = None
     finished: bool = False
 
 
-MOST_AGENTS, WITHIN_S, MOST_UNMET = 10, 60.0, 3
+MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
 """Limits after which a host is given up: agents started there within WITHIN_S seconds, and agents in a row
 that never dialled."""
 
@@ -58,7 +58,7 @@ class HostWorkers:
     agent: AgentHandle | None = None
     agents: int = 0  # how many have been started
     starts: list[float] = field(default_factory=list)  # times of the last starts
-    unmet: int = 0  # how many of the last agents in a row never dialled
+    unconnected: int = 0  # how many of the last agents in a row never dialled
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why it was given up; empty: it was not
@@ -68,9 +68,9 @@ class HostWorkers:
     def agent_died(self, agent: AgentHandle) -> None:
         """Note that the agent is dead, and give the host up if too many have died."""
         self.deaths.append(agent.why)
-        self.unmet = 0 if agent.has_met else self.unmet + 1
+        self.unconnected = 0 if agent.has_connected else self.unconnected + 1
         self.starts = [start for start in self.starts if start > time.monotonic() - WITHIN_S]
-        if self.unmet >= MOST_UNMET or len(self.starts) >= MOST_AGENTS:
+        if self.unconnected >= MAX_UNCONNECTED or len(self.starts) >= MOST_AGENTS:
             self.given_up = agent.why
 
     def count(self, link: Mapping[str, Any]) -> None:
@@ -96,6 +96,14 @@ def host_for(
 ) -> HostWorkers:
     """Choose the planned host of a worker, or else the host of its pool with the fewest workers.
 
+    Args:
+        worker: The worker.
+        hosts: All hosts of the pool, by name.
+        lines: The ports of the workers that are on hosts already.
+
+    Returns:
+        The host.
+
     Raises:
         HostError: All hosts of the pool are given up.
     """
@@ -119,7 +127,7 @@ def together(agents: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts
     moves = not all(state["connected"] for state in states.values())
     for id, line in lines.items():
         waits = line and line.agent in agents and line.agent.waiting.workers.get(id)
-        if line is None or not waits or line.gone or line.ended is not None:
+        if line is None or not waits or line.process_ended or line.ended is not None:
             moves = True  # it is being started, replaced or ended
             continue
         about = states[line.agent.number]["lines"].get(line.number, {})

@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import Any, TypeGuard, TypeVar, cast
 
 from flowchan.items.text import shown
+from flowchan.items.tracebacks import shortened
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -28,11 +29,11 @@ def is_whole(value: Any) -> TypeGuard[int]:
 def whole(call: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
     """Check that the value is an int within these bounds."""
     if not is_whole(value):
-        raise TypeError(f"{call}: {argument} must be an int of at least {least}, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be an int of at least {least}, got {shown(value)}")
     if value < least:
-        raise ValueError(f"{call}: {argument} must be at least {least}, not {value}")
+        raise ValueError(f"{call}: {argument} must be at least {least}, got {value}")
     if most is not None and value > most:
-        raise ValueError(f"{call}: {argument} must be at most {most:,}, not {value}")
+        raise ValueError(f"{call}: {argument} must be at most {most:,}, got {value}")
     return value
 
 
@@ -50,21 +51,21 @@ def pause(call: str, argument: str, value: Any) -> float | None:
     """Check a number of seconds, zero included, or ``None`` for no pause."""
     length = None if value is None else _number(call, argument, value, " or None")
     if length is not None and not length >= 0:
-        raise ValueError(f"{call}: {argument} must be at least 0 seconds, not {value}")
+        raise ValueError(f"{call}: {argument} must be at least 0 seconds, got {value}")
     return length
 
 
 def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) -> float:
     length = _number(call, argument, value, or_none)
     if not length > 0:
-        raise ValueError(f"{call}: {argument} must be greater than 0 seconds{no_limit}, not {value}")
+        raise ValueError(f"{call}: {argument} must be greater than 0 seconds{no_limit}, got {value}")
     return length
 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
     """Convert a number of seconds to a float that is not longer than Python can wait."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
-        raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, got {shown(value)}")
     try:
         length = float(value)
     except OverflowError:
@@ -76,23 +77,23 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 def flag(call: str, argument: str, value: Any) -> bool:
     """Check that the value is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(f"{call}: {argument} must be True or False, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be True or False, got {shown(value)}")
     return value
 
 
 def text(call: str, argument: str, value: Any) -> str:
     """Check that the value is a string with at least one character other than white space."""
     if not isinstance(value, str):
-        raise TypeError(f"{call}: {argument} must be a string, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be a string, got {shown(value)}")
     if not value.strip():
-        raise ValueError(f"{call}: {argument} must not be empty")
+        raise ValueError(f"{call}: {argument} must not be empty, got {value!r}")
     return value
 
 
 def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
     """Check that the value can be called, such as a function or a class."""
     if not callable(value):
-        raise TypeError(f"{call}: {argument} must be a function or a callable class, not {shown(value)}")
+        raise TypeError(f"{call}: {argument} must be a function or a callable class, got {shown(value)}")
     called: Callable[..., Any] = value
     return called
 
@@ -103,24 +104,21 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
             raise TypeError(
-                f"{call}: {argument} must be a subclass of Exception, or a tuple of them, not {shown(one)}"
+                f"{call}: {argument} must be a subclass of Exception, or a tuple of them, got {shown(one)}"
             )
     return classes
 
 
-def secret_bytes(call: str, secret: Any, advice: str = "secrets.token_bytes(16) makes some") -> bytes:
+def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.token_bytes(16)") -> bytes:
     """Check the secret by which peers authenticate each other."""
     from flowchan.transport.authentication import SECRET  # slow to import, and most programs do not need it
 
     if not isinstance(secret, bytes):
         raise TypeError(
-            f"{call}: secret must be bytes, at least {SECRET} of them, not {type(secret).__name__}; {advice}"
+            f"{call}: secret must be bytes, at least {SECRET} of them, got {type(secret).__name__}; {advice}"
         )
     if len(secret) < SECRET:
-        raise ValueError(
-            f"{call}: secret must have at least {SECRET} bytes, not {len(secret)}, so that it can't be "
-            f"guessed; {advice}"
-        )
+        raise ValueError(f"{call}: secret must have at least {SECRET} bytes, got {len(secret)}; {advice}")
     return secret
 
 
@@ -144,24 +142,29 @@ def near_misses(name: str, known: Iterable[str]) -> list[str]:
     return get_close_matches(name, list(known), 1)
 
 
-def refuses_misspelt(call: str) -> Callable[[Function], Function]:
+def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
     """Make a function suggest the right option when it is called with a misspelt one.
 
     The message uses ``call``, the name that users know. From 3.13 on, Python itself makes suggestions, but it
     uses the name of the definition. The check costs one more Python call, so no function that runs once per
-    item has it.
+    item has it. ``options`` names the options that the function takes as ``**options``. It also shortens
+    tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
     """
 
     def refusing(function: Function) -> Function:
         code = function.__code__
         taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        known = tuple(name for name in taken if name != "self")
+        known = (*(name for name in taken if name != "self"), *options)
 
         @functools.wraps(function)
-        def checked(*args: Any, **options: Any) -> Any:
-            if options:
-                known_options(call, options, known)
-            return function(*args, **options)
+        def checked(*args: Any, **given: Any) -> Any:
+            try:
+                if given:
+                    known_options(call, given, known)
+                return function(*args, **given)
+            except Exception as error:
+                error.__traceback__ = shortened(error.__traceback__)
+                raise  # adds no entry for this frame
 
         return cast(Function, checked)
 

@@ -70,8 +70,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be sent, only "
-            f"{', '.join(_CODES)}; send view.cast('B') or an array"
+            f"a memoryview of format {view.format!r} can't be sent, only of {', '.join(_CODES)}; "
+            "send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
@@ -121,9 +121,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     kind = tensor.device.type
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
-            f"a tensor of shape {tuple(tensor.shape)} with grad_fn={tensor.grad_fn} is part of an "
-            "autograd graph, which "
-            "can't cross to another process; send tensor.detach()"
+            f"a tensor of shape {tuple(tensor.shape)} is part of an autograd graph "
+            f"(grad_fn={type(tensor.grad_fn).__name__}); send tensor.detach()"
         )
     if (
         tensor.layout != torch.strided
@@ -220,12 +219,13 @@ def loan(  # noqa: D417 - a method of channels and ports
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
             raise TypeError(
-                f"loan: dtype must be of plain values, not {dtype!r}: objects can't be in shared memory"
+                f"loan: dtype must be a type of plain values, got {dtype!r}; objects can't be in "
+                "shared memory"
             )
     channel = getattr(self, "channel", self)
     if not channel.transport.copies:
         if channel.closed:
-            raise Closed(f"{channel!r} is closed: nothing can be put into it any more")
+            raise Closed(f"{channel!r} is closed; no more items can be put")
         return torch.empty(sizes, dtype=dtype) if torch and as_torch else numpy.empty(sizes, dtype)
     view = self._loan(min(math.prod(sizes) * dtype.itemsize, MOST_LENT), timeout)
     if torch and as_torch:
@@ -242,5 +242,5 @@ def loan(  # noqa: D417 - a method of channels and ports
 def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"loan: shape must be whole numbers of at least 0, not {shape!r}")
+            raise ValueError(f"loan: shape must be ints of at least 0, got {shape!r}")
     return tuple(shape)

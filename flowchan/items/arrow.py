@@ -59,7 +59,8 @@ def _rebuild_table(buffer: Any, is_batch: bool) -> Any:
 def _reduce_frame(frame: Any) -> Any:
     import polars
 
-    if "Object" in repr(frame.dtypes):  # Arrow would store their addresses
+    types = repr(frame.dtypes)
+    if "Object" in types or "Int128" in types:  # Arrow would store addresses of objects, and lacks Int128
         return frame.__reduce_ex__(5)
     table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
     return _rebuild_frame, (table, frame.height)

@@ -4,8 +4,8 @@ It is pickle protocol 5. The contents of arrays and tensors travel next to the p
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes of ``__main__``, and of a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle, because another process has another ``__main__``. Everything importable is pickled by
-reference. cloudpickle also takes over where plain pickle fails.
+with cloudpickle (``main_code.py``). Another process may have another ``__main__``. Everything importable is
+pickled by reference. cloudpickle also takes over where plain pickle fails.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import io
 import pickle
 import threading
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from flowchan import _core
 from flowchan.items import shared_tensors
 from flowchan.items.arrays import reducers
 from flowchan.items.text import short
+from flowchan.items.tracebacks import shortened
 from flowchan.items.unpicklable import smallest
 from flowchan.transport import descriptors
 from flowchan.transport.device import transfer
@@ -144,7 +146,7 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """Serialise an item for the core.
 
-    Returns the pickle and its buffers. A PINNED or PARCEL item returns a tuple with these parts:
+    A PINNED or PARCEL item returns a tuple with these parts:
 
     - the id of the device memory, or 0
     - the pickle and its buffers
@@ -156,8 +158,15 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     Args:
         item: The item.
         leaves: Whether the item goes to another host.
+
+    Returns:
+        The pickle and its buffers, or that tuple.
     """
-    packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
+    try:
+        packed, channels = _pack_with(item, descriptors.Leaving() if leaves else descriptors.Parcel())
+    except TypeError as error:
+        error.__traceback__ = shortened(error.__traceback__)
+        raise
     on_device = None if isinstance(packed, bytes) else transfer.parcel(packed[1:])
     result: Packed | Kept = packed
     if on_device is not None or channels.id:
@@ -212,18 +221,16 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
     try:
         _by_value_pickler()(out, protocol=5, buffer_callback=aside).dump(item)
     except unless_interrupted(Exception) as error:
-        raise TypeError(
-            f"can't send {short(item)} to another process: {_describe_culprit(item, error)}"
-        ) from error
+        raise TypeError(_refusal(item, error)) from (error if _is_of_user(error) else None)
     return out.getvalue()
 
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return cloudpickle's pickler, with our reducers before its own."""
-    import cloudpickle  # slow to import, and most items do not need it
+    """Return the pickler by value, with our reducers before its own."""
+    from flowchan.items.main_code import ByValuePickler  # slow to import, and most items do not need it
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
             reduce = reducers().get(type(obj))
             return super().reducer_override(obj) if reduce is None else reduce(obj)
@@ -232,7 +239,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """Serialise a value with cloudpickle for a child process. Shared tensors stay shared."""
+    """Serialise a value with its code for a child process. Shared tensors stay shared."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -240,9 +247,9 @@ def dumps_for_worker(value: object) -> bytes:
 
 @functools.cache
 def _sharing_pickler() -> Any:
-    import cloudpickle
+    from flowchan.items.main_code import ByValuePickler
 
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
             if shared_tensors.is_storage(obj):
                 return shared_tensors.reduce_storage(obj)
@@ -303,10 +310,21 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Represent an item that a stage could not unpickle.
+    """Item that a stage could not unpickle.
 
     Attributes:
         data: The pickle of the item, without the arrays that travel next to it.
+
+    Example:
+        >>> from flowchan import Graph, Unreadable
+        >>> class Wrong:
+        ...     def __reduce__(self):
+        ...         return int, ("x",)  # unpickling calls int("x")
+        >>> graph = Graph()
+        >>> shown = graph.source([Wrong()]).map(str, on="process")
+        >>> good, failed = shown.collect(), shown.errors.collect()
+        >>> isinstance(graph.run()[failed][0].item, Unreadable)
+        True
     """
 
     data: bytes
@@ -315,11 +333,28 @@ class Unreadable:
         return f"<an item that can't be unpickled, {len(self.data)} bytes>"
 
 
-def _describe_culprit(item: object, error: BaseException) -> str:
+def _refusal(item: object, error: BaseException) -> str:
     """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    where = f"its {', '.join(path)} ({short(culprit)})" if path else "it"
-    return f"{where} can't be pickled ({reason})"
+    names_culprit = reason.startswith(short(culprit))  # as flowchan's own messages do
+    if path and names_culprit:
+        reason = f"its {', '.join(path)}: {reason}"
+    elif path:
+        reason = f"its {', '.join(path)} ({short(culprit)}) can't be pickled ({reason})"
+    elif names_culprit:
+        return reason
+    return f"can't send {short(item)} to another process: {reason}"
+
+
+_PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
+
+
+def _is_of_user(error: BaseException) -> bool:
+    """Return whether code outside the picklers took part in the error, such as a user's ``__reduce__``."""
+    return any(
+        frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 _core._set_codec(dumps, loads, Unreadable, is_interrupt, not_put)

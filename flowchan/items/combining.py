@@ -24,6 +24,13 @@ class Reduced(NamedTuple, Generic[T]):
         value: The combination of the workers' values.
         contributors: Number of workers that contributed. It falls when workers have ended.
         round: Number of the round, from 0.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> sums = graph.source([1, 2]).allreduce("sum").collect()
+        >>> graph.run()[sums]
+        [Reduced(value=1, contributors=1, round=0), Reduced(value=2, contributors=1, round=1)]
     """
 
     value: T
@@ -55,15 +62,15 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             raise ValueError(
-                f"only values with the same keys can be combined; only some have "
-                f"{sorted(map(repr, a.keys() ^ b.keys()))}{f' in {path}' if path else ''}"
+                "values must have the same keys, got "
+                f"{', '.join(sorted(map(repr, a.keys() ^ b.keys())))} only in "
+                f"some{f' in {path}' if path else ''}"
             )
         return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):
         if len(a) != len(b):
             raise ValueError(
-                f"only lists of the same length can be combined, not of {len(a)} and {len(b)}"
-                f"{f' in {path}' if path else ''}"
+                f"lists must have the same length, got {len(a)} and {len(b)}{f' in {path}' if path else ''}"
             )
         return type(a)(
             _combine(x, y, function, f"{path}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True))
@@ -78,7 +85,7 @@ def of_one_shape(plain: Function) -> Function:
         shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
         first, second = (tuple(shape) if isinstance(shape, tuple) else () for shape in shapes)
         if first and second and first != second:
-            raise ValueError(f"only arrays of the same shape can be combined, not of {first} and {second}")
+            raise ValueError(f"arrays must have the same shape, got {first} and {second}")
         return plain(a, b)
 
     return function

@@ -10,12 +10,21 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[T_co]):
-    """Represent an item for which the function of a stage raised.
+    """Item for which the function of a stage raised.
 
     Attributes:
         item: The item. If it could not be received, an :class:`flowchan.Unreadable`.
         error: The exception of the last call.
         attempts: Number of calls; 0 if the item could not be received.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> numbers = graph.source(["1", "x"]).map(int, retries=1)
+        >>> good, failed = numbers.collect(), numbers.errors.collect()
+        >>> (one,) = graph.run()[failed]
+        >>> one.item, type(one.error).__name__, one.attempts
+        ('x', 'ValueError', 2)
     """
 
     item: T_co

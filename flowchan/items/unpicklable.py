@@ -67,13 +67,16 @@ def smallest(
     refusal: Callable[[Any], str | None] = refusal,
     children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
 ) -> tuple[list[str], Any, str]:
-    """Return the path to the smallest part of ``value`` that is refused alone, the part, and the reason.
+    """Find the smallest part of ``value`` that is refused alone.
 
     Args:
         value: The value that is refused.
         error: Why it is refused.
         refusal: Returns why a part is refused, or None.
         children: Yields the parts of a part, each with a description.
+
+    Returns:
+        The path to the part, the part, and the reason.
     """
     path: list[str] = []
     seen = {id(value)}

@@ -287,7 +287,7 @@ class RemoteChannel(Channel[T]):
     def abort(self, cause: BaseException | None = None) -> None:
         """Break the channel for all its users, with ``cause`` as the cause of their ``Broken``."""
         if cause is not None and not isinstance(cause, BaseException):
-            raise TypeError(f"abort: cause must be an exception or None, not {cause!r}")
+            raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
             report(self, cause)
         with contextlib.suppress(Broken):  # the owner is lost
@@ -498,19 +498,20 @@ def open_channel(
         The channel. All opens of one address in a process return the same object.
 
     Raises:
-        HostError: The owner can't be reached in time, or has released the channel.
+        HostError: The owner can't be reached in time, refused the secret, or has released the channel.
         ValueError: The address, the secret or the timeout is invalid.
         TypeError: ``secret`` is not bytes, or ``tls`` is not a bool.
 
     Example:
-        >>> from flowchan import Channel
-        >>> from flowchan.hosts import open_channel
-        >>> owned = Channel(across="hosts")
-        >>> open_channel(owned.address, owned.secret) is owned
-        True
+        >>> from flowchan import Channel, hosts
+        >>> channel = Channel(across="hosts")
+        >>> address, secret = channel.address, channel.secret  # give these to the other program
+        >>> hosts.open_channel(address, secret).put("a")
+        >>> channel.get()
+        'a'
     """
     place, number = place_in(address), number_in(address)
-    secret_bytes("open_channel", secret, "it is what channel.secret says")
+    secret_bytes("open_channel", secret, "pass the secret of the owner, channel.secret")
     flag("open_channel", "tls", tls)
     wait = _seconds(timeout)
     server = server_at(place, secret)
@@ -529,4 +530,4 @@ def _seconds(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None (no limit) or a number of seconds >= 0, got {timeout!r}")
+    raise ValueError(f"timeout must be None or a number of at least 0 seconds, got {timeout!r}")

@@ -75,20 +75,26 @@ def serve(
     tls: bool = False,
     peer_timeout: float = PEER_TIMEOUT_S,
 ) -> None:
-    """Set the address at which other programs reach the channels that this process makes from now on.
-
-    The default is a free port of the loopback interface, which only this machine reaches.
+    """Set the address of the channels across hosts that this process makes from now on.
 
     Args:
-        address: Address to listen at (default: ``"127.0.0.1:0"``).
-        secret: Secret that clients must prove, at least 16 bytes (default: 32 random bytes).
-        tls: Whether to encrypt the connections (default: False).
+        address: Host and port to listen at; port 0 is any free port (default: ``"127.0.0.1:0"``, which only
+            this machine reaches).
+        secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
+        tls: Whether to encrypt and authenticate the traffic with TLS (default: False).
         peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:
             10).
 
     Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The address, the secret or ``peer_timeout`` is invalid.
+        TypeError: An argument has the wrong type or an unknown name.
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> from flowchan import Channel, hosts
+        >>> hosts.serve("127.0.0.1:0", secret=b"a secret of 16 bytes or more")
+        >>> Channel(across="hosts").secret
+        b'a secret of 16 bytes or more'
+        >>> hosts.serve()  # the defaults again
     """
     split(address)
     flag("serve", "tls", tls)

@@ -16,6 +16,21 @@ class Graph(Blueprint, Runnable):
 
     Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
     they return. Then call :meth:`run`, or :meth:`start` to interact with it while it runs.
+
+    Args:
+        name: Name of the graph in reports, pictures and errors (default: ``"graph"``).
+
+    Raises:
+        TypeError: ``name`` is not a string, or an argument has an unknown name.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph("squares")
+        >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+        >>> graph.check()
+        ()
+        >>> graph.run()[squares]
+        [0, 1, 4]
     """
 
     def _repr_svg_(self) -> str | None:
@@ -30,14 +45,31 @@ class Graph(Blueprint, Runnable):
 
         Returns:
             All problems, each with the lines of its declaration; empty for a valid graph.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> numbers = graph.source(range(3))
+            >>> [problem.rule for problem in graph.check()]
+            ['unread']
         """
         return check(self)
 
     def pool(self) -> WorkerPool:
         """Create a pool that keeps the worker processes from one run to the next.
 
-        Enter it with ``with graph.pool() as pool``, then call ``pool.run()`` or ``pool.start()`` any number
-        of times.
+        Returns:
+            The pool. Enter it with ``with graph.pool() as pool``, then call ``pool.run()`` or
+            ``pool.start()`` any number of times.
+
+        Example:
+            >>> import os
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> pids = graph.source(range(1)).map(lambda _: os.getpid(), on="process").collect()
+            >>> with graph.pool() as pool:
+            ...     pool.run()[pids] == pool.run()[pids]
+            True
         """
         return WorkerPool(self)
 

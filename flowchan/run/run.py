@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -15,30 +16,34 @@ from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
-from flowchan.items.arguments import finite_seconds, refuses_misspelt, seconds, whole
-from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, seconds, whole
+from flowchan.items.text import shown
+from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
-from flowchan.run.policy.decisions import AbortAsked, StopAsked
+from flowchan.run.policy.decisions import AbortRequested, StopRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.unfinished_runs import end_at_exit
-from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.item_timeout import set_message
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
 from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
 
 T = TypeVar("T")
 
 
+@methods_end_at_caller
 class Run:
     """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
@@ -48,15 +53,21 @@ class Run:
     results.
 
     Example:
-        with graph.start() as run:
-            run[questions].put("why?")
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> questions = graph.input()
+        >>> answers = questions.map(str.upper).collect()
+        >>> with graph.start() as run:
+        ...     run[questions].put("why?")
+        >>> run.state, run.wait()[answers]
+        ('done', ['WHY?'])
     """
 
-    def __init__(self, plan: Plan, lasting: LastingProcesses | None = None) -> None:
+    def __init__(self, plan: Plan, pooled: PooledProcesses | None = None) -> None:
         self._plan = plan
-        self._lasting = lasting is not None
+        self._pooled = pooled is not None
         self._ports = RunPorts(plan)
-        self._crew = CrewRouter(self._ports, lasting)
+        self._crew = CrewRouter(self._ports, pooled)
         self._supervisor = Supervisor(plan, self._crew, self._ports)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         # a run must be freed without the garbage collector
@@ -64,7 +75,7 @@ class Run:
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._answering: set[str] = set()  # inputs that were used by ask()
-        self._told: Results | None = None  # results given to Interrupted
+        self._results: Results | None = None  # results given to Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -74,8 +85,8 @@ class Run:
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if lasting is not None:  # the end of the pool's block waits for the run
-            self._supervisor.unheard.append(self)
+        if pooled is not None:  # the end of the pool's block waits for the run
+            self._supervisor.unreported.append(self)
         self._supervisor.start()
         end_at_exit(self._supervisor)
 
@@ -87,25 +98,44 @@ class Run:
         Args:
             stream: A stream that ``graph.input()`` returned.
 
+        Returns:
+            The writing end.
+
         Raises:
             KeyError: It is not an input of this run.
         """
         if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
-                f"{stream!r} is not an input of this run; run[…] takes the stream that graph.input() returned"
+                f"{stream!r} is not an input of this run; use the stream that graph.input() returned"
             )
         return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
-        """Iterate over the items of a ``collect`` stream as they come. Leaving the loop early stops the
-        stages before it.
+        """Iterate over the items of a ``collect`` stream as they come.
+
+        Leaving the loop early stops the stages before it.
 
         Args:
             stream: A stream that ``collect()`` returned.
 
+        Returns:
+            An iterator, for one loop.
+
         Raises:
             RunError: The run fails.
+            TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> with graph.start() as run:
+            ...     for square in run.iter(squares):
+            ...         print(square)
+            0
+            1
+            4
         """
         return self._items(self._claimed(stream))
 
@@ -115,21 +145,41 @@ class Run:
         Args:
             stream: A stream that ``collect()`` returned.
 
+        Returns:
+            An asynchronous iterator, for one loop.
+
         Raises:
             RunError: The run fails.
+            TypeError: It is not a stream, but for example a name.
             ValueError: The stream is not a result of this run, or its items are taken already.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return [square async for square in run.aiter(squares)]
+            >>> asyncio.run(main())
+            [0, 1, 4]
         """
-        return _Coming(self, self._claimed(stream))
+        stage = self._claimed(stream)
+        return ResultIterator(self._items_later(stage), functools.partial(self._leave, stage))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
         """Claim the items of a stream for the program. Return the name of the stage that gathers them."""
+        if not isinstance(stream, Stream):
+            raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):
             raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
-            raise ValueError(f"{stream!r} does not leave the graph; iterate over what its collect() returns")
+            raise ValueError(
+                f"{stream!r} is not a result of the graph; iterate over the stream that its collect() returns"
+            )
         if not self._gathering.claim(stage.name):
-            raise ValueError(f"the items of {stream!r} are taken already: by wait(), or by another iter()")
+            raise ValueError(f"the items of {stream!r} were already taken by wait() or another iter()")
         return stage.name
 
     async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
@@ -143,10 +193,25 @@ class Run:
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
 
+        Returns:
+            The result of this item.
+
         Raises:
             TimeoutError: The result has not come after ``timeout`` seconds.
             RunError: The run fails before the result comes.
             ValueError: The graph does not allow ``ask`` on this stream.
+
+        Example:
+            >>> import asyncio
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> questions = graph.input()
+            >>> answers = questions.map(str.upper).collect()
+            >>> async def main():
+            ...     with graph.start() as run:
+            ...         return await asyncio.gather(run.ask(questions, "a"), run.ask(questions, "b"))
+            >>> asyncio.run(main())
+            ['A', 'B']
         """
         import asyncio
 
@@ -155,26 +220,26 @@ class Run:
             ends = answering_ends(self._plan, stream.stage)
             self._gathering.take_in(frozenset(WorkerId(end, 1) for end in ends))
             self._answering.add(stream.stage)
-        asked, answer = self._asking.begin(item)
+        request, answer = self._asking.begin(item)
         try:
             async with asyncio.timeout(limit) as clock:
                 try:
-                    await out.aput(cast(T, asked))
+                    await out.aput(cast(T, request))
                 except Broken:  # the awaited answer raises the reason
                     pass
                 return await answer
         except TimeoutError as error:
-            say(f"ask: no answer within timeout={timeout} s", error, clock)
+            set_message(f"ask: no answer within timeout={timeout} s", error, clock)
             raise
         finally:
-            self._asking.forget(asked.question)
+            self._asking.forget(request.question)
 
     async def _items_later(self, stage: str) -> AsyncGenerator[Any, None]:
         gathering = self._gathering
         try:
             async for item in gathering.coming(stage):
-                if (left := gathering.left_of(stage, item)) is not NOTHING:
-                    yield left
+                if (remaining := gathering.settle_answers(stage, item)) is not NOTHING:
+                    yield remaining
             gathering.raise_if_broken(stage)
         except Broken:
             gathering.leave(stage)
@@ -184,8 +249,10 @@ class Run:
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """Release the items of ``aiter`` when its loop is left. After a Ctrl-C in a block, the remaining
-        items become results."""
+        """Release the items of ``aiter`` when its loop is left.
+
+        After a Ctrl-C in a block, the remaining items become results.
+        """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
         self._gathering.leave(stage)
@@ -196,7 +263,7 @@ class Run:
         try:
             for item in gathering.items(stage):
                 yield item
-                gathering.asked(stage)
+                gathering.mark_reader(stage)
                 self._interrupts.seen = False
             gathering.raise_if_broken(stage)
         except Broken:
@@ -229,24 +296,36 @@ class Run:
         Args:
             timeout: Seconds to wait (default: no limit).
 
+        Returns:
+            The results by stream.
+
         Raises:
             TimeoutError: The run has not ended after ``timeout`` seconds.
             RunError: A stage failed.
             Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> total = graph.source(range(5)).reduce(lambda total, number: total + number)
+            >>> run = graph.start()
+            >>> run.wait(timeout=60)[total]
+            10
         """
         try:
             with interrupts_deferred():
-                if self._told is None:
+                if self._results is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
                 raise TimeoutError(
-                    f"the run of graph {self._plan.graph.name!r} still goes on after {timeout} s"
+                    f"the run of graph {self._plan.graph.name!r} has not ended after {timeout} s; wait "
+                    "again, or call stop()"
                 )
         except KeyboardInterrupt as interrupt:
             self._end_interrupted(signal_of(interrupt))
         failure = self._failure()
-        self._supervisor.unheard.clear()
+        self._supervisor.unreported.clear()
         try:
             if failure is not None:
                 raise failure
@@ -255,8 +334,10 @@ class Run:
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``. Cancelling the wait
-        does not affect the run."""
+        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``.
+
+        Cancelling the wait does not affect the run.
+        """
         return self._ended().__await__()
 
     async def _ended(self) -> Results:
@@ -270,18 +351,54 @@ class Run:
         """Return the error of a run that has ended, or None if it succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
-    def stop(self) -> None:
-        """Stop the sources, and let everything in flight finish. Returns at once."""
-        self._supervisor.ask(StopAsked())
+    @refuses_misspelt("stop")
+    def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
+        """Stop the sources, and let everything in flight finish (R5).
+
+        This returns at once. A second call may set another timeout, or discard what is queued.
+
+        Args:
+            timeout: Seconds after which the run is aborted if it has not ended (default: no limit).
+            finish_queued: Whether to finish items that wait in channels (default: True). If False, they are
+                discarded, and only items that workers are processing go on to the end of the graph. Results,
+                failed items, and items on their way to a stage with several inputs are kept in both cases.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> count = graph.source(itertools.count()).reduce(lambda count, _: count + 1, 0)
+            >>> run = graph.start()
+            >>> run.stop(timeout=20)
+            >>> run.wait()[count] >= 0
+            True
+        """
+        limit, queued = seconds("stop", "timeout", timeout), flag("stop", "finish_queued", finish_queued)
+        self._supervisor.ask(StopRequested(limit, queued))
 
     def abort(self) -> None:
-        """Break every channel at once and discard all items in flight. Returns at once."""
-        self._supervisor.ask(AbortAsked())
+        """Break every channel at once and discard all items in flight.
+
+        This returns at once.
+
+        Example:
+            >>> import itertools
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(itertools.count()).sink(lambda number: None)
+            >>> run = graph.start()
+            >>> run.abort()
+            >>> results = run.wait()
+            >>> run.state
+            'aborted'
+        """
+        self._supervisor.ask(AbortRequested())
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
-        """Change the number of a stage's workers while the graph runs (R13). Returns at once; ``stats()``
-        shows how many workers the stage has.
+        """Change the number of a stage's workers while the graph runs (R13).
+
+        Returns at once; ``stats()`` shows how many workers the stage has.
 
         A removed worker finishes its item and ends. Numbers of workers are not used again. The call does
         nothing once the stage or the run comes to its end.
@@ -295,6 +412,14 @@ class Run:
             KeyError: The graph has no such stage.
             ValueError: The number of its workers can't change. The stage is of another kind, runs on hosts,
                 has an async function, reserves GPUs for its workers, or uses processes of a pool.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.map(str, name="show").sink(print)
+            >>> with graph.start() as run:
+            ...     run.scale("show", workers=3)
         """
         name = stage.stage if isinstance(stage, Stream) and self._owns(stage) else stage
         if not isinstance(name, str):
@@ -302,13 +427,13 @@ class Run:
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
         why = self._plan.is_fixed(found)
-        if not why and self._lasting and found.placement.apart:
+        if not why and self._pooled and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:
             allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)
             raise ValueError(
-                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, {why}; "
-                "declare it with workers= instead"
+                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, "
+                f"{why}; declare it with workers= instead"
             )
         self._supervisor.ask(Scale(name, workers))
 
@@ -320,13 +445,15 @@ class Run:
             again: The signal has come twice already, so abort the run.
         """
         self._finish(number, again)
-        assert self._told is not None
-        told = self._told, self.report()
-        raise self._interruption(lambda _: told, number) from self._failure()
+        assert self._results is not None
+        outcome = self._results, self.report()
+        raise self._interruption(lambda _: outcome, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """Return the error for a Ctrl-C in the body of a loop over items, outside a block. The error finishes
-        the run when the loop is left, or when its results are read."""
+        """Return the error for a Ctrl-C in the body of a loop over items, outside a block.
+
+        The error finishes the run when the loop is left, or when its results are read.
+        """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
     def _interruption(
@@ -336,23 +463,28 @@ class Run:
     ) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report hold what was finished", tell, number)
+        return Interrupted(f"{message}; .results and .report have the finished part", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
-        if self._told is None:
+        if self._results is None:
             self._finish()
             error.__cause__ = self._failure()
-        assert self._told is not None
-        return self._told, self.report()
+        assert self._results is not None
+        return self._results, self.report()
 
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished. A further interrupt aborts the run,
-        and another one does not wait even for that. Each step prints a line."""
+        """Stop the run and wait until everything in flight is finished.
+
+        A further interrupt aborts the run, and another one does not wait even for that. Each step prints a
+        line.
+        """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
             with interrupts_deferred():
                 if self._supervisor.state.phase == "running" and not again:
-                    _say(f"stopping, what is in flight is being finished ({key} again to break off)")
+                    _print_notice(
+                        f"stopping: finishing the items in flight; press {key} again to discard them"
+                    )
                 self.stop()
                 for out in self._ports.inputs.values():
                     out.close()
@@ -362,15 +494,15 @@ class Run:
                 raise KeyboardInterrupt
             self._supervisor.wait()
             if self._supervisor.state.aborted:
-                _say("broken off, what was in flight is discarded: nothing moved any more")
+                _print_notice("aborted: items in flight were discarded")
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):
                 self.abort()
-                _say("broken off, what was in flight is discarded")
+                _print_notice("aborted: items in flight were discarded")
                 self._supervisor.wait()
         ended = self._supervisor.ended.is_set()
-        self._told = self._gathering.results() if ended else Results(self._plan.graph.name, {})
-        self._supervisor.unheard.clear()
+        self._results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
+        self._supervisor.unreported.clear()
 
     def __enter__(self) -> Run:
         self._interrupts.open()
@@ -383,7 +515,8 @@ class Run:
         self._interrupts.close()
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
-            if self._told is None or not isinstance(error, Interrupted) or error.results is not self._told:
+            own = self._results
+            if own is None or not isinstance(error, Interrupted) or error.results is not own:
                 self._end_interrupted(signal_of(error))
             return
         if error is None:
@@ -417,7 +550,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """The state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
@@ -428,6 +561,22 @@ class Run:
             window: Seconds over which rates, shares and the cause are computed (default: the whole run). The
                 ``window`` of the result is the actual length: up to half a second longer, and shorter if the
                 run is younger.
+
+        Returns:
+            Statistics of the stages, the channels and the hosts.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is negative.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, name="show").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> [(stage.name, stage.items_in) for stage in run.stats().stages]
+            [('source', 0), ('show', 3), ('len', 3)]
         """
         return self._supervisor.stats(seconds("stats", "window", window))
 
@@ -439,8 +588,9 @@ class Run:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Call functions with the statistics and events of the run, on a thread that all subscribers of the
-        run share.
+        """Call functions with the statistics and events of the run.
+
+        The calls come on a thread that all subscribers of the run share.
 
         A subscriber must not wait for the run. A subscriber that raises gets no more calls, and the run
         continues.
@@ -456,44 +606,56 @@ class Run:
             The subscription. Close it, or leave its ``with`` block, to end the calls.
 
         Example:
-            >>> with run.subscribe(stats=lambda stats: print(stats.bottleneck)):
-            ...     run.wait()
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> states = []
+            >>> with graph.start() as run, run.subscribe(stats=lambda stats: states.append(stats.state)):
+            ...     results = run.wait()
+            >>> states[-1]
+            'done'
         """
         return self._supervisor.feed.subscribe(
             stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
         )
 
     def report(self) -> str:
-        """Return tables of the run: stages, channels, the bottleneck, and the account of items."""
+        """Return tables of the run as text.
+
+        Returns:
+            The stages, the channels, the bottleneck, and the account of items.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph("words")
+            >>> graph.source(["a", "bb"]).sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> print(run.report())
+            graph 'words': done after ...
+        """
         return render(self.stats())
 
     def explain(self) -> str:
-        """Return a text with the waits of each stage: its channel, the duration, and the state of the stage
-        at the other end."""
+        """Explain what each stage waits for.
+
+        Returns:
+            A text with the channel and the duration of each wait, and the state of the stage at the other
+            end.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.sink(print)
+            >>> with graph.start() as run:
+            ...     text = run.explain()
+        """
         return explain(self.stats())
 
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
 
 
-class _Coming(AsyncIterator[Any]):
-    """The iterator that ``aiter`` returns. Dropping it leaves the loop, even if the event loop no longer
-    runs."""
-
-    def __init__(self, run: Run, stage: str) -> None:
-        self._run = run
-        self._stage = stage
-        self._items = run._items_later(stage)
-
-    def __anext__(self) -> Awaitable[Any]:
-        return self._items.__anext__()
-
-    def aclose(self) -> Awaitable[None]:
-        return self._items.aclose()
-
-    def __del__(self) -> None:
-        self._run._leave(self._stage)
-
-
-def _say(text: str) -> None:
+def _print_notice(text: str) -> None:
     print(f"flowchan: {text}", file=sys.stderr)

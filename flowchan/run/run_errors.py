@@ -14,10 +14,15 @@ from flowchan.run.policy.plan import Plan
 def failure_of_run(
     plan: Plan, failures: Sequence[Failure], crashed: BaseException | None
 ) -> Exception | None:
-    """Say why a run that has ended did not succeed, or None if it did. ``crashed``: the defect of flowchan
-    that ended it."""
+    """Say why a run that has ended did not succeed, or None if it did.
+
+    ``crashed``: the defect of flowchan that ended it.
+    """
     if crashed is not None:
-        error = RuntimeError(f"flowchan failed to supervise graph {plan.graph.name!r}")
+        error = RuntimeError(
+            f"flowchan failed to supervise graph {plan.graph.name!r}; this is a bug in flowchan, "
+            "please report it"
+        )
         error.__cause__ = crashed
         return error
     for failure in failures:
@@ -34,9 +39,7 @@ def stage_error(failure: Failure, plan: Plan) -> StageError:
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):
-        error = StageError(
-            "no worker can ever move again", stage=failure.worker.stage, worker=str(failure.worker)
-        )
+        error = StageError("no worker can continue", stage=failure.worker.stage, worker=str(failure.worker))
         error.__cause__ = failure.error
         return error
     if failure.channel is not None:

@@ -12,6 +12,7 @@ from flowchan.check.rules import raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import Interrupted
 from flowchan.items.arguments import flag, refuses_misspelt, whole
+from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
 from flowchan.run.policy.plan import Plan, plan
@@ -28,6 +29,7 @@ SHOWN_EVERY_S = 0.1
 """Seconds between two updates of the progress display."""
 
 
+@methods_end_at_caller
 class Runnable(ABC):
     """Object with a graph that can be started and run."""
 
@@ -58,6 +60,14 @@ class Runnable(ABC):
         Raises:
             GraphError: The graph is not valid; the error lists all problems.
             OSError: There is not enough memory for the channels.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
+            >>> with graph.start() as run:
+            ...     list(run.iter(squares))
+            [0, 1, 4]
         """
         graph = self._blueprint()
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
@@ -98,6 +108,7 @@ class Runnable(ABC):
                 finished results.
 
         Example:
+            >>> from flowchan import Graph
             >>> graph = Graph("squares")
             >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
             >>> graph.run()[squares]

@@ -18,28 +18,34 @@ The run contract. Code that disagrees with it has a defect. Each clause names it
   channel ends cleanly only if all its writers reached their ends in order. So a worker that meets a break
   breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
   broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
-  (test_failure.py, test_half_results.py, test_random_breaks.py)
-- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code.
-  (test_death.py)
+  (test_failure.py, test_partial_results.py, test_random_breaks.py)
+- R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
+  callable may keep state, which is lost then, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
-  however long it takes while items move. If none moves for half a minute, the run is aborted. The second
-  Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user gets the finished
+  however long it takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
+  stage, and ``run.stop(timeout=…)`` aborts a run that has not ended by then. After half a minute the run
+  warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user
+  gets the finished
   results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
   ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
   with 143 after SIGTERM.
-  (test_stop.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+  (test_stop.py, test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
 - R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
-  (test_account.py)
+  A run that breaks off also names the items discarded in each stage and left in each channel.
+  (test_account.py, test_account_of_breaks.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
   worker at a time tries it again while the others continue, and the error says how each of them died. With
-  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice.
-  (test_blame.py, test_begun_once.py)
+  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. In a
+  batch, only members that kill their workers alone fail. A death over an item uses no restart. All other
+  deaths of workers use the restarts of their stage, which count for 60 s of work each. Before the last of
+  them is used, the run warns. (test_blame.py, test_begun_once.py, test_decisions.py,
+  tests/deaths/test_deadly_batches.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
   MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
@@ -83,6 +89,7 @@ from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
     Action,
     BreakChannels,
+    DropQueued,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -90,6 +97,7 @@ from flowchan.run.policy.actions import (
     RestartGang,
     StopSources,
     Terminate,
+    Warn,
 )
 from flowchan.run.policy.break_cause import Breaks
 from flowchan.run.policy.deadlock import Deadlocks, Observation
@@ -101,18 +109,21 @@ from flowchan.run.policy.events import (
     Crashed,
     Death,
     Ended,
+    ErrorSent,
     Event,
     Failure,
-    Gone,
+    MembersTried,
     Met,
     NotAdded,
+    ProcessEnded,
     RequestCancelled,
     Result,
     Retried,
     RunBegan,
     RunEnded,
     Started,
-    Troubled,
+    TriesMember,
+    Warned,
     WorkerId,
 )
 from flowchan.run.policy.failures import text_of
@@ -134,11 +145,12 @@ def first_state(plan: Plan, now: float) -> PolicyState:
     ids = frozenset(worker.id for worker in plan.workers)
     return PolicyState(
         alive=ids,
-        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.apart),
+        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.own_process),
         sources=frozenset(id for id in ids if id.stage in plan.sources),
         ends=frozenset(id for id in ids if id.stage in plan.ends),
         limits=plan.limits(),
         explicit=plan.explicit,
+        stateful=plan.stateful,
         gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
         elastic=plan.elastic,
         since=now,
@@ -175,15 +187,14 @@ class Supervisor:
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
         # The handle of a pool's run, until the run has ended and its failure is known. The pool shares the
         # list.
-        self.unheard: list[Any] = []
+        self.unreported: list[Any] = []
         self._tally = Tally()
         self._history = History()
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
-        self.feed.listen(Journal(plan).hear)
+        self.feed.listen(Journal(plan).record)
         self.asking: Requests | None = None
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
-        self._moved = 0  # items moved when the run was stopped, or at the last check since
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
         self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # by reference
         self._thread: threading.Thread | None = None
@@ -200,7 +211,7 @@ class Supervisor:
             thread.start()
             self._thread = thread
         except BaseException as reason:
-            self.unheard.clear()
+            self.unreported.clear()
             self._undo_start(reason)
             raise
 
@@ -213,7 +224,7 @@ class Supervisor:
             self._close_crew(decisions.GRACE)
             self.crew.warn_of(self.state.abandoned)
         except Exception as error:
-            reason.add_note(f"and not all that had started could be ended: {text_of(error)}")
+            reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
         """Take an event of a worker. Raises ``Closed`` once the run is over."""
@@ -224,8 +235,11 @@ class Supervisor:
             self._events.put(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell whether the run ends within ``timeout`` seconds. If so, the supervisor's thread and its
-        resources are also gone (R6), unless it still warns of stuck threads."""
+        """Tell whether the run ends within ``timeout`` seconds.
+
+        If so, the supervisor's thread and its resources are also gone (R6), unless it still warns of stuck
+        threads.
+        """
         if not self.ended.wait(timeout):
             return False
         thread, us = self._thread, threading.current_thread()
@@ -235,26 +249,34 @@ class Supervisor:
         return True
 
     def ask(self, event: SupervisorEvent) -> None:
-        """Request a stop, an abort or another number of workers, and return at once. Do nothing if the run
-        has ended."""
+        """Request a stop, an abort or another number of workers, and return at once.
+
+        Do nothing if the run has ended.
+        """
         with contextlib.suppress(Closed):
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller waits for the answer to a request. This never waits, because event
-        loops call it. If the queue is full, a worker does useless work."""
+        """Tell other hosts that no caller waits for the answer to a request.
+
+        This never waits, because event loops call it. If the queue is full, a worker does useless work.
+        """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
-    def left_of(self, item: Any) -> Any:
-        """Settle the answers in an item at an end of the graph. Return the rest of the item, or
-        ``NOTHING``."""
+    def settle_answers(self, item: Any) -> Any:
+        """Settle the answers in an item at an end of the graph.
+
+        Return the rest of the item, or ``NOTHING``.
+        """
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
     def stats(self, window: float | None = None) -> RunStats:
-        """Return the present statistics (R8), with rates and shares of the last ``window`` seconds or of the
-        whole run."""
+        """Return the present statistics (R8).
+
+        Rates and shares are those of the last ``window`` seconds or of the whole run.
+        """
         now = self._counters()
         return between(None if window is None else self._history.before(now, window), now)
 
@@ -287,7 +309,7 @@ class Supervisor:
                 self.ended.set()
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
-                    self.unheard.clear()  # until now the end of a pool's block must find it
+                    self.unreported.clear()  # until now the end of a pool's block must find it
         # Last, because it may raise; for all waiting threads the run must have ended.
         self.crew.warn_of(self.state.abandoned)
 
@@ -298,8 +320,10 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Return the seconds until a check is due without an event: for a deadlock, or for decisions that
-        depend on time."""
+        """Return the seconds until a check is due without an event.
+
+        Deadlocks need such checks, and so do decisions that depend on time.
+        """
         if self._breaks.pending:
             return POLL_INTERVAL_S
         now = time.monotonic()
@@ -316,40 +340,41 @@ class Supervisor:
     def turn(self, event: SupervisorEvent | Event) -> None:
         """Handle an event, and act on it and on the time that has passed."""
         before = self.state
-        self._look_for_movement()
-        self._hear(event)
-        self._breaks.look()
-        if self._breaks.is_due(self._all_is_heard):
+        self._receive(event)
+        self._breaks.check()
+        if self._breaks.is_due(self._all_reported):
             self._tell_break()
-        self._look_for_deadlock()
+        self._check_deadlock()
         self._cancel_tasks()
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        self._history.look(self._counters)
+        self._history.sample(self._counters)
 
-    def _hear(self, event: SupervisorEvent | Event) -> None:
+    def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:
             case Result(stage, value):
                 self.results[stage] = value
             case Answered():
-                self._tally.heard(event)
+                self._tally.record(event)
                 if self.asking is not None:
                     self.asking.settle(event.question, event.value, event.error)
-            case Retried() | Troubled():
-                self._tally.heard(event)
+            case Retried() | ErrorSent():
+                self._tally.record(event)
                 self.feed.tell(event)
             case RequestCancelled(question):
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
+            case TriesMember() | MembersTried():
+                pass  # the crew has used it
             case Aborted():
-                self._breaks.hear(event)
+                self._breaks.record(event)
             case Met():
-                self._breaks.hear_met(event)
+                self._breaks.record_met(event)
             case Crashed(error):
                 raise error
-            case Gone(worker) | Death(worker):
+            case ProcessEnded(worker) | Death(worker):
                 if worker not in self.state.alive or worker in self._breaks.ended():
                     self.crew.forget(worker)
                 else:
@@ -358,13 +383,13 @@ class Supervisor:
                 if not self._breaks.keeps(event):
                     self._decide(event)
             case _:
-                if isinstance(event, Failure) and self._breaks.told_by(event.worker):
+                if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
                     self._tell_break()  # a worker's reports arrive in its order
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
         before, now = self.state, time.monotonic()
-        if isinstance(event, Ended | Failure | Gone | Death) and event.worker in before.alive:
+        if isinstance(event, Ended | Failure | ProcessEnded | Death) and event.worker in before.alive:
             self._tally.ended(event.worker)
             if isinstance(event, Ended):
                 self._tally.ended_early(event)
@@ -379,7 +404,8 @@ class Supervisor:
         match action:
             case StopSources():
                 self.channels.stop_sources()
-                self._moved = self.channels.activity().moved
+            case DropQueued():
+                self.channels.drop_queued()
             case BreakChannels():
                 self._break(self.state.failures[0].error if self.state.failures else None)
             case ReleasePorts(worker):
@@ -398,14 +424,19 @@ class Supervisor:
                 self._add(worker)
             case RemoveWorker(worker):
                 self.crew.remove(worker)
+            case Warn(stage, topic, text):
+                self._tally.warn(stage, topic, text)
+                self.feed.tell(Warned(stage, text))
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
         """Replace dead workers at once, or after a pause in which others take up their items."""
         later = pause > 0 or not self.state.goes_on
         failed = self.crew.replace(workers, blamed, later)
         if later:
-            left = {*workers} - {event.worker for event in failed}
-            self._due.update(dict.fromkeys((id for id in workers if id in left), time.monotonic() + pause))
+            unfailed = {*workers} - {event.worker for event in failed}
+            self._due.update(
+                dict.fromkeys((id for id in workers if id in unfailed), time.monotonic() + pause)
+            )
         for event in failed:
             self._decide(event)
 
@@ -438,19 +469,13 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers. In a
-        finishing run they get a moment to end."""
+        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers.
+
+        In a finishing run they get a moment to end.
+        """
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
         self.crew.cancel_tasks(over)
-
-    def _look_for_movement(self) -> None:
-        """Give a stopped run more time as long as its items move."""
-        waited = time.monotonic() - self.state.since
-        if self.state.phase == "stopping" and waited > decisions.STOP_SECONDS:
-            before, self._moved = self._moved, self.channels.activity().moved
-            if self._moved != before:
-                self._decide(decisions.Moved())
 
     def _tell_break(self) -> None:
         if (failure := self._breaks.failure()) is not None:
@@ -462,16 +487,16 @@ class Supervisor:
         self._breaks.end()
         self.channels.break_all(cause)
 
-    def _all_is_heard(self) -> bool:
+    def _all_reported(self) -> bool:
         """Tell whether everything that workers have reported so far has been decided."""
-        return self.crew.all_is_heard() and len(self._events) == 0
+        return self.crew.all_reported() and len(self._events) == 0
 
-    def _look_for_deadlock(self) -> None:
+    def _check_deadlock(self) -> None:
         if time.monotonic() >= self._deadlocks.next_at:
             self.channels.close_unwanted()
         if self._due:
             return
-        found = self._deadlocks.look(
+        found = self._deadlocks.check(
             time.monotonic(), self.state.alive, self.channels.activity, self._observe
         )
         if isinstance(found, decisions.Stuck):

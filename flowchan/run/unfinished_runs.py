@@ -10,7 +10,7 @@ import weakref
 from flowchan import _core
 from flowchan.errors import Interrupted
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.policy.decisions import AbortAsked
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
 # Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child
@@ -26,12 +26,14 @@ def end_at_exit(supervisor: Supervisor) -> None:
 
 
 def abort_unfinished() -> None:
-    """Abort all unfinished runs, because the interpreter exits. A resource that runs need until their end
-    calls this before it ends."""
+    """Abort all unfinished runs, because the interpreter exits.
+
+    A resource that runs need until their end calls this before it ends.
+    """
     for reference in list(_running):
         supervisor = reference()
         if supervisor is not None and supervisor.pid == os.getpid() and not supervisor.ended.is_set():
-            supervisor.ask(AbortAsked())
+            supervisor.ask(AbortRequested())
             supervisor.wait()
 
 

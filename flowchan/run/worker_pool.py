@@ -16,8 +16,8 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.run.crew.pool_processes import LastingProcesses
-from flowchan.run.policy.decisions import AbortAsked
+from flowchan.run.crew.pool_processes import PooledProcesses
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan, plan
@@ -42,10 +42,14 @@ class WorkerPool(Runnable):
     once for each worker, in its first run, and closed at the end of the block. A process that died, or whose
     worker failed, is replaced in the next run. Workers on threads are new in each run.
 
+    Args:
+        graph: The graph.
+
     Raises:
         RunError: At the end of the block, if closing a callable fails.
 
     Example:
+        >>> from flowchan import Graph
         >>> graph = Graph("squares")
         >>> squares = graph.source(range(3)).map(lambda n: n * n, on="process").collect()
         >>> with graph.pool() as pool:
@@ -58,7 +62,7 @@ class WorkerPool(Runnable):
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._lasting: LastingProcesses | None = None  # set inside the block
+        self._pooled: PooledProcesses | None = None  # set inside the block
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
         self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
@@ -68,10 +72,10 @@ class WorkerPool(Runnable):
         return self._graph
 
     def __enter__(self) -> Self:
-        if self._lasting is not None:
-            raise RuntimeError(f"{self!r} is entered already; use another pool for another block")
+        if self._pooled is not None:
+            raise RuntimeError(f"{self!r} must not be entered twice; use another pool for another block")
         self._pid = os.getpid()
-        self._lasting = LastingProcesses(self._graph.name)
+        self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
         before_exit(_close_all, 101)  # before runs are aborted
@@ -81,7 +85,7 @@ class WorkerPool(Runnable):
         self._refuse_forked_child()
         with self._lock:
             run = Run(plan, self._prepared(plan))
-            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unheard
+            self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unreported
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
@@ -100,31 +104,31 @@ class WorkerPool(Runnable):
     def _outside_error(self) -> RuntimeError:
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
-    def _prepared(self, plan: Plan) -> LastingProcesses:
+    def _prepared(self, plan: Plan) -> PooledProcesses:
         """With a process for each worker that needs one."""
-        lasting = self._checked_processes(plan)
-        lasting.make_ready(self._graph, plan.workers)
-        return lasting
+        pooled = self._checked_processes(plan)
+        pooled.make_ready(self._graph, plan.workers)
+        return pooled
 
-    def _checked_processes(self, plan: Plan) -> LastingProcesses:
+    def _checked_processes(self, plan: Plan) -> PooledProcesses:
         """Raise if the pool cannot run the plan now; otherwise return its processes."""
-        if self._lasting is None or self._leaving:
+        if self._pooled is None or self._leaving:
             raise self._outside_error()
         if self._active_supervisor() is not None:
             raise RuntimeError(
-                f"{self!r} allows one run at a time, and the previous run has not ended; call run.wait(), "
-                "or use another pool"
+                f"{self!r} allows one run at a time, and the previous run has not ended; call "
+                "run.wait(), or use another pool"
             )
         stages = tuple(self._graph.stages)
         if self._stages and stages != self._stages:
             raise RuntimeError(
-                f"{self!r}: the graph was changed since the first run of its pool; declare all stages before "
-                "the first run, or use another pool"
+                f"{self!r}: the graph must not change after the pool's first run; declare all stages "
+                "before, or use another pool"
             )
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
         self._stages = stages
-        return self._lasting
+        return self._pooled
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -173,26 +177,26 @@ class WorkerPool(Runnable):
 
         With ``at_once``, the processes are killed without closing the callables.
         """
-        lasting = self._lasting
-        if lasting is None:
+        pooled = self._pooled
+        if pooled is None:
             return []
         try:
             with interrupts_deferred(), self._lock:
-                self._lasting = None
+                self._pooled = None
                 _open.discard(weakref.ref(self))
                 if (
                     supervisor := self._active_supervisor()
                 ) is not None:  # Ctrl-C has come, for the last time
-                    supervisor.ask(AbortAsked())
-                    lasting.kill()
+                    supervisor.ask(AbortRequested())
+                    pooled.kill()
                     supervisor.wait()
         except BaseException:
             at_once = True
             raise
         finally:
             if at_once:
-                lasting.kill()
-            failed = lasting.close()
+                pooled.kill()
+            failed = pooled.close()
         return failed
 
     def __repr__(self) -> str:
@@ -203,8 +207,8 @@ def _refuse_hosts(graph: Blueprint) -> None:
     remote = [stage for stage in graph.stages if stage.placement.is_remote]
     if remote:
         message = (
-            "a pool can't keep workers on hosts, which end with each run; run the graph with graph.run(), or "
-            "place the stage on='process'"
+            "a pool can't keep workers on hosts, because they end with each run; use "
+            "graph.run(), or place the stage on='process'"
         )
         raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
 
@@ -215,11 +219,11 @@ def _refuse_ports(plan: Plan) -> None:
             "pool",
             worker.stage.name,
             worker.stage.where,
-            f"a worker of a pool must have at most {most} ports, got {ports}; run the graph with "
-            "graph.run(), or place the stage on='thread'",
+            f"a worker of a pool must have at most {most} ports, got {ports}; use graph.run(), or "
+            "place the stage on='thread'",
         )
         for worker in plan.workers
-        if worker.stage.placement.apart
+        if worker.stage.placement.own_process
         and (ports := len(list(worker.channels())))
         > (most := MOST_PORTS - (worker.stage.name in plan.elastic))
     }

@@ -22,23 +22,23 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
             ours.setdefault(route_to(peer), host)
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
+                name = "" if peer == host else f"{host}: "
                 raise HostError(
-                    f"{call}: {host} can't be found from this machine ({error.strerror}); check how it is "
-                    "written. If only a jump host knows it, set address= to an address of this machine that "
-                    "the hosts can reach",
+                    f"{call}: {name}{error.strerror}; check its spelling, or set address= to an address of "
+                    "this machine that the hosts can reach",
                     host,
-                ) from error
+                ) from None
             raise HostError(
-                f"{call}: the address at which {host} reaches this machine is not known ({error.strerror}); "
-                "set address=",
+                f"{call}: no address of this machine is known that {host} can reach "
+                f"({error.strerror}); set address=",
                 host,
             ) from error
     outside = {address: host for address, host in ours.items() if not _is_loopback(address)}
     if len(outside) > 1:
         routes = ", ".join(f"{host} from {address}" for address, host in outside.items())
         raise HostError(
-            f"{call}: the hosts are reached from different addresses of this machine ({routes}); "
-            "set address= to one that all of them can reach"
+            f"{call}: the hosts reach this machine at different addresses ({routes}); set "
+            "address= to one that all of them can reach"
         )
     return next(iter(outside or ours))
 
@@ -63,12 +63,12 @@ def number_in(address: str) -> int:
     return int(address.rpartition("/")[2])
 
 
-def mark_of(home: str, number: int | str) -> str:
+def mark_of(owner: str, number: int | str) -> str:
     """Return the mark that an item contains for each channel that was sent in it.
 
     The id of an owner is random, so nothing else equals the mark.
     """
-    return f"sent by {home}/{number}"
+    return f"sent by {owner}/{number}"
 
 
 def _is_loopback(address: str) -> bool:

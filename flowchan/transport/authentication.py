@@ -36,7 +36,7 @@ from flowchan.transport.interrupts import append_result
 from flowchan.transport.tcp import joined
 from flowchan.transport.tls import Certificate, TlsProxy, certificate
 
-SPOKEN = b"flowchan link 1\n"
+PREAMBLE = b"flowchan link 1\n"
 NONCE = 32
 NO_CERTIFICATE = bytes(32)
 PROOF = 32
@@ -44,7 +44,7 @@ HELLO = 4096
 SECRET = 16  # fewest bytes of a secret
 DIALLED, LISTENS = b"dialled", b"listens"
 PLAIN, WITH_TLS = b"-", b"T"
-GREETING = len(SPOKEN) + len(DIALLED) + 1 + NONCE + len(NO_CERTIFICATE)
+GREETING = len(PREAMBLE) + len(DIALLED) + 1 + NONCE + len(NO_CERTIFICATE)
 
 Hello = dict[str, Any]
 
@@ -54,13 +54,13 @@ class Encrypt:
     """Step of a handshake at which TLS begins, with our certificate or with the fingerprint of the peer's."""
 
     ours: Certificate | None
-    theirs: bytes
+    peer_greeting: bytes
 
 
 class Last(bytes):
-    """Last message of the listening end. It accepts the peer, whose hello is ``heard``."""
+    """Last message of the listening end. It accepts the peer, whose hello is ``peer_hello``."""
 
-    heard: Hello
+    peer_hello: Hello
 
 
 Handshake = Generator[bytes | int | Encrypt, bytes, Hello]
@@ -101,8 +101,8 @@ def meet(
         while pending.hello is None:
             waiting = select.poll()
             waiting.register(pending.sock, select.POLLIN)
-            left = pending.give_up - time.monotonic()
-            if left <= 0 or not waiting.poll(left * 1000):
+            remaining = pending.give_up - time.monotonic()
+            if remaining <= 0 or not waiting.poll(remaining * 1000):
                 raise Refused(f"{pending.peer} was refused: {pending.late_reason()}")
             pending.receive_step()
         return pending.finish()
@@ -112,8 +112,10 @@ def meet(
 
 
 class PendingHandshake:
-    """Connection whose peer has not proved the secret yet. It never blocks: ``receive_step()`` takes what has
-    arrived."""
+    """Connection whose peer has not proved the secret yet.
+
+    It never blocks: ``receive_step()`` takes what has arrived.
+    """
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
         self.sock = sock
@@ -126,7 +128,7 @@ class PendingHandshake:
         self._proxy: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
-        self.peer = "a peer that has gone"
+        self.peer = "a peer that has left"
         with contextlib.suppress(OSError):
             self.peer = joined(sock.getpeername())
         sock.setblocking(False)
@@ -160,8 +162,8 @@ class PendingHandshake:
         if error:
             return f"the connection ended in the handshake ({error.strerror})"
         if self._expected == GREETING and not self._received:
-            return "it ended the connection and said nothing"
-        return "it ended the connection in the handshake. Perhaps its secret differs from ours"
+            return "it closed the connection without a message"
+        return "it closed the connection in the handshake; perhaps the secrets differ"
 
     def finish(self) -> tuple[socket.socket, Hello]:
         """Return the socket and the peer's hello, once the peer has proved the secret."""
@@ -178,8 +180,11 @@ class PendingHandshake:
 
     def late_reason(self) -> str:
         """Return the reason for refusing a peer that took too long."""
-        said = f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
-        return f"it sent {said} in this step of the handshake, which has {self._timeout:g} s in all"
+        written_hello = (
+            f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
+        )
+        limit = f"the handshake, which has a limit of {self._timeout:g} s in total"
+        return f"it sent {written_hello} in this step of {limit}"
 
     def _proceed(self, message: bytes | None) -> None:
         try:
@@ -206,7 +211,7 @@ class PendingHandshake:
 
     def _end(self, last: Last) -> None:
         self._send(last, self._sent)
-        self.hello = last.heard
+        self.hello = last.peer_hello
 
     def _send(self, message: bytes, sent: list[int] | None = None) -> None:
         """Send a message and append the number of sent bytes to ``sent``.
@@ -220,11 +225,11 @@ class PendingHandshake:
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):
-            self._refuse("it does not read its messages")
+            self._refuse("it does not read the messages of this side")
 
     def _encrypt(self, step: Encrypt) -> None:
-        left = max(0.1, self.give_up - time.monotonic())
-        self._proxy = TlsProxy(self.sock, step.ours, step.theirs, left)
+        remaining = max(0.1, self.give_up - time.monotonic())
+        self._proxy = TlsProxy(self.sock, step.ours, step.peer_greeting, remaining)
         self.sock = self._proxy.end
         self.sock.setblocking(False)
 
@@ -235,7 +240,7 @@ class PendingHandshake:
 def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
     """Yield the steps of one end, which do not use a socket. The head of this file explains them."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
-    said = written(hello)
+    written_hello = written(hello)
     if len(secret) < SECRET:
         raise ValueError(
             f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
@@ -243,48 +248,53 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
     certified = certificate() if tls and not dialled else None
     ours = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
     yield ours
-    theirs = yield GREETING
-    check_greeting(theirs, them, tls)
-    key = hmac.digest(secret, ours + theirs if dialled else theirs + ours, "sha256")
+    peer_greeting = yield GREETING
+    check_greeting(peer_greeting, them, tls)
+    key = hmac.digest(secret, ours + peer_greeting if dialled else peer_greeting + ours, "sha256")
     if dialled:
         yield proof(key, us, b"proof")
         check((yield PROOF), proof(key, them, b"proof"))
         if tls:
-            yield Encrypt(None, theirs[-len(NO_CERTIFICATE) :])
-        yield said + proof(key, us, b"hello", said)
+            yield Encrypt(None, peer_greeting[-len(NO_CERTIFICATE) :])
+        yield written_hello + proof(key, us, b"hello", written_hello)
         return read((yield HELLO + PROOF), key, them)
     check((yield PROOF), proof(key, them, b"proof"))
     yield proof(key, us, b"proof")
     if tls:
         yield Encrypt(certified, NO_CERTIFICATE)
-    heard = read((yield HELLO + PROOF), key, them)
-    last = Last(said + proof(key, us, b"hello", said))
-    last.heard = heard
+    peer_hello = read((yield HELLO + PROOF), key, them)
+    last = Last(written_hello + proof(key, us, b"hello", written_hello))
+    last.peer_hello = peer_hello
     yield last
-    return heard
+    return peer_hello
 
 
 def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE) -> bytes:
-    return SPOKEN + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
+    """Return the first message of a side: version, role, use of TLS, a nonce and a fingerprint."""
+    return PREAMBLE + role + (WITH_TLS if tls else PLAIN) + secrets.token_bytes(NONCE) + fingerprint
 
 
-def check_greeting(theirs: bytes, role: bytes, tls: bool) -> None:
+def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
     """Refuse a greeting that does not begin with our protocol, the right role and the same use of TLS."""
-    if not theirs.startswith(SPOKEN):
-        raise Refused("it does not speak flowchan's protocol, or another version of it")
-    rest = theirs[len(SPOKEN) :]
+    if not peer_greeting.startswith(PREAMBLE):
+        raise Refused("it does not use the protocol of this version of flowchan")
+    rest = peer_greeting[len(PREAMBLE) :]
     if not rest.startswith(role):
-        raise Refused("it is on the same side of the connection as we are: both dialled, or both listen")
+        raise Refused("it has the same role as this side: both dialled, or both listen")
     if rest[len(role) : len(role) + 1] != (WITH_TLS if tls else PLAIN):
-        raise Refused(f"TLS is {'on' if tls else 'off'} here and not there: give tls=True on both sides")
+        raise Refused(
+            f"TLS is {'on here and off' if tls else 'off here and on'} there; pass tls=True on both sides"
+        )
 
 
 def proof(key: bytes, role: bytes, what: bytes, message: bytes = b"") -> bytes:
+    """Return the proof that a side with this role knows the key."""
     return hmac.digest(key, role + b": " + what + message, "sha256")
 
 
-def check(theirs: bytes, right: bytes) -> None:
-    if not hmac.compare_digest(theirs, right):
+def check(peer_greeting: bytes, right: bytes) -> None:
+    """Raise ``Refused`` unless the peer's proof is right."""
+    if not hmac.compare_digest(peer_greeting, right):
         raise Refused("it does not know the secret")
 
 
@@ -298,10 +308,10 @@ def written(hello: Hello) -> bytes:
 
 def read(message: bytes, key: bytes, role: bytes) -> Hello:
     """Check the proof of a message, and return the hello in it."""
-    said, tag = message[:HELLO], message[HELLO:]
-    check(tag, proof(key, role, b"hello", said))
+    written_hello, tag = message[:HELLO], message[HELLO:]
+    check(tag, proof(key, role, b"hello", written_hello))
     try:
-        hello = json.loads(said)
+        hello = json.loads(written_hello)
     except (ValueError, RecursionError):
         hello = None
     if not isinstance(hello, dict):

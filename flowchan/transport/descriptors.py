@@ -21,11 +21,14 @@ CHANNELS_IN_AN_ITEM = 253 // 2
 """The kernel passes 253 descriptors at once (SCM_MAX_FD), and a channel has two."""
 
 _REMEDIES = {
-    errno.EMFILE: "this process has reached its limit of open descriptors. Close some, or "
-    "allow more (ulimit -n)",
-    errno.ENFILE: "this machine has reached its limit of open descriptors. Close some, or allow more "
-    "(sysctl fs.file-max)",
-    errno.ENOMEM: "this process has reached its limit of memory. Free some, or allow more (ulimit -v)",
+    errno.EMFILE: (
+        "this process has reached its limit of open descriptors; close some, or raise the limit (ulimit -n)"
+    ),
+    errno.ENFILE: (
+        "this machine has reached its limit of open descriptors; close some, or raise the "
+        "limit (sysctl fs.file-max)"
+    ),
+    errno.ENOMEM: ("this process has reached its limit of memory; free some, or raise the limit (ulimit -v)"),
 }
 SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
@@ -42,7 +45,7 @@ def shortage(what: str, error: OSError) -> OSError | None:
     """
     reason = _REMEDIES.get(error.errno or 0)
     return (
-        OSError(error.errno, f"{what} can't be received now, and stays where it is: {reason}")
+        OSError(error.errno, f"{what} can't be received now and stays in its channel: {reason}")
         if reason
         else None
     )
@@ -56,8 +59,10 @@ class Inherited(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Descriptors in the bundle of the item that is being pickled: index of the first one, and their
-    number."""
+    """Descriptors in the bundle of the item that is being pickled.
+
+    The values are the index of the first one, and their number.
+    """
 
     first: int
     number: int
@@ -109,9 +114,9 @@ class Parcel:
     def add(self, memory: int, socket: int, owner: Any) -> Handle:
         self.id = self.id or int.from_bytes(os.urandom(8)) or 1
         self.kept.append(owner)
-        mine = [fd for fd in (memory, socket) if fd >= 0]
-        self.descriptors += mine
-        return Sent(len(self.descriptors) - len(mine), len(mine), os.fstat(memory).st_ino)
+        own_fds = [fd for fd in (memory, socket) if fd >= 0]
+        self.descriptors += own_fds
+        return Sent(len(self.descriptors) - len(own_fds), len(own_fds), os.fstat(memory).st_ino)
 
 
 class Leaving(Parcel):
@@ -156,19 +161,19 @@ class OpenedDescriptors:
     """
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
-        self.left = dict(enumerate(descriptors))
+        self.remaining = dict(enumerate(descriptors))
         self.missing = missing
 
     def take(self, sent: Sent) -> tuple[int, int]:
         last = sent.first + sent.number
-        if not all(number in self.left for number in range(sent.first, last)):
+        if not all(number in self.remaining for number in range(sent.first, last)):
             raise OSError(self.missing or errno.EBADF, os.strerror(self.missing or errno.EBADF))
-        return self.left.pop(sent.first), self.left.pop(last - 1) if sent.number > 1 else -1
+        return self.remaining.pop(sent.first), self.remaining.pop(last - 1) if sent.number > 1 else -1
 
     def close(self) -> None:
-        for fd in self.left.values():
+        for fd in self.remaining.values():
             os.close(fd)
-        self.left.clear()
+        self.remaining.clear()
 
 
 class _Now(threading.local):
@@ -202,10 +207,10 @@ def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
         return int(handle.memory.detach()), -1 if handle.socket is None else int(handle.socket.detach())
     if isinstance(handle, Sent):
         if now.opened is None:
-            raise OSError(errno.EBADF, "it crosses only in its item, and not in bytes that an item carries")
+            raise OSError(errno.EBADF, "its item must be sent directly, not pickled inside another item")
         return now.opened.take(handle)
     memory = os.open(f"/proc/{handle.pid}/fd/{handle.memory}", os.O_RDWR | os.O_CLOEXEC)
     if os.fstat(memory).st_ino != handle.inode:
         os.close(memory)
-        raise OSError(f"descriptor {handle.memory} of process {handle.pid} is another file now")
+        raise OSError(f"descriptor {handle.memory} of process {handle.pid} was closed")
     return memory, _core._descriptor_of(handle.pid, handle.socket) if handle.socket >= 0 else -1

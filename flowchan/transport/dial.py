@@ -47,15 +47,16 @@ def reach(
     pause, wait = SHORTEST, threading.Event()
     failed: OSError | None = None
     while True:
-        left = give_up - time.monotonic()
-        if left <= 0 or not wanted():
-            last = "" if failed is None else f": {failed.strerror or failed}"
+        remaining = give_up - time.monotonic()
+        if remaining <= 0 or not wanted():
+            reason = str("" if failed is None else failed.strerror or failed)
+            last = reason and ": " + reason.removeprefix(f"can't reach {address}: ")
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
-            sock = dial(address, left)
+            sock = dial(address, remaining)
             pause = SHORTEST  # the peer is present
-            left = max(0.0, give_up - time.monotonic())
-            return meet(sock, secret, dialled=True, hello=hello, timeout=left, tls=tls)
+            remaining = max(0.0, give_up - time.monotonic())
+            return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:
             if failed is None or time.monotonic() < give_up:
                 failed = error

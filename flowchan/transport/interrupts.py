@@ -94,8 +94,10 @@ def append_result(results: MutableSequence[T], call: Callable[..., T], *args: An
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """Make SIGTERM raise :class:`Termination`, unless the program has its own handler or this is not the main
-    thread."""
+    """Make SIGTERM raise :class:`Termination`.
+
+    Do nothing if the program has its own handler or this is not the main thread.
+    """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
         yield
         return
@@ -123,12 +125,10 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
-    """Return the exception types for an ``except`` clause that lets an interrupt pass::
+    """Return the exception types for an ``except`` clause that lets an interrupt pass.
 
-        except unless_interrupted(OSError) as error:
-
-    The clause catches a ``TimeoutError`` of the call, but not one that a signal handler raised during the
-    call.
+    ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` of the call, but not one that
+    a signal handler raised during the call.
     """
     error = sys.exception()
     return () if error is not None and is_interrupt(error) else kinds
@@ -193,8 +193,10 @@ class InterruptWatch:
     """
 
     def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
-        """Make a watch. ``instead`` returns the exception to raise in place of ``KeyboardInterrupt``, or
-        None."""
+        """Make a watch.
+
+        ``instead`` returns the exception to raise in place of ``KeyboardInterrupt``, or None.
+        """
         self.seen = self.handled = False
         self._instead = instead
         self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
@@ -216,8 +218,10 @@ class InterruptWatch:
             _restore(signal.SIGINT)
 
     def still_raised(self) -> KeyboardInterrupt | None:
-        """Return the exception raised in place of ``KeyboardInterrupt``, unless it was caught and
-        forgotten."""
+        """Return the exception raised in place of ``KeyboardInterrupt``.
+
+        Return None if it was caught and forgotten.
+        """
         return self._raised()
 
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
@@ -298,8 +302,10 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """Return the layer on top of the handlers of a signal, or None if its handler is not a Python
-    function."""
+    """Return the layer on top of the handlers of a signal.
+
+    Return None if the handler is not a Python function.
+    """
     handler = signal.getsignal(number)
     if isinstance(handler, _Layer):
         return handler

@@ -82,20 +82,20 @@ def next_event(link: Any, timeout: float | None = None) -> LinkEvent | None:
     return _EVENTS[kind](*values) if kind else None
 
 
-def watch(link: Any, wait: float, wait_apart: float | None = None) -> Iterator[LinkEvent | LinkIdle]:
+def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iterator[LinkEvent | LinkIdle]:
     """Yield the events of ``link`` until it is closed.
 
     Args:
         link: The native link.
         wait: Seconds without an event after which :class:`LinkIdle` comes.
-        wait_apart: The same while the link is not connected (default: ``wait``).
+        wait_unconnected: The same while the link is not connected (default: ``wait``).
     """
     connected_at = time.monotonic()
     while True:
         connected = bool(link.state()["connected"])
         if connected:
             connected_at = time.monotonic()
-        event = next_event(link, wait if connected or wait_apart is None else wait_apart)
+        event = next_event(link, wait if connected or wait_unconnected is None else wait_unconnected)
         if event is None:
             silent = link.state()["heard_ago"] if connected else time.monotonic() - connected_at
             yield LinkIdle(connected, silent)

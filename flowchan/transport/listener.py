@@ -56,15 +56,17 @@ class AuthenticatedListener:
     def accept(
         self, timeout: float | None = None, take: Callable[[socket.socket, Hello], object] | None = None
     ) -> tuple[socket.socket, Hello]:
-        """Return the next connection whose peer has proved the secret, and its hello.
+        """Accept the next connection whose peer has proved the secret.
 
         A peer cannot make this call raise. Handshakes that are not finished continue in the next call.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
             take: Called with the connection and the hello before this call returns. If Ctrl-C comes first,
-                the next
-                call returns the same connection, perhaps after ``take`` has had it.
+                the next call returns the same connection, perhaps after ``take`` has had it.
+
+        Returns:
+            The connection, and the hello of the peer.
 
         Raises:
             TimeoutError: No peer has proved the secret within ``timeout`` seconds.
@@ -83,7 +85,9 @@ class AuthenticatedListener:
             now = time.monotonic()
             self._drop_late_peers(now)
             if give_up is not None and now >= give_up:
-                raise TimeoutError(f"no peer has proved the secret at {self.address} within {timeout:g} s")
+                raise TimeoutError(
+                    f"no peer with the right secret connected to {self.address} within {timeout:g} s"
+                )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
         """Return the seconds until the next timer, or None if there is none."""
@@ -113,7 +117,7 @@ class AuthenticatedListener:
             pending = PendingHandshake(sock, steps, self._handshake_timeout)
         except Refused as refused:
             sock.close()
-            self._note(str(refused))
+            self._log_refusal(str(refused))
             return
         except BaseException:
             sock.close()
@@ -121,7 +125,7 @@ class AuthenticatedListener:
         self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         self._pending.append(pending)
         if len(self._pending) > AT_ONCE:
-            self._drop_peer(self._pending[0], f"more than {AT_ONCE} handshakes were going on at once")
+            self._drop_peer(self._pending[0], f"there were more than {AT_ONCE} handshakes at the same time")
 
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""
@@ -143,9 +147,9 @@ class AuthenticatedListener:
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
-                self._note(f"{pending.peer} was refused: {error.strerror}")
+                self._log_refusal(f"{pending.peer} was refused: {error.strerror}")
             elif isinstance(error, Refused):
-                self._note(str(error))
+                self._log_refusal(str(error))
             else:
                 raise
             return False
@@ -180,15 +184,17 @@ class AuthenticatedListener:
     def _drop_peer(self, pending: PendingHandshake, reason: str) -> None:
         self._unregister_peer(pending, pending.sock)
         pending.close()
-        self._note(f"{pending.peer} was refused: {reason}")
+        self._log_refusal(f"{pending.peer} was refused: {reason}")
 
-    def _note(self, reason: str) -> None:
+    def _log_refusal(self, reason: str) -> None:
         self.refused += 1
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has work, except that of
-        :meth:`has_proved_peer`."""
+        """Return a descriptor that is readable when ``accept`` has work.
+
+        It does not cover the work of :meth:`has_proved_peer`.
+        """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:

@@ -9,9 +9,13 @@ _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS)
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when process ``pid`` ends.
+    """Open a descriptor that becomes readable when a process ends.
 
-    Returns None if the kernel lacks such descriptors, or a filter refuses them.
+    Args:
+        pid: Id of the process.
+
+    Returns:
+        The descriptor, or None if the kernel lacks such descriptors or a filter refuses them.
 
     Raises:
         ProcessLookupError: The process does not exist.

@@ -22,13 +22,15 @@ AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
 """Last line of a participant that stays: all have met, and a participant that leaves no longer ends the
 rendezvous."""
-LATE = "some other members have sent nothing in time while the members met"
+LATE = "some other members sent nothing in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
-    """The rendezvous has ended, for the reason ``why``. If ``refused`` is true, its members cannot meet at
-    all."""
+    """The rendezvous has ended, for the reason ``why``.
+
+    If ``refused`` is true, its members cannot meet at all.
+    """
 
     def __init__(self, why: str, refused: bool = False) -> None:
         super().__init__(why)
@@ -45,6 +47,10 @@ class Coordinator:
     The coordinator may be rank 0, until the time ``give_up``. Then it calls :meth:`assemble` and
     :meth:`gather`.
 
+    Args:
+        size: Number of participants.
+        give_up: Monotonic time at which the rendezvous ends.
+
     Attributes:
         over: Why the rendezvous has ended, or "".
         settled: All have met, and stay connected to learn when it ends.
@@ -54,7 +60,7 @@ class Coordinator:
         self.over = ""
         self.settled = False
         self.sockets: dict[int, socket.socket] = {}
-        self._said = [b""] * size
+        self._lines = [b""] * size
         self._give_up = give_up
 
     def come(self, rank: int, sock: socket.socket) -> None:
@@ -64,9 +70,9 @@ class Coordinator:
             return
         self.sockets[rank] = sock
         if self.over:
-            _tell(sock, _last_words(self.over))
+            _tell(sock, _end_message(self.over))
 
-    def hear(self, rank: int) -> bytes:
+    def receive(self, rank: int) -> bytes:
         """Receive from a rank whose socket is readable, and return the completed round, if any."""
         try:
             came = self.sockets[rank].recv(AT_ONCE, socket.MSG_DONTWAIT)
@@ -75,22 +81,22 @@ class Coordinator:
         except OSError:
             came = b""
         if came:
-            return b"" if self.over else self.say(rank, came)
+            return b"" if self.over else self.add_line(rank, came)
         self.sockets.pop(rank).close()
         if not self.settled:
-            self.end(f"rank {rank} ended while the members met")
+            self.end(f"rank {rank} ended during the rendezvous")
         return b""
 
-    def say(self, rank: int, words: bytes) -> bytes:
+    def add_line(self, rank: int, words: bytes) -> bytes:
         """Add the words of a rank to this round, and return the round if it is complete."""
-        self._said[rank] += words
-        if not all(line.endswith(b"\n") for line in self._said):
+        self._lines[rank] += words
+        if not all(line.endswith(b"\n") for line in self._lines):
             return b""
-        self.settled = all(line == SETTLED for line in self._said)
-        told = b"[" + b",".join(line.strip() for line in self._said) + b"]\n"
-        self._said = [b""] * len(self._said)
-        self._tell_all(told)
-        return told
+        self.settled = all(line == SETTLED for line in self._lines)
+        answer = b"[" + b",".join(line.strip() for line in self._lines) + b"]\n"
+        self._lines = [b""] * len(self._lines)
+        self._tell_all(answer)
+        return answer
 
     def tell(self, value: Any) -> None:
         """Send a JSON value to all others, before the first round."""
@@ -100,7 +106,7 @@ class Coordinator:
         """End the rendezvous for all participants."""
         if not self.over:
             self.over = why
-            self._tell_all(_last_words(why, refused))
+            self._tell_all(_end_message(why, refused))
 
     def assemble(self, accept: Accept) -> None:
         """Accept all other ranks until ``give_up``.
@@ -112,36 +118,39 @@ class Coordinator:
             TimeoutError: Some ranks, which it names, have not connected in time.
             RendezvousEnded: Two processes have the same rank, or sizes differ.
         """
-        size = len(self._said)
+        size = len(self._lines)
         while missing := set(range(1, size)) - self.sockets.keys():
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
             except unless_interrupted(TimeoutError):
-                late = f"of {size} members, these have not come in time: {sorted(missing)}"
+                late = f"rank 0 of {size} timed out: ranks {sorted(missing)} have not arrived"
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
             if rank in self.sockets and _has_ended(self.sockets[rank]):
                 self.sockets.pop(rank).close()  # the same rank connects again
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
-                self.end(f"rank 0 is one of {size} members, rank {rank} one of {its_size}", True)
+                self.end(
+                    f"all members must have one size, got {size} from rank 0 and {its_size} from rank {rank}",
+                    True,
+                )
             elif size in self.sockets:
-                self.end(f"two processes have come as rank {rank}", True)
+                self.end(f"each rank must be used once, got two processes with rank {rank}", True)
             if self.over:
                 while self.sockets:  # until they have received the reason
-                    self._look()
+                    self._receive_ready()
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
         """Exchange a value in the name of rank 0, like :meth:`Participant.gather`."""
-        told = self.say(0, json.dumps(value).encode() + b"\n")
-        while not told:
-            told = self._look()
+        answer = self.add_line(0, json.dumps(value).encode() + b"\n")
+        while not answer:
+            answer = self._receive_ready()
             if self.over:
                 raise RendezvousEnded(self.over)
-        return list(json.loads(told))
+        return list(json.loads(answer))
 
-    def _look(self) -> bytes:
+    def _receive_ready(self) -> bytes:
         """Receive from the ranks that are ready, and return the completed round, if any."""
         waiting, ranks = select.poll(), {sock.fileno(): rank for rank, sock in self.sockets.items()}
         for fd in ranks:
@@ -150,7 +159,7 @@ class Coordinator:
         ready = waiting.poll(longest)
         if not ready:
             raise TimeoutError(LATE)
-        return [self.hear(ranks[fd]) for fd, _ in ready][-1]
+        return [self.receive(ranks[fd]) for fd, _ in ready][-1]
 
     def _tell_all(self, line: bytes) -> None:
         for sock in self.sockets.values():
@@ -162,7 +171,7 @@ class Coordinator:
         self.sockets.clear()
 
 
-def _last_words(why: str, refused: bool = False) -> bytes:
+def _end_message(why: str, refused: bool = False) -> bytes:
     return json.dumps({"over": why, "refused": refused}).encode() + b"\n"
 
 
@@ -186,19 +195,25 @@ class Participant:
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value, and return the values of all participants in this round, by rank.
+        """Send a JSON value to all participants of this round.
+
+        Args:
+            value: The value of this participant.
+
+        Returns:
+            The values of all participants, by rank.
 
         Raises:
             RendezvousEnded: The rendezvous has ended.
             TimeoutError: The time limit of the socket is over.
         """
-        return list(self._hear(json.dumps(value).encode() + b"\n"))
+        return list(self._exchange(json.dumps(value).encode() + b"\n"))
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Return a value that the coordinator sends to all, before the first round."""
-        return self._hear(b"")
+        return self._exchange(b"")
 
-    def _hear(self, words: bytes) -> Any:
+    def _exchange(self, words: bytes) -> Any:
         try:
             self._sock.sendall(words)
             line = self._line()
@@ -207,11 +222,11 @@ class Participant:
                 raise TimeoutError(LATE) from None
             line = b""
         if not line:
-            raise RendezvousEnded(f"{self._coordinator} ended while the members met")
-        said = json.loads(line)
-        if isinstance(said, dict):
-            raise RendezvousEnded(said["over"], said["refused"])
-        return said
+            raise RendezvousEnded(f"{self._coordinator} ended during the rendezvous")
+        message = json.loads(line)
+        if isinstance(message, dict):
+            raise RendezvousEnded(message["over"], message["refused"])
+        return message
 
     def _line(self) -> bytes:
         while b"\n" not in self._has:
@@ -230,7 +245,7 @@ class Participant:
 
     def settle(self) -> None:
         """Exchange the last round with those that stay connected. Raises the errors of ``gather``."""
-        self._hear(SETTLED)
+        self._exchange(SETTLED)
         self._sock.settimeout(None)
 
     def wait_for_end(self) -> None:

@@ -35,11 +35,13 @@ def split(address: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"{address!r} is not an address: write an IPv6 host in brackets, as in '[::1]:4711'")
+        raise ValueError(
+            f"{address!r} is not an address: write an IPv6 host in brackets, for example '[::1]:4711'"
+        )
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(
-            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535, "
-            "such as '127.0.0.1:4711'; port 0 is any free one"
+            f"{address!r} is not an address: it must be a host, a colon and a port up to 65535 "
+            "(0: any free one), for example '127.0.0.1:4711'"
         )
     return host, int(port)
 
@@ -66,7 +68,7 @@ class Listener:
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
             if not self.wait(None if give_up is None else max(0.0, give_up - time.monotonic())):
-                raise TimeoutError(f"no peer dialled {self.address} within {timeout:g} s")
+                raise TimeoutError(f"no peer connected to {self.address} within {timeout:g} s")
             if (sock := self.accept_now()) is not None:
                 return sock
 
@@ -92,8 +94,10 @@ class Listener:
         return sock
 
     def detach(self) -> int:
-        """Return the descriptor, and let the caller accept connections. They inherit the options of a
-        link."""
+        """Return the descriptor, and let the caller accept connections.
+
+        They inherit the options of a link.
+        """
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
 
@@ -191,11 +195,11 @@ def route_to(peer: str) -> str:
         return str(sock.getsockname()[0])
 
 
-def resolve(host: str, port: int, asked: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+def resolve(host: str, port: int, requested: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
     """Resolve the name of a host."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        of_it = "" if asked == host else f"{asked}: "
-        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} is not known ({reason})") from None
+        of_it = "" if requested == host else f"{requested}: "
+        raise OSError(errno.EADDRNOTAVAIL, f"{of_it}the host {host!r} can't be resolved ({reason})") from None

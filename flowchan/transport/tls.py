@@ -46,8 +46,8 @@ def certificate() -> Certificate:
         from cryptography.x509.oid import NameOID
     except ImportError as error:
         raise ImportError(
-            "tls=True needs the package cryptography on the listening side: "
-            f"pip install 'flowchan[tls]' ({error})"
+            f"tls=True needs the package cryptography on the listening side ({error}); pip "
+            "install 'flowchan[tls]'"
         ) from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "flowchan")])
@@ -87,11 +87,13 @@ class TlsProxy:
     Args:
         sock: The connection.
         ours: Certificate of the listening end, or None.
-        theirs: Fingerprint that the dialling end must find.
+        fingerprint: Fingerprint that the dialling end must find.
         timeout: Seconds for the handshake of TLS.
     """
 
-    def __init__(self, sock: socket.socket, ours: Certificate | None, theirs: bytes, timeout: float) -> None:
+    def __init__(
+        self, sock: socket.socket, ours: Certificate | None, fingerprint: bytes, timeout: float
+    ) -> None:
         self.end, other = socket.socketpair()
         for side in (self.end, other):
             side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -101,7 +103,7 @@ class TlsProxy:
                     "local": other.fileno(),
                     "net": sock.fileno(),
                     "pem": ours.pem if ours else "",
-                    "fingerprint": theirs.hex(),
+                    "fingerprint": fingerprint.hex(),
                     "timeout": timeout,
                     "parent": os.getpid(),
                     "parent_fd": parent_fd,

@@ -75,16 +75,18 @@ class Encrypted:
                 if not wants:
                     return
                 if not (came := self.sock.recv(AT_ONCE)):
-                    raise ProxyFailed("it ended the connection while TLS began")
+                    raise ProxyFailed("it closed the connection at the start of TLS")
                 self._received.write(came)
         except OSError as error:
-            raise ProxyFailed(f"TLS did not begin ({error})") from None
+            raise ProxyFailed(f"TLS could not start ({error})") from None
 
     def check_certificate(self, fingerprint: bytes) -> None:
         """Raise :class:`ProxyFailed` unless the peer presents the certificate that it proved."""
-        theirs = self._tls.getpeercert(binary_form=True) or b""
-        if not hmac.compare_digest(hashlib.sha256(theirs).digest(), fingerprint):
-            raise ProxyFailed("its certificate is not the one that it proved: the connection is intercepted")
+        certificate = self._tls.getpeercert(binary_form=True) or b""
+        if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
+            raise ProxyFailed(
+                "its certificate is not the one that it proved, so the connection is intercepted"
+            )
 
     def encrypt(self, plain: memoryview) -> bytes:
         while plain:
@@ -168,8 +170,10 @@ class Pump:
             self._give_up = time.monotonic() + FAREWELL_S
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Return the events of the sockets. Also notice the end of a side that is neither read nor written
-        now."""
+        """Return the events of the sockets.
+
+        Also notice the end of a side that is neither read nor written now.
+        """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
         for fd, reading, writing in (
@@ -238,6 +242,7 @@ class Pump:
 
 
 def main() -> int:
+    """Run the TLS proxy that the settings on standard input describe, and return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings = json.loads(sys.stdin.readline() or "{}")

@@ -19,13 +19,14 @@ def versions() -> dict[str, Any]:
     return {"python": python, "flowchan": VERSION}
 
 
-def differs(theirs: Mapping[str, Any]) -> str:
+def differs(peer_versions: Mapping[str, Any]) -> str:
     """Return why a peer with this hello cannot work with this process; empty if it can."""
     ours = versions()
-    if all(theirs.get(word) == version for word, version in ours.items()):
+    if all(peer_versions.get(word) == version for word, version in ours.items()):
         return ""
-    return f"it has {_said(theirs)}, and this program {_said(ours)}; both must have the same"
+    both = f"it has {_listed(peer_versions)}, but this program has {_listed(ours)}"
+    return f"{both}; install the same versions on both"
 
 
-def _said(versions: Mapping[str, Any]) -> str:
+def _listed(versions: Mapping[str, Any]) -> str:
     return f"Python {versions.get('python')} and flowchan {versions.get('flowchan')}"

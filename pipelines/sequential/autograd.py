@@ -60,7 +60,9 @@ class _Workers:
         self._modes: Any = None
         owners = PartOwners(len(parts), tuple(range(len(parts))))
         jobs = [
-            Assignment(part.number, owners, (part,), recompute, deferred, cut.on.apart, len(cut.on.hosts))
+            Assignment(
+                part.number, owners, (part,), recompute, deferred, cut.on.own_process, len(cut.on.hosts)
+            )
             for part in parts
         ]
         self.run = WorkersRun(name, jobs, cut.on, cut.chunks or CHUNKS)
@@ -99,7 +101,7 @@ class _Workers:
         with self._lock:
             try:
                 if self.run.over.is_set():
-                    raise Closed("the run has ended")
+                    raise Closed("the run of the pipe has ended")
                 yield self.run
             except BaseException as error:
                 ended = isinstance(error, (Broken, Closed, Drained)) or self.run.closed
@@ -163,7 +165,7 @@ class Differentiable:
             workers = self._workers
             if workers is not None and (not workers.run.alive or workers.parts is not parts):
                 workers = None
-            if self.cut.on.apart:
+            if self.cut.on.own_process:
                 share(part.module for part in parts if not part.remote)
                 now = state_of(parts)
                 workers = workers if now == self._seen else None
@@ -193,10 +195,12 @@ class _Through:
     def __init__(self, workers: _Workers, number: int, events: deque[TimelineEvent]) -> None:
         self.workers, self.number, self.events = workers, number, events
         self.wants: list[tuple[bool, ...]] = []  # per micro-batch, for each output
-        self._asked = [
+        self._parameters_of = [
             [one for one in part.module.parameters() if one.requires_grad] for part in workers.parts
         ]
-        self.parameters = list({id(one): one for asked in self._asked for one in asked}.values())
+        self.parameters = list(
+            {id(one): one for requested in self._parameters_of for one in requested}.values()
+        )
         self._versions: list[tuple[Tensor, int]] = []
         self._dropping: Any = None
 
@@ -209,7 +213,7 @@ class _Through:
                 every = {id(one): one for part in self.workers.parts for one in part.module.parameters()}
                 self._versions = [(one, one._version) for one in every.values() if not one.is_inference()]
         answers, items = self.workers.forward(call, pieces, wants)
-        self._note(answers)
+        self._record(answers)
         last, values = len(answers), []
         for chunk in range(len(pieces)):
             passed = items["F", last, chunk]
@@ -223,8 +227,7 @@ class _Through:
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool
     ) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor | None]]:
-        """Compute gradients from those of the outputs: for the inputs by micro-batch, and for the
-        parameters."""
+        """Compute the gradients of the parameters, and by micro-batch those of the inputs."""
         self._raise_if_changed()
         every = iter(gradients)
         given = [
@@ -234,11 +237,11 @@ class _Through:
         if not keep:
             self._dropping.detach()
         answers, items = self.workers.backward(Backward(self.number, len(given), keep), given)
-        self._note(answers)
+        self._record(answers)
         self._raise_for(answers, "the backward pass of ")
         return [items.get(("B", -1, chunk), ()) for chunk in range(len(given))], self._of_parameters(answers)
 
-    def _note(self, answers: list[WorkerAnswer]) -> None:
+    def _record(self, answers: list[WorkerAnswer]) -> None:
         for answer in answers:
             self.events.extend(answer.events)
 
@@ -253,8 +256,8 @@ class _Through:
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
         """Return the gradients of all parameters; for a parameter in several parts, their sum."""
         found: dict[int, Tensor] = {}
-        for asked, answer in zip(self._asked, answers, strict=True):
-            for parameter, gradient in zip(asked, answer.gradients or (), strict=True):
+        for requested, answer in zip(self._parameters_of, answers, strict=True):
+            for parameter, gradient in zip(requested, answer.gradients or (), strict=True):
                 if gradient is not None:
                     so_far = found.get(id(parameter))
                     moved = gradient.to(parameter.device)
@@ -262,8 +265,10 @@ class _Through:
         return [found.get(id(parameter)) for parameter in self.parameters]
 
     def _raise_if_changed(self) -> None:
-        """Raise the error that torch raises for a modified saved tensor, which graphs in processes cannot
-        detect."""
+        """Raise the error that torch raises for a modified saved tensor.
+
+        Graphs in processes cannot detect such a change.
+        """
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(

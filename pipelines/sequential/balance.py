@@ -76,8 +76,10 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """Measure the seconds of a forward pass of a copy of the whole module, with the current number of
-    threads."""
+    """Measure the seconds of a forward pass of a copy of the whole module.
+
+    It uses the current number of threads.
+    """
     part = Part(0, copy.deepcopy(module))
     with torch.random.fork_rng(devices=[]):
         _once(part, value, {}, training=False)
@@ -103,9 +105,11 @@ def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
     # a layer that works in place cannot take a leaf that requires grad
-    out, left = run_part(part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False)
+    out, remaining_skips = run_part(
+        part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False
+    )
     moments.append(time.thread_time())
-    ends = [tensor for tensor in tensors((out, list(left.values()))) if tensor.requires_grad]
+    ends = [tensor for tensor in tensors((out, list(remaining_skips.values()))) if tensor.requires_grad]
     inputs = [tensor for tensor in tensors((value, list(skips.values()))) if tensor.requires_grad]
     halves = SplitBackward(ends, [torch.ones_like(end) for end in ends], inputs)
     halves.first()
@@ -223,10 +227,10 @@ def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Sk
         made.append(tensor)
         return tensor
 
-    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
         made.extend(tensors(output))
 
-    handles = [] if training else [module.register_forward_hook(note) for module in part.module.modules()]
+    handles = [] if training else [module.register_forward_hook(record) for module in part.module.modules()]
     try:
         with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             value, skips = run_part(part, value, dict(skips), keep=False)

@@ -23,6 +23,7 @@ from flowchan.items.arguments import is_whole
 from flowchan.items.text import short, shown
 from flowchan.items.unpicklable import refusal, smallest
 from flowchan.pipelines.sequential.parts import Part, forks, run_part
+from flowchan.pipelines.sequential.pipe_options import SequentialSettings
 from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import batch_size, leaves, mapped
 
@@ -136,8 +137,10 @@ def _check_skips(module: nn.Sequential) -> None:
 
 
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers in the order in which they run, including those of nested ``nn.Sequential``
-    containers."""
+    """Yield the layers in the order in which they run.
+
+    Layers of nested ``nn.Sequential`` containers are included.
+    """
     for name, layer in module._modules.items():
         assert layer is not None
         if isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward:
@@ -190,12 +193,11 @@ def check_joining(dim: Any, join: Any) -> None:
         )
 
 
-def check_choices(
-    on: Any, chunks: Any, balance: Any, sample: Any, param_scale: Any, dim: int, counts: int | list[int]
-) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument that is not one of the allowed words or
-    numbers."""
-    _check_placement(on)
+def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None:
+    """Raise ``TypeError`` or ``ValueError`` for an argument with a value that is not allowed."""
+    _check_placement(settings.on)
+    chunks, balance, sample = settings.chunks, settings.balance, settings.sample
+    param_scale: Any = settings.param_scale
     if chunks is not None and not is_whole(chunks):
         raise TypeError(f"Sequential: chunks must be an int of at least 1, or None, got {shown(chunks)}")
     if chunks is not None and chunks < 1:
@@ -206,7 +208,7 @@ def check_choices(
     if param_scale != 1 and balance != "memory":
         raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
-        batch_size(sample, "Sequential: sample", dim)
+        batch_size(sample, "sample", settings.dim)
 
 
 def _check_placement(on: Any) -> None:
@@ -240,8 +242,10 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
-    """Return one device for each part. Devices of this host must exist; those of other hosts are unknown
-    here."""
+    """Return one device for each part.
+
+    Devices of this host must exist; those of other hosts are unknown here.
+    """
     if devices is None:
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
@@ -253,7 +257,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
             f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
-    if on.apart and not on.hosts and forks() and any(device.type == "cuda" for device in found):
+    if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
         # CUDA may start with the first output, before later forks of workers
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
@@ -282,7 +286,7 @@ def _device(name: Any) -> torch.device:
         raise ValueError(
             f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
             f"({reason})"
-        ) from error
+        ) from None
     return device
 
 
@@ -315,15 +319,14 @@ def refuse_sharded_layers(module: nn.Module) -> None:
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """Raise ``TypeError`` for parameters that FSDP shards around the pipe, which ``pipe`` does not
-    support."""
+    """Raise ``TypeError`` for parameters that FSDP shards around the pipe."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
         if _is_sharded(layer):
-            whose = f"layer {name!r}" if name else "module"
+            named = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: the parameters of {whose} are sharded by FSDP around the pipe, which {pipe} "
+                f"Sequential: the parameters of {named} are sharded by FSDP around the pipe, which {pipe} "
                 f"does not support; {remedy}"
             )
 
@@ -366,8 +369,10 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the submodules and attributes of a module, or the elements of a container, with their source
-    notation."""
+    """Yield the children of a module or container, with their source notation.
+
+    The children of a module are its submodules and attributes, and those of a container its elements.
+    """
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
         yield from ((f".{name}", child) for name, child in vars(value).items() if name != "_modules")
@@ -424,7 +429,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
             assert layer is not None
             part = Part(number, nn.Sequential())
             try:
-                part.module.add_module(name, _shadow(layer))
+                part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
             # The layer does not support meta tensors or copies, or it fails, which the run reports.
@@ -457,7 +462,7 @@ def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
     return None
 
 
-def _shadow(layer: nn.Module) -> nn.Module:
+def _meta_copy(layer: nn.Module) -> nn.Module:
     """Return a copy of a layer whose parameters and buffers have shapes and no values.
 
     The layer itself may be in use on other threads, so it is not changed even for a moment.

@@ -1,5 +1,7 @@
-"""Parts of a module and the number of micro-batches, chosen with the first batch unless the user sets
-them."""
+"""Choice of the parts of a module and the number of micro-batches.
+
+It happens with the first batch, unless the user sets them.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ class Cut:
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
             self._divide([len(part.module) for part in self._parts])
-            if not self.on.apart:
+            if not self.on.own_process:
                 for part in self._parts:
                     part.module.to(part.device)
         return self._parts
@@ -185,7 +187,7 @@ class Cut:
                 return
             self._open = False
             number = len(self.parts)
-            threads = compute_threads(number) if self.on.apart else torch.get_num_threads()
+            threads = compute_threads(number) if self.on.own_process else torch.get_num_threads()
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
@@ -210,9 +212,10 @@ class Cut:
         threads = torch.get_num_threads()
         with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: in {len(self.parts)} parts, the module will not be faster than the plain module "
-            f"with {with_threads}: {samples} samples take at least {expected * 1e3:.2g} ms instead of "
-            f"{plain * 1e3:.2g} ms; use larger batches or fewer chunks",
+            f"Sequential: with {len(self.parts)} parts, the module will not be faster than the "
+            f"plain module with {with_threads}: {samples} samples take at least "
+            f"{expected * 1e3:.2g} ms instead of {plain * 1e3:.2g} ms; use larger batches or "
+            "fewer chunks",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,5 +1,7 @@
-"""Forecast of the best schedule for a model: it measures the layers and simulates every schedule with these
-times."""
+"""Forecast of the best schedule for a model.
+
+It measures the layers and simulates every schedule with these times.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def forecasts(
             f"forecasts: workers must be from 1 to {len(module)}, the number of layers, got {workers!r}"
         )
     pieces = split(sample, chunks, "sample")
-    threads = compute_threads(workers) if PLACEMENTS[on].apart else torch.get_num_threads()
+    threads = compute_threads(workers) if PLACEMENTS[on].own_process else torch.get_num_threads()
     times = step_seconds(module, pieces[0], threads)
     kept = costs(module, pieces[0], "memory", threads, param_scale=0.0)
     found = []

@@ -90,8 +90,8 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "Sequential: a layer has changed its buffers on another host, invisibly to the program; "
-                "call eval() on the pipe, or use on='process'"
+                "Sequential: a layer changed its buffers on another host, and the program does not "
+                "see that; call eval() on the pipe, or use on='process'"
             )
 
 
@@ -118,19 +118,19 @@ class InferenceRun(PipelineRun):
     Ctrl-C may interrupt the recording of a result, which is then repeated from the start.
     """
 
-    def __init__(self, name: str, cut: Cut, room: int, events: deque[TimelineEvent]) -> None:
+    def __init__(self, name: str, cut: Cut, capacity: int, events: deque[TimelineEvent]) -> None:
         super().__init__(name)
         self.events = events
         self.out: dict[int, Batch] = {}
         self.parts = parts = cut.parts
-        processes, hosts = len(parts) if cut.on.apart else 0, len(cut.on.hosts)
+        processes, hosts = len(parts) if cut.on.own_process else 0, len(cut.on.hosts)
         chunks = cut.chunks or CHUNKS
-        self._input = self.graph.input("micro-batches", capacity=room)
+        self._input = self.graph.input("micro-batches", capacity=capacity)
         stream: Stream[Any] = self._input
         failures = []
         for part in parts:
             worker = partial(PartWorker, part, processes, hosts)
-            capacity = chunks if part is not parts[-1] else room
+            capacity = chunks if part is not parts[-1] else capacity
             stream = stream.map(worker, name=part.name, on=cut.on, capacity=capacity, restarts=10**9)
             failures.append(stream.errors)
         failed = self.graph.merge(*failures, name="errors") if len(failures) > 1 else failures[0]
@@ -151,14 +151,14 @@ class InferenceRun(PipelineRun):
     def receive(self, port: Any, item: Any) -> None:
         """Record an item that the last stage has read."""
         if port is self.ports[0]:
-            self._note_output(item)
+            self._record_output(item)
         else:
-            self._note_failure(item)
+            self._record_failure(item)
 
-    def _note_output(self, item: Sent) -> None:
+    def _record_output(self, item: Sent) -> None:
         """Record a finished micro-batch, unless its stream was abandoned."""
         micro = received(item)
-        self._note_times(micro)
+        self._record_times(micro)
         batch = self.out.get(micro.batch)
         if batch is None:
             return
@@ -167,14 +167,14 @@ class InferenceRun(PipelineRun):
         if not batch.missing:
             self._end_batch(micro.batch, batch.values)
 
-    def _note_failure(self, failed: Failed[Any]) -> None:
+    def _record_failure(self, failed: Failed[Any]) -> None:
         """Record that a part failed on a micro-batch, or that its process died on it too often."""
         micro = Micro(*failed.item[: len(Micro._fields)])
-        self._note_times(micro)
+        self._record_times(micro)
         part = self.parts[len(micro.events)]  # each finished part has added its times
         self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
-    def _note_times(self, micro: Micro) -> None:
+    def _record_times(self, micro: Micro) -> None:
         for part, (begin, end) in enumerate(micro.events):
             self.events.append(TimelineEvent(part, part, "F", micro.batch, micro.chunk, begin, end))
 
@@ -214,7 +214,7 @@ class InferenceRun(PipelineRun):
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
         """Read outputs of all batches until one of the other operations succeeds, and return its item."""
         if not self.ports and self.opened.wait() and not self.ports:
-            raise Closed("the run has ended")
+            raise Closed("the run of the pipe has ended")
         operations = [self.ports[0], *gets], puts, None
         results: deque[tuple[int, Any]] = deque()
         try:
@@ -223,7 +223,7 @@ class InferenceRun(PipelineRun):
                 number, item = results[0]
                 if number:
                     return item
-                self._note_output(item)
+                self._record_output(item)
                 results.clear()
         except ItemFailed as failed:  # an unpicklable output belongs to an unknown batch
             self.end_batches(failed.__cause__ or failed)
@@ -233,7 +233,7 @@ class InferenceRun(PipelineRun):
         finally:
             for number, item in results:
                 if not number:
-                    self._note_output(item)
+                    self._record_output(item)
 
     def fail(self, number: int) -> None:
         """End a batch that was sent at the end of the run, unless the watcher has ended it already."""
@@ -257,8 +257,8 @@ class Inference:
     def _declared(self) -> InferenceRun:
         """Create a run of the current parts without starting it."""
         # room for all batches of one stream or call, so that neither the program nor a part waits for room
-        room = max(self._most, 2 * (self.cut.chunks or CHUNKS))
-        return InferenceRun(self.name, self.cut, room, self.events)
+        capacity = max(self._most, 2 * (self.cut.chunks or CHUNKS))
+        return InferenceRun(self.name, self.cut, capacity, self.events)
 
     @property
     def graph(self) -> Graph:
@@ -320,7 +320,7 @@ class Inference:
             run.out[number] = batch
             try:
                 for chunk, piece in enumerate(pieces):
-                    value, form = closed(piece) if self.cut.on.apart else (piece, None)
+                    value, form = closed(piece) if self.cut.on.own_process else (piece, None)
                     run.put((number, chunk, len(pieces), value, {}, (), form))
             except (Closed, Broken):
                 run.fail(number)
@@ -337,7 +337,7 @@ class Inference:
         stale = run.parts is not self.cut.parts or (run.started and not run.alive)
         if stale:  # the cut has changed, or the run failed
             run.end()
-        if self.cut.on.apart and (stale or fresh or not run.started):
+        if self.cut.on.own_process and (stale or fresh or not run.started):
             share(part.module for part in self.cut.parts if not part.remote)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
@@ -363,8 +363,10 @@ class Inference:
             self.run.end(at_once=busy)
 
     def forget(self) -> None:
-        """End the run without waiting and without a lock, because the garbage collector may call this
-        anywhere."""
+        """End the run without waiting and without a lock.
+
+        The garbage collector may call this anywhere.
+        """
         self.run.close()
 
 

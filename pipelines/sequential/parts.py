@@ -1,5 +1,7 @@
-"""Parts of an ``nn.Sequential``: consecutive layers that keep their names, and so the keys of
-``state_dict``."""
+"""Parts of an ``nn.Sequential``: consecutive layers that keep their names.
+
+So they also keep the keys of ``state_dict``.
+"""
 
 from __future__ import annotations
 
@@ -93,8 +95,8 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
     if keep and may_write(part.module):
         value = mapped(Tensor.clone, value)
-    with skip_store(skips) as left:
-        return called(part.module, value), left
+    with skip_store(skips) as remaining:
+        return called(part.module, value), remaining
 
 
 def called(module: nn.Sequential, value: Any) -> Any:
@@ -123,8 +125,10 @@ def may_write(module: nn.Module) -> bool:
 
 
 def is_plain_torch(module: nn.Module) -> bool:
-    """Return whether the module consists of torch layers without hooks, so that nothing in it stashes or
-    pops."""
+    """Return whether the module consists of torch layers without hooks.
+
+    Then nothing in it stashes or pops.
+    """
     return not any(
         layer._forward_hooks
         or layer._forward_pre_hooks
@@ -139,8 +143,10 @@ def divided(
     devices: Sequence[torch.device] | None = None,
     remote: bool = False,
 ) -> list[Part]:
-    """Divide a module into parts with ``counts`` layers each. The parts hold the module's own layers, not
-    copies."""
+    """Divide a module into parts with ``counts`` layers each.
+
+    The parts hold the module's own layers, not copies.
+    """
     layers = list(module._modules.items())  # named_children() would skip a layer that occurs twice
     ends = list(accumulate(counts, initial=0))
     parts = []
@@ -152,8 +158,9 @@ def divided(
 
 
 def compute_threads(processes: int, forked: bool | None = None) -> int:
-    """Return the number of compute threads for each of several processes, so that together they use each core
-    once.
+    """Return the number of compute threads for each of several processes.
+
+    Together the processes use each core once.
 
     OpenMP threads do not survive a fork. A process that was ``forked`` after torch was loaded therefore
     computes with one thread.

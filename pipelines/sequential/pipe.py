@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from flowchan import Graph
-from flowchan.declare.placements import Placement, placement_argument
+from flowchan.declare.options import shows
+from flowchan.declare.placements import placement_argument
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.autograd import Differentiable
@@ -39,6 +40,7 @@ from flowchan.pipelines.sequential.engine.schedule import Schedule
 from flowchan.pipelines.sequential.engine.worker_messages import Loss, Optimizers
 from flowchan.pipelines.sequential.inference import Inference
 from flowchan.pipelines.sequential.parts import Part, compute_threads, current_casting
+from flowchan.pipelines.sequential.pipe_options import SequentialOptions, SequentialSettings
 from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, without_gradient
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
@@ -57,25 +59,40 @@ class Sequential(nn.Module):
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
         parts: The number of parts, the layer count of each, or the names of the layers that begin parts 1, 2,
             ….
-        on: ``"thread"``, ``"process"`` (with shared parameters), or a host pool (with synchronised copies).
-        chunks: Micro-batches per call or training step; ``None``: at most 8, each large enough to pay off.
-        balance: Cost to distribute evenly, ``"time"`` or ``"memory"``; ``None``: time, with the first batch.
-        sample: A typical batch on which ``balance`` measures the layers.
-        param_scale: Factor for the bytes of parameters with ``"memory"``, for gradients and optimizer state.
-        devices: One device per part, to which its inputs are moved; ``None``: where the layers are.
-        recompute: Whether the backward pass recomputes activations instead of keeping them.
-        deferred_batch_norm: Whether running statistics cover whole batches; ``False``: micro-batches.
-        dim: Batch dimension of inputs and outputs.
-        join: Function that combines the list of micro-batch outputs; ``None``: concatenation.
+        **options: Keyword options of the pipe:
+            on (str or pool): ``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool
+                (with synchronised copies).
+            chunks (int): Micro-batches per call or training step (default: at most 8, each large enough to
+                pay off).
+            balance (str): Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the
+                first batch).
+            sample: A typical batch on which ``balance`` measures the layers (default: none).
+            param_scale (float): Factor for the bytes of parameters with ``"memory"``, for gradients and
+                optimizer state (default: 1).
+            devices (list): One device per part, to which its inputs are moved (default: where the layers
+                are).
+            recompute (bool): Whether the backward pass recomputes activations instead of keeping them
+                (default: False).
+            deferred_batch_norm (bool): Whether running statistics cover whole batches (default: True) or
+                micro-batches.
+            dim (int): Batch dimension of inputs and outputs (default: 0).
+            join (callable): Function that combines the list of micro-batch outputs (default: concatenation).
 
     Raises:
         TypeError: An argument has a wrong type, or the module cannot be cut.
         ValueError: An argument has a wrong value.
 
     Example:
-        with Sequential(model, parts=2, on="process") as pipe:
-            loss = criterion(pipe(x), target)
-            loss.backward()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Sequential
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        >>> x = torch.ones(16, 4)
+        >>> with Sequential(model, parts=2, on="process") as pipe:
+        ...     loss = pipe(x).square().mean()
+        ...     loss.backward()
+        >>> torch.allclose(loss, model(x).square().mean())
+        True
     """
 
     module: nn.Module
@@ -83,23 +100,15 @@ class Sequential(nn.Module):
     _layers: nn.Sequential
     _traced: Traced | None
 
-    @refuses_misspelt("Sequential")
+    @refuses_misspelt("Sequential", SequentialOptions.__annotations__)
+    @shows(SequentialOptions, SequentialSettings)
     def __init__(
         self,
         module: nn.Module | Iterable[nn.Module],
         parts: int | Sequence[int] | Sequence[str] = 2,
-        *,
-        on: Literal["thread", "process"] | Placement = "thread",
-        chunks: int | None = None,
-        balance: Literal["time", "memory"] | None = None,
-        sample: Any = None,
-        param_scale: float = 1.0,
-        devices: Sequence[torch.device | str] | None = None,
-        recompute: bool = False,
-        deferred_batch_norm: bool = True,
-        dim: int = 0,
-        join: Callable[[list[Any]], Any] | None = None,
+        **options: Unpack[SequentialOptions],
     ) -> None:
+        settings = SequentialSettings(**options)
         if isinstance(module, nn.Module):
             refuse_sharded_layers(module)
         traced, names = None, _names(parts)
@@ -110,28 +119,30 @@ class Sequential(nn.Module):
         if names:
             parts = counts_by_name(names, list(layers._modules)) if traced is None else [1] * len(layers)
         counts = checked_counts(parts, len(layers))
-        check_joining(dim, join)
-        check_choices(on, chunks, balance, sample, param_scale, dim, counts)
-        check_switches(recompute=recompute, deferred_batch_norm=deferred_batch_norm)
+        check_joining(settings.dim, settings.join)
+        check_choices(settings, counts)
+        check_switches(recompute=settings.recompute, deferred_batch_norm=settings.deferred_batch_norm)
         number = counts if isinstance(counts, int) else len(counts)
-        place = placement_argument("Sequential", on)
-        places = checked_devices(devices, number, place)
+        place = placement_argument("Sequential", settings.on)
+        places = checked_devices(settings.devices, number, place)
         super().__init__()
-        if isinstance(counts, int) and balance is not None:
-            threads = compute_threads(number) if place.apart else torch.get_num_threads()
-            micro = split(sample, chunks or CHUNKS, "sample", dim)[0]
-            costs = balancing.costs(layers, micro, balance, threads, param_scale=param_scale)
+        if isinstance(counts, int) and settings.balance is not None:
+            threads = compute_threads(number) if place.own_process else torch.get_num_threads()
+            micro = split(settings.sample, settings.chunks or CHUNKS, "sample", settings.dim)[0]
+            costs = balancing.costs(
+                layers, micro, settings.balance, threads, param_scale=settings.param_scale
+            )
             counts = balancing.best_split(costs, number)
-        self.on, self.chunks = on, chunks
-        self._recompute, self._deferred = recompute, deferred_batch_norm
+        self.on, self.chunks = settings.on, settings.chunks
+        self._recompute, self._deferred = settings.recompute, settings.deferred_batch_norm
         # The pipe holds the module's own layers under their names. To register the module too would change
         # the keys.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             vars(self)[own] = vars(module)[own]
-        self._begin(counts, places, dim, join)
-        if place.apart:
+        self._begin(counts, places, settings.dim, settings.join)
+        if place.own_process:
             check_sendable(self.parts)
         else:
             for part in self.parts:
@@ -159,14 +170,14 @@ class Sequential(nn.Module):
 
     @property
     def parts(self) -> list[Part]:
-        """The parts, which hold the module's own layers."""
+        """Return the parts, which hold the module's own layers."""
         return self._cut.parts
 
     # --- module interface ---
 
     @property
     def training(self) -> bool:
-        """Training mode of the plain module."""
+        """Return the training mode of the plain module."""
         return self.module.training
 
     @training.setter
@@ -226,6 +237,14 @@ class Sequential(nn.Module):
             ValueError: The tensors have no common batch size.
             RuntimeError: A training of this pipe is active.
             StageError: A layer failed on a micro-batch.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     pipe(torch.ones(16, 4)).shape
+            torch.Size([16, 1])
         """
         if torch.compiler.is_compiling():  # the compiler must not trace threads and processes
             return _uncompiled(self, *inputs, **named)
@@ -245,7 +264,7 @@ class Sequential(nn.Module):
 
     def _raise_for_changes(self) -> None:
         refuse_sharded_layers(self.module)
-        if self._cut.on.apart:
+        if self._cut.on.own_process:
             refuse_sharded(self.module, "a process of a part", 'use on="thread"')
         elif self._traced is not None:
             refuse_sharded(self.module, "a traced pipe", "pass an nn.Sequential")
@@ -282,6 +301,16 @@ class Sequential(nn.Module):
             RuntimeError: A training of this pipe is active, or ``torch.autocast`` is on, which streams do not
                 support.
             ValueError: A batch requires grad.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     for output in pipe.stream(torch.ones(size, 4) for size in (1, 2)):
+            ...         print(output.shape)
+            torch.Size([1, 1])
+            torch.Size([2, 1])
         """
         self._raise_if_training("use training.evaluate(x), or leave its with block")
         self._raise_for_changes()
@@ -331,9 +360,17 @@ class Sequential(nn.Module):
             RuntimeError: Another training of this pipe is active.
 
         Example:
-            with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
-                for x, target in batches:
-                    loss = training.step(x, target)
+            >>> from functools import partial
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+            >>> sgd = partial(torch.optim.SGD, lr=0.1)
+            >>> x, target = torch.ones(16, 4), torch.zeros(16, 1)
+            >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=sgd) as training:
+            ...     losses = [float(training.step(x, target)) for _ in range(3)]
+            >>> losses[-1] < losses[0]
+            True
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
@@ -350,14 +387,23 @@ class Sequential(nn.Module):
 
     @property
     def graph(self) -> Graph:
-        """The inference graph, for ``flowchan viz``."""
+        """Return the inference graph, for ``flowchan viz``."""
         return self._inference.graph
 
     def timeline(self) -> Timeline:
         """Return the recorded forward and backward passes of all parts.
 
-        Each batch counts as a step. The timeline keeps the last 100,000 events. After a training it also
-        includes the last ten training steps, which are numbered from 0 as well.
+        Returns:
+            The last 100,000 events; each batch counts as a step. After a training they include the last ten
+            training steps, which are numbered from 0 as well.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> with Sequential([nn.Linear(4, 8), nn.Linear(8, 1)]) as pipe:
+            ...     output = pipe(torch.ones(16, 4))
+            ...     events = pipe.timeline().events
         """
         trained = self._training.timeline().events if self._training is not None else []
         return Timeline([*self._events.copy(), *trained], repr(self))
@@ -370,6 +416,14 @@ class Sequential(nn.Module):
         """End the workers and wait for them.
 
         Calls in progress raise ``Closed``. A second call has no effect.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+            >>> output = pipe(torch.ones(16, 4))
+            >>> pipe.close()
         """
         self._inference.close()
         self._graphs.close()

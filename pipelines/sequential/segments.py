@@ -1,5 +1,6 @@
-"""Segments of a traced module: consecutive operations of its ``forward``, with the module's own layers,
-parameters and buffers.
+"""Segments of a traced module: consecutive operations of its ``forward``.
+
+They contain the module's own layers, parameters and buffers.
 
 Each segment passes on the values that later segments need: one value, or several as a tuple. A residual
 connection may therefore cross any number of borders. A segment is data, not generated code, so it can be

@@ -288,8 +288,10 @@ def _busy(events: Iterable[TimelineEvent]) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
-    """Return the peak of micro-batches between their forward and backward passes, weighted by ``sizes`` if
-    given."""
+    """Return the peak of micro-batches between their forward and backward passes.
+
+    They are weighted by ``sizes`` if given.
+    """
     held = highest = 0.0
     for event in events:
         size = 1 if sizes is None else sizes[event.part or 0]

@@ -42,7 +42,13 @@ class Stash(nn.Module):
         name: Name that connects it with one ``Pop``.
 
     Example:
-        nn.Sequential(Stash("x"), nn.Linear(8, 8), nn.ReLU(), Pop("x"))
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Pop, Sequential, Stash
+        >>> model = nn.Sequential(Stash("x"), nn.Linear(8, 8), nn.ReLU(), Pop("x"))
+        >>> with Sequential(model, parts=2) as pipe:
+        ...     pipe(torch.ones(16, 8)).shape
+        torch.Size([16, 8])
     """
 
     def __init__(self, name: str) -> None:
@@ -86,7 +92,12 @@ class Pop(nn.Module):
             must be picklable.
 
     Example:
-        nn.Sequential(Stash("x"), nn.Linear(8, 8), Pop("x", combine=torch.maximum))
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Pop, Stash
+        >>> model = nn.Sequential(Stash("x"), nn.Identity(), Pop("x", combine=torch.maximum))
+        >>> model(torch.ones(2))
+        tensor([1., 1.])
     """
 
     def __init__(self, name: str, combine: Callable[[Any, Any], Any] = torch.add) -> None:
@@ -121,8 +132,10 @@ class Pop(nn.Module):
 
 @contextlib.contextmanager
 def skip_store(skips: Skips) -> Iterator[Skips]:
-    """Let ``Pop`` find ``skips``, and yield a dictionary that at the end contains the skips for later
-    parts."""
+    """Let ``Pop`` find ``skips``, and yield a dictionary for the skips of later parts.
+
+    The dictionary is complete at the end of the block.
+    """
     before = _thread_store.store, _thread_store.in_pipe
     _thread_store.store, _thread_store.in_pipe = dict(skips), True
     try:

@@ -64,8 +64,8 @@ def _seen(module: nn.Module, remote: bool, numbers: bool) -> Iterator[Any]:
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
-                    f"Sequential: a {type(module).__name__} has the hook {short(hook)}, which would run in "
-                    "another process; use on='thread', or register the hook on the pipe"
+                    f"Sequential: a {type(module).__name__} must not have hooks, because they would run "
+                    f"in another process, got {short(hook)}; use on='thread', or register it on the pipe"
                 )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):
@@ -163,8 +163,10 @@ class PartState:
                     own.copy_(seen)
 
     def give(self) -> None:
-        """Make the current values visible to the program. Raises ``ValueError`` where that is not
-        possible."""
+        """Make the current values visible to the program.
+
+        Raises ``ValueError`` where that is not possible.
+        """
         for layer, name, tensor in self._buffers:
             now = layer._buffers.get(name)
             if now is tensor:

@@ -72,8 +72,9 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
-    """Split a value into ``chunks`` micro-batches, but at most one per sample; an empty batch is one
-    micro-batch.
+    """Split a value into ``chunks`` micro-batches, but at most one per sample.
+
+    An empty batch is one micro-batch.
 
     Raises ``TypeError`` for a leaf that is not a tensor, and ``ValueError`` if the tensors have no common
     batch size. The messages name the path of the leaf.
@@ -101,33 +102,37 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
             continue
         if not isinstance(leaf, Tensor):
             raise TypeError(
-                f"{path} must be a tensor, got {shown(leaf)}; convert arrays with torch.from_numpy, "
-                "and keep other values in the module"
+                f"Sequential: {path} must be a tensor, got {shown(leaf)}; convert arrays with "
+                "torch.from_numpy, and keep other values in the module"
             )
         if leaf.dim() == 0:
             raise ValueError(
-                f"{path} must have a batch dimension, got the scalar {leaf.item()!r}; add a first dimension"
+                f"Sequential: {path} must have a batch dimension, got the scalar {leaf.item()!r}; add a "
+                "first dimension"
             )
         if leaf.dim() <= dim:
             raise ValueError(
-                f"{path} must have dimension {dim}, the batch dimension, got shape {tuple(leaf.shape)}"
+                f"Sequential: {path} must have dimension {dim}, the batch dimension, got shape "
+                f"{tuple(leaf.shape)}"
             )
         sizes[path] = leaf.shape[dim]
     if not sizes:
-        raise TypeError(f"{name} must contain at least one tensor, got {shown(value)}")
+        raise TypeError(f"Sequential: {name} must contain at least one tensor, got {shown(value)}")
     first, *others = sizes.items()
     for path, size in others:
         if size != first[1]:
             raise ValueError(
-                f"{path} must have the batch size {first[1]} of {first[0]}, got {size}; "
+                f"Sequential: {path} must have the batch size {first[1]} of {first[0]}, got {size}; "
                 f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be equal"
             )
     return first[1]
 
 
 def without_gradient(value: Any, remedy: str) -> Any:
-    """Return the value, or raise ``ValueError`` if a tensor in it requires grad, because gradients would end
-    here."""
+    """Return the value, or raise ``ValueError`` if a tensor in it requires grad.
+
+    Gradients would end here.
+    """
     if torch.is_grad_enabled():
         for path, leaf in leaves(value):
             if isinstance(leaf, Tensor) and leaf.requires_grad:

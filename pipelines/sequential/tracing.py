@@ -115,8 +115,10 @@ class Traced:
                 )
 
     def _state(self) -> list[Any]:
-        """Return the state that must not change: the modules, and the hooks and parameters of the traced
-        ones."""
+        """Return the state that must not change.
+
+        It consists of the modules, and of the hooks and parameters of the traced ones.
+        """
         found: list[Any] = [id(one) for one in self.module.modules()]
         for one in self._through():
             found += map(id, one._parameters.values())
@@ -158,13 +160,13 @@ class _Cutting:
         return self._in_order(one for one in before if not later.isdisjoint(one.users))
 
     def _operations(self, inside: list[fx.Node], gives: Any) -> Iterator[Operation]:
-        stay = set(_names(gives))
+        needed = set(_names(gives))
         last = {one: node for node in inside for one in node.all_input_nodes}
         for node in inside:
             over = [one for one in dict.fromkeys(node.all_input_nodes) if last[one] is node]
             over += [] if node.users else [node]
             args, named = _plain(tuple(node.args)), {key: _plain(one) for key, one in node.kwargs.items()}
-            freed = tuple(one.name for one in over if one.name not in stay)
+            freed = tuple(one.name for one in over if one.name not in needed)
             yield Operation(cast("Any", node.op), node.name, node.target, args, named, freed)
 
     def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -208,25 +210,27 @@ class _Own:
 class _Tracer(fx.Tracer):
     """Tracer of one thread.
 
-    ``whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules around
-    the current operation, or around the one that failed.
+    ``kept_whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules
+    around the current operation, or around the one that failed.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, whole: set[Any]) -> None:
+    def __init__(self, kept_whole: set[Any]) -> None:
         super().__init__()
-        self._whole, self.inside = whole, list[nn.Module]()
+        self._kept_whole, self.inside = kept_whole, list[nn.Module]()
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return whether a module is kept whole."""
-        kept = type(m) in self._whole or id(m) in self._whole or isinstance(m, (Stash, Pop))
+        kept = type(m) in self._kept_whole or id(m) in self._kept_whole or isinstance(m, (Stash, Pop))
         return kept or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a call of a module; fx intercepts the calls of all threads, so those of other threads run as
-        they are."""
+        """Trace a call of a module.
+
+        fx intercepts the calls of all threads, so those of other threads run as they are.
+        """
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
         self.inside.append(m)
@@ -254,15 +258,15 @@ class _Tracer(fx.Tracer):
 
 def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
     """Return the graph, and by name the tensors that the forward pass creates itself."""
-    whole: set[Any] = set()
+    kept_whole: set[Any] = set()
     while True:
         graphs = []
         for training in (True, False):
-            tracer = _Tracer(whole)
+            tracer = _Tracer(kept_whole)
             try:
                 graphs.append(_once(tracer, module, training))
             except Exception as error:
-                if not _also_whole(tracer.inside, whole):
+                if not _keep_innermost_whole(tracer.inside, kept_whole):
                     raise TypeError(
                         f"Sequential: forward of a {type(module).__name__} cannot be traced "
                         f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); move branches on "
@@ -273,7 +277,7 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
             differs = _difference(*graphs)
             if differs is None:
                 return graphs[0][:2]
-            if not _also_whole(differs, whole):
+            if not _keep_innermost_whole(differs, kept_whole):
                 raise TypeError(
                     f"Sequential: forward of a {type(module).__name__} cannot be traced, because its "
                     "operations differ between calls or modes; use layers such as nn.Dropout for that"
@@ -325,12 +329,12 @@ def _makers() -> Iterator[None]:
             setattr(torch, name, function)
 
 
-def _also_whole(inside: Sequence[nn.Module], whole: set[Any]) -> bool:
+def _keep_innermost_whole(inside: Sequence[nn.Module], kept_whole: set[Any]) -> bool:
     """Mark the innermost module that is not yet kept whole, and return whether there was one."""
     for one in reversed(inside):
         key = id(one) if type(one) is nn.Sequential else type(one)
-        if key not in whole:
-            whole.add(key)
+        if key not in kept_whole:
+            kept_whole.add(key)
             return True
     return False
 
@@ -339,9 +343,9 @@ def _difference(one: Any, other: Any) -> list[nn.Module] | None:
     """Return the modules around the first operation that differs, or ``None`` if the graphs are equal."""
     (graph, made, module), (second, made_second, _) = one, other
     nodes, others = list(graph.nodes), list(second.nodes)
-    for node, twin in zip(nodes, others, strict=False):
+    for node, other_node in zip(nodes, others, strict=False):
         same = (node.op, node.target, str(node.args), str(node.kwargs)) == (
-            twin.op, twin.target, str(twin.args), str(twin.kwargs)
+            other_node.op, other_node.target, str(other_node.args), str(other_node.kwargs)
         )  # fmt: skip
         if same and node.op == "get_attr" and node.target in made:
             same = torch.equal(made[node.target], made_second[node.target])
@@ -386,8 +390,10 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
 
 
 def _label(node: fx.Node, line: nn.Sequential) -> str:
-    """Return a name for a segment: that of its first layer if it has one, because names must not contain
-    dots."""
+    """Return a name for a segment: that of its first layer if it has one.
+
+    Names must not contain dots.
+    """
     path = str(node.target) if node.op == "call_module" else next(reversed(_around(node)), "") or node.name
     name = label = path.replace(".", "/")
     while label in line._modules:

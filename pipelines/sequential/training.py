@@ -1,5 +1,6 @@
-"""Training by steps: the program's side, which declares the graph of workers, sends batches and collects
-answers.
+"""Training by steps, on the program's side.
+
+This side declares the graph of workers, sends batches and collects answers.
 
 The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
 whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
@@ -63,9 +64,19 @@ class Training:
     faster parts may already be updated.
 
     Example:
-        with pipe.trainer(loss=nn.MSELoss(), optimizer=partial(SGD, lr=0.1)) as training:
-            loss = training.step(x, target)
-        print(training.report())
+        >>> from functools import partial
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.pipelines import Sequential
+        >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+        >>> sgd = partial(torch.optim.SGD, lr=0.1)
+        >>> x, target = torch.ones(16, 4), torch.zeros(16, 1)
+        >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=sgd) as training:
+        ...     loss = training.step(x, target)
+        ...     output = training.evaluate(x)
+        >>> output.shape
+        torch.Size([16, 1])
+        >>> table, events = str(training.report()), training.timeline().events
     """
 
     def __init__(
@@ -102,7 +113,9 @@ class Training:
 
     def __enter__(self) -> Training:
         if self._begun:
-            raise RuntimeError("training: it has begun already; create another with pipe.trainer(...)")
+            raise RuntimeError(
+                "training: this training has already begun; create another with pipe.trainer(...)"
+            )
         self._begun = True
         if not self._open:
             self._start()
@@ -116,7 +129,7 @@ class Training:
             parts=(),
             recompute=options.recompute,
             deferred=options.deferred,
-            own_process=self._on.apart,
+            own_process=self._on.own_process,
             hosts=len(self._on.hosts),
             trains=True,
             optimizer=options.optimizer,
@@ -143,7 +156,7 @@ class Training:
             self._start()
 
     def _start(self) -> None:
-        if self._on.apart:
+        if self._on.own_process:
             share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
@@ -151,7 +164,7 @@ class Training:
 
     @property
     def graph(self) -> Graph:
-        """The workers and their channels, for ``flowchan viz``."""
+        """Return the workers and their channels, for ``flowchan viz``."""
         return self._run.graph
 
     @property
@@ -248,7 +261,11 @@ class Training:
         return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
     def timeline(self) -> Timeline:
-        """Return the events of all workers in the last ten steps."""
+        """Return the events of all workers in the last ten steps.
+
+        Returns:
+            The events, which print as a table.
+        """
         found = (event for step in self._done for events, _ in step for event in events)
         return Timeline(found, self.graph.name)
 
@@ -268,13 +285,15 @@ class Training:
     # --- internals ---
 
     def _raise_if_changed(self) -> None:
-        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active, because workers
-        would not notice."""
+        """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
+
+        Workers would not notice either.
+        """
         if current_casting():
             raise RuntimeError(
                 "training: torch.autocast does not reach the parts; use pipe.trainer(…, autocast=…)"
             )
-        if self._on.apart and self._run.alive and self._seen != _seen(self._parts):
+        if self._on.own_process and self._run.alive and self._seen != _seen(self._parts):
             raise RuntimeError(
                 "training: a layer has changed since the training began (mode, attribute, hook or memory); "
                 "leave the with block and begin another training"
@@ -285,7 +304,7 @@ class Training:
 
         A backward pass through a graph that saved one of them then raises.
         """
-        if self._on.apart and not self._on.hosts and not self._outside:
+        if self._on.own_process and not self._on.hosts and not self._outside:
             for part in self._parts:
                 for parameter in part.module.parameters():
                     torch.autograd.graph.increment_version(parameter)
@@ -307,10 +326,11 @@ class Training:
         An interruption ends the training. The exception of a failure names its place.
         """
         if self._over:
-            raise RuntimeError("training: it is over; create another with pipe.trainer(...)")
+            raise RuntimeError("training: this training is over; create another with pipe.trainer(...)")
         if not self._begun:
             raise RuntimeError(
-                "training: it has not begun; enter its block, `with pipe.trainer(...) as training:`"
+                "training: this training has not begun; enter its block, `with pipe.trainer(...) as "
+                "training:`"
             )
         try:
             yield self._run
@@ -329,7 +349,7 @@ class Training:
         """Return the failure of the run, with the place of the first failure in its message."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
-            return RuntimeError("training: its run was stopped from outside; create another training")
+            return RuntimeError("training: the run was stopped from outside; create another training")
         failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
         failure = failures[0]
         cause = failure.__cause__ or failure
@@ -348,15 +368,15 @@ class Training:
         """
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}
-        left = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
+        unsent = {side: taken.get(side, 0) - self._sent[job.worker][side] for side in (1, -1)}
         done = None
         for step in plan[job.worker]:
             side = self._owners.sends(job.worker, step)
-            if side and left[side] > 0:
-                left[side] -= 1
+            if side and unsent[side] > 0:
+                unsent[side] -= 1
                 done = step
         if done is None:
-            return "before any step known to be complete"
+            return "before any step that is known to be complete"
         name = text([done]) if len(job.parts) == 1 else str(done)
         return f"after {name} (micro-batch {done.chunk} of {chunks})"
 

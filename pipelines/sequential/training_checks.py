@@ -16,8 +16,10 @@ from flowchan.pipelines.sequential.parts import Part
 def check_training(
     parts: Sequence[Part], loss: Any, optimizer: Any, recompute: Any, clip: Any, autocast: Any
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a wrong argument, or for layers that a training cannot
-    handle."""
+    """Raise ``TypeError`` or ``ValueError`` for a training that is not possible.
+
+    The cause is a wrong argument, or layers that a training cannot handle.
+    """
     _check_loss(loss)
     if optimizer is not None:
         _check_optimizer(parts, optimizer)
@@ -68,8 +70,8 @@ def _check_tensors(parts: Sequence[Part]) -> None:
             owner = owners.setdefault(id(tensor), part)
             if owner is not part:
                 raise ValueError(
-                    f"training: {part} shares {kind} {name!r} with {owner}; put the layers that share it "
-                    "into one part"
+                    f"training: each {kind} must be in one part, got {name!r} in {owner} and in {part}; "
+                    "put the layers that share it into one part"
                 )
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
@@ -86,8 +88,10 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Create and discard the optimizers, to detect errors and to load their modules before processes are
-    forked."""
+    """Create and discard the optimizers.
+
+    This detects errors, and loads their modules before processes are forked.
+    """
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "training: optimizer must be a function of a list of parameters, such as partial(SGD, lr=0.1), "
@@ -96,7 +100,7 @@ def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
     for part in parts:
         parameters = list(part.module.parameters())
         if parameters:
-            with at(part, "making its optimizer"):
+            with at(part, "creating its optimizer"):
                 made = optimizer(parameters)
             if not callable(getattr(made, "step", None)):
                 raise TypeError(

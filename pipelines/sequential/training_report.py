@@ -19,8 +19,9 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class WorkerShares:
-    """Shares of a worker's time in steps: computing (``busy``), and sending and receiving
-    (``communication``).
+    """Shares of a worker's time in steps.
+
+    They are computing (``busy``), and sending and receiving (``communication``).
 
     Attributes:
         parts: Numbers of the worker's parts.
@@ -149,8 +150,10 @@ def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: flo
 
 
 def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
-    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers. Raises as a layer
-    does."""
+    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers.
+
+    Raises as a layer does.
+    """
     value, skips, found = micro, dict[str, Tensor | None](), []
     with torch.random.fork_rng(devices=[]):
         for part in parts:
@@ -164,10 +167,10 @@ def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
 
 def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
     """Return the bytes that autograd saves for the backward pass of a part."""
-    whole = nn.Sequential()
-    whole._modules["part"] = module
-    whole.training = True  # the measured run is a training, even if layers are in eval mode
-    return costs(whole, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
+    container = nn.Sequential()
+    container._modules["part"] = module
+    container.training = True  # the measured run is a training, even if layers are in eval mode
+    return costs(container, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
         map(_nbytes, module.buffers())
     )
 

@@ -1,4 +1,4 @@
-"""Functions that spawned and forkserver children import by name."""
+"""Functions that children started with spawn or forkserver import by name."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 from flowchan import Channel
 
 
-def echo(there: Any, back: Any) -> None:
+def echo(requests: Any, replies: Any) -> None:
     """Copy all items from one channel to the other, and close the other."""
-    for item in there:
-        back.put(item)
-    back.close()
+    for item in requests:
+        replies.put(item)
+    replies.close()
 
 
 def answer_by_what_arrives(carrier: Any) -> None:
-    """Get pairs of channels from a channel, and move one item from the first to the second of each pair."""
+    """Receive pairs of channels, and move one item from the first to the second of each pair."""
     for source, reply in carrier:
         reply.put(("answer", source.get()))
 
 
 def make_and_send(carrier: Any) -> None:
-    """Make a pair of channels, send it through the carrier, and add one to each item that arrives."""
+    """Make two channels, send them through the carrier, and answer each number with the next one."""
     source, reply = Channel(3, across="processes"), Channel(1, across="processes")
     carrier.put((source, reply))
     reply.put(source.get() + 1)
 
 
 def write_by_port(channel: Any, items: list[Any]) -> None:
-    """Put the items through a counted end, whose exit closes the channel."""
+    """Put the items through a writer, whose exit closes the channel."""
     with channel.writer() as out:
         out.put_many(items)
 
@@ -38,19 +38,19 @@ def pass_one(source: Any, target: Any) -> None:
 
 
 def put_and_take_back(first: Any, second: Any, result: Any) -> None:
-    """Put into one argument and get from the other, which must be the same channel."""
+    """Put into one argument and get from the other. Both must be the same channel."""
     first.put("round")
     result.put(second.get())
 
 
-def echo_sums(there: Any, back: Any) -> None:
-    """Answer with the sum of each array, keep all arrays, and answer with all sums again at the end."""
+def echo_sums(requests: Any, replies: Any) -> None:
+    """Answer each array with its sum, keep all arrays, and send all sums again at the end."""
     kept = []
-    for item in there:
+    for item in requests:
         kept.append(item)
-        back.put(sum_of(item))
+        replies.put(sum_of(item))
     for item in kept:
-        back.put(sum_of(item))
+        replies.put(sum_of(item))
 
 
 def sum_of(item: Any) -> int:

@@ -1,4 +1,4 @@
-"""C2, C12: a channel between processes takes address space and memory only for the items inside."""
+"""C2, C12: a channel between processes takes address space and memory only for the items in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowchan import Channel, ChannelError, Drained, Graph
+from flowchan import Channel, ChannelError, Drained, Full, Graph
 
 MB = 1 << 20
 
@@ -23,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present ones."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present mappings."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -76,7 +76,7 @@ def test_c2_unused_capacity_takes_no_memory() -> None:
     with_address_space(16 * MB, use)
 
 
-def test_c11_reader_without_address_space_raises_and_takes_nothing() -> None:
+def test_c11_reader_without_address_space_raises_without_taking_an_item() -> None:
     ch: Channel[Any] = Channel(8, across="processes")
     ch.put(1)
     array = np.arange(16 * MB)
@@ -104,7 +104,7 @@ def test_c11_reader_without_address_space_raises_and_takes_nothing() -> None:
     assert ch.get() == 3
 
 
-def test_c4_channel_with_four_thousand_ports_refuses_another() -> None:
+def test_c4_channel_with_four_thousand_ports_rejects_one_more() -> None:
     ch: Channel[int] = Channel(5_000, across="processes")
     writers = [ch.writer() for _ in range(4_096)]
     with ch.reader() as reader:
@@ -120,3 +120,33 @@ def test_c4_channel_with_four_thousand_ports_refuses_another() -> None:
             writer.close()
         with pytest.raises(Drained):
             reader.get()
+
+
+def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
+    """The caller may be the only reader, so the put must not wait for one."""
+    array = np.zeros(64 * MB, dtype=np.uint8)
+
+    def put() -> None:
+        ch: Channel[Any] = Channel(8, across="processes")
+        with pytest.raises(MemoryError, match=r"no address space left for an item of 67\.1 MB.*ulimit -v"):
+            ch.put_many([array] * 8)
+        assert ch.stats().inside >= 1
+        assert bytes(ch.get()[:2]) == b"\0\0"
+        ch.put(1)
+
+    with_address_space(256 * MB, put)
+
+
+def test_c11_put_without_address_space_waits_for_port_of_reader() -> None:
+    array = np.zeros(64 * MB, dtype=np.uint8)
+
+    def put() -> None:
+        ch: Channel[Any] = Channel(8, across="processes")
+        with ch.reader() as reader:
+            with pytest.raises(Full, match=r"no address space left for an item of 67\.1 MB.*ulimit -v"):
+                ch.put_many([array] * 8, timeout=0)
+            reader.get()
+            reader.get_many(8, timeout=0)
+            ch.put(array)
+
+    with_address_space(256 * MB, put)

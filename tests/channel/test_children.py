@@ -1,4 +1,4 @@
-"""Channels between processes reach a child by inheritance, by pickling, and through another channel."""
+"""Pass a channel between processes to a child by inheritance, by pickling, or through another channel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 @pytest.fixture(scope="module", autouse=True)
 def helpers_of_multiprocessing() -> Iterator[None]:
-    """Start the two server processes of multiprocessing first, so that no test seems to leak them."""
+    """Start the two server processes of multiprocessing first, so that they do not look like a test's
+    leak."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     yield
@@ -40,25 +41,25 @@ def context(request: pytest.FixtureRequest) -> Any:
 
 
 def end(process: Any) -> None:
-    """Wait for a child that must end with exit code 0, and release it."""
+    """Wait for a child, which must exit with code 0, and release it."""
     process.join()
     assert process.exitcode == 0
     process.close()
 
 
-def test_a_channel_is_an_argument_of_a_process(context):
+def test_a_channel_can_be_an_argument_of_a_process(context):
     """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
-    process = context.Process(target=children.echo, args=(there, back))
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
+    process = context.Process(target=children.echo, args=(requests, replies))
     process.start()
-    there.put_many([1, "two", None])
-    there.close()
-    assert list(back) == [1, "two", None]
+    requests.put_many([1, "two", None])
+    requests.close()
+    assert list(replies) == [1, "two", None]
     end(process)
 
 
 def test_a_channel_reaches_a_child_through_another_channel(context):
-    """Send a channel that was made after the start of the child."""
+    """Send a channel that was made after the child had started."""
     carrier = Channel(4, across="processes")
     process = context.Process(target=children.answer_by_what_arrives, args=(carrier,))
     process.start()
@@ -82,7 +83,7 @@ def test_a_channel_made_in_a_child_reaches_its_parent(context):
     end(process)
 
 
-def test_a_counted_end_in_a_child_closes(context):
+def test_closing_a_writer_in_a_child_closes_the_channel(context):
     """C5 for every start method."""
     ch = Channel(4, across="processes")
     process = context.Process(target=children.write_by_port, args=(ch, [1, 2, 3]))
@@ -104,25 +105,25 @@ def test_parent_wakes_a_waiting_child(context):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])  # a forked child cannot use its parent's forkserver
 def test_grandchild_inherits_a_channel(method):
-    """Pass a channel from this process to a forked child, and from there to a child of the child."""
+    """Pass a channel from this process to a forked child, and from the child to its own child."""
     context = multiprocessing.get_context(method)
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
 
     def start_another():
-        process = context.Process(target=children.echo, args=(there, back))
+        process = context.Process(target=children.echo, args=(requests, replies))
         process.start()
         process.join()
         os._exit(process.exitcode or 0)
 
     child = multiprocessing.get_context("fork").Process(target=start_another)
     child.start()
-    there.put("far")
-    there.close()
-    assert list(back) == ["far"]
+    requests.put("far")
+    requests.close()
+    assert list(replies) == ["far"]
     end(child)
 
 
-def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
+def test_channel_sent_twice_to_a_process_is_one_object(context):
     """Both arguments must be the same channel in the child."""
     ch, result = Channel(1, across="processes"), Channel(1, across="processes")
     process = context.Process(target=children.put_and_take_back, args=(ch, ch, result))
@@ -133,16 +134,16 @@ def test_one_channel_pickled_twice_into_a_process_is_one_channel(context):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
-    """Pass a channel as users of concurrent.futures pass an object that all workers share."""
-    there, back = Channel(4, across="processes"), Channel(4, across="processes")
+    """Pass a channel the way users of concurrent.futures pass an object that all workers share."""
+    requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
-    there.put_many([1, 2, 3])
-    there.close()
+    requests.put_many([1, 2, 3])
+    requests.close()
     with ProcessPoolExecutor(
-        1, mp_context=context, initializer=children.echo, initargs=(there, back)
+        1, mp_context=context, initializer=children.echo, initargs=(requests, replies)
     ) as pool:
         assert pool.submit(len, "abc").result() == 3
-        assert list(back) == [1, 2, 3]
+        assert list(replies) == [1, 2, 3]
 
 
 def test_os_fork_child_uses_the_channel():
@@ -159,7 +160,7 @@ def test_os_fork_child_uses_the_channel():
 
 
 def test_unpickled_channel_is_the_same_object_in_its_process():
-    """A pickle or copy of a living channel must return the same object."""
+    """Unpickling or copying a channel must return the same object while it is alive."""
     ch = Channel(across="processes")
     assert pickle.loads(pickle.dumps(ch)) is ch
     assert copy.copy(ch) is ch
@@ -184,8 +185,8 @@ def test_a_threads_channel_cannot_be_an_argument_of_another_process():
 
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
-def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
-    """The call would only reach the child's copy. The error must say this and name the right transport."""
+def test_using_a_threads_channel_in_a_forked_child_raises(call):
+    """The call would affect only the child's copy. The error must say so and name a suitable transport."""
     ch = Channel(across="threads")
     ch.put("in the parent")
     answer = Channel(across="processes")
@@ -206,8 +207,8 @@ def test_using_a_threads_channel_in_a_forked_child_is_refused(call):
     assert ch.get() == "in the parent"
 
 
-def test_fork_while_a_thread_waits_leaves_both_processes_working(context):
-    """A child may start at any time, and must be able to use the channel at once."""
+def test_both_processes_work_after_a_fork_while_a_thread_waits(context):
+    """A child may start at any time, and must be able to use the channel immediately."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -236,30 +237,30 @@ def test_script_that_leaves_channels_open_exits_cleanly(tmp_path):
 
 
 def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
-    there: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
-    back: Channel[int] = Channel(30_000, across="processes")
-    processes = [context.Process(target=children.echo_sums, args=(there, back))]
+    requests: Channel[Any] = Channel(30_000, across="processes", max_bytes=256 << 20)
+    replies: Channel[int] = Channel(30_000, across="processes")
+    processes = [context.Process(target=children.echo_sums, args=(requests, replies))]
     processes[0].start()
     sums = []
 
     def exchange(item: Any) -> None:
-        there.put(item)
+        requests.put(item)
         sums.append(children.sum_of(item))
 
     exchange(1)
-    assert back.get() == 1  # it has mapped the present size
+    assert replies.get() == 1  # the child has mapped the channel at its present size
     for size in (1_000, 30_000, 1 << 20, 4 << 20):
         exchange(np.arange(size))
     for number in range(20_000):
         exchange(number)
-    processes.append(context.Process(target=children.echo_sums, args=(there, back)))
+    processes.append(context.Process(target=children.echo_sums, args=(requests, replies)))
     processes[1].start()
     for size in (2 << 20, 30):
         exchange(np.arange(size))
-    there.close()
+    requests.close()
     answers = sums[:1]
-    # arrays that were kept while the channel grew must be unchanged
-    answers += [back.get() for _ in range(2 * len(sums) - 1)]
+    # arrays that the child kept while the channel grew must be unchanged
+    answers += [replies.get() for _ in range(2 * len(sums) - 1)]
     for process in processes:
         process.join()
         assert process.exitcode == 0

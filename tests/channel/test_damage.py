@@ -1,9 +1,9 @@
 """Damage in the shared memory of a channel breaks the channel, and never crashes or blocks its users.
 
 Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child.
-The child fills a channel in every way: items inside, leased and parked out of turn, ports, and a cause. Then
-it damages the memory and uses the channel. A call may raise ``Broken`` or any other error, time out, or
-succeed; the child must not die by a signal. An ``abort`` after a while stands for a user who gives up on the
+The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. Then it
+damages the memory and makes further calls. A call may raise ``Broken`` or any other error, time out, or
+succeed; the child must not die by a signal. An ``abort`` after a while represents a user who gives up on the
 channel. After that, every call must end.
 """
 
@@ -27,10 +27,10 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES, FEW = 400, 75  # number of cases; all of them with --long
-BATCH = 25  # children of one test, two at a time
-MUTEX, COUNTS = 128, 192  # offsets in the header of the lock, and of the fields that it protects
-RECORDS, RECORD = 1_856, 448  # offset of the redo records, and the distance between them
+CASES, FEW = 400, 25  # number of cases; all of them run with --long
+BATCH = 25  # children per test, two at a time
+MUTEX, COUNTS = 128, 192  # offsets of the lock, and of the fields that it protects, in the header
+RECORDS, RECORD = 1_856, 448  # offset of the first redo record, and the distance between two records
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
 OWNER_DIED = 0x4000_0000
@@ -49,11 +49,11 @@ ERRORS = (
     RuntimeError,
     pickle.PickleError,
 )
-"""Errors that a call may raise: the channel's own ones, and those of unpickling damaged content."""
+"""Errors that a call may raise: the channel's own errors, and errors from unpickling damaged content."""
 
 
 class Memory:
-    """Memory of a channel, as a stray pointer sees it."""
+    """Memory of a channel, as a stray pointer could reach it."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)
@@ -70,12 +70,12 @@ class Memory:
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Return the offset of the slots. The last ones are used first."""
+        """Return the offset of the slots. The last slots are used first."""
         return self.length - 24 * SLOT
 
 
 class Use:
-    """Channel that is in use in every way, and is then used after the damage."""
+    """Channel of which every part is in use, and the calls that are made after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -86,7 +86,7 @@ class Use:
         self.reader.get()
         self.reader.get_more()
         self.ch.get()  # leaves a free slot
-        # Two workers of an ordered stage, of which the second is ahead of its turn.
+        # Two workers of an ordered stage. The second is ahead of its turn.
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """Return a word with a meaning, such as an offset, a count or a flag, or a random one."""
+    """Return a word that has a meaning (such as an offset, a count or a flag), or a random word."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [
@@ -196,14 +196,14 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_slot(chance: random.Random, memory: Memory) -> None:
-    """Damage next, state, size, number, kind and class, or block of one or more slots."""
+    """Damage one or more slots: next, state, size, number, kind and class, or block."""
     for _ in range(chance.choice([1, 1, 3])):
         slot = memory.length - SLOT * chance.randrange(1, 14)
         memory.set(slot + 8 * chance.randrange(6), some_value(chance, memory))
 
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
-    """Write a run of random bytes at a random place."""
+    """Write random bytes to a random range."""
     session = chance.choice(memory.sessions())
     begin = chance.choice([0, MUTEX, COUNTS, session, memory.groups_at, memory.slots(), memory.blocks_at])
     at = begin + chance.randrange(2_000)
@@ -212,7 +212,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
-    """Make the owner of the lock look dead, with a random redo record."""
+    """Make the owner of the lock look dead, and leave a random redo record."""
     record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
@@ -222,7 +222,8 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """Damage the words of the lock: owner none, this thread or an invalid thread, or another type."""
+    """Damage the words of the lock: no owner, this thread or an invalid thread as owner, or a different
+    type."""
     memory.set(
         MUTEX + 8 * chance.randrange(5),
         chance.choice(
@@ -273,9 +274,9 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """Return what was wrong with the end of the child, or an empty string."""
-    with open(answer, "rb") as told:
-        text = told.read().decode()
+    """Return what was wrong with the way the child ended, or an empty string."""
+    with open(answer, "rb") as reported:
+        text = reported.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code == 0:
         return ""
@@ -300,7 +301,7 @@ def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> No
     assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
 
 
-# damage that is always detected
+# damage that is detected in every case
 
 
 def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
@@ -337,7 +338,7 @@ def test_payload_outside_the_memory_breaks_the_channel(word: int, value: int) ->
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
-def test_item_of_unknown_kind_raises_at_its_reader(word: int, value: int) -> None:
+def test_item_of_unknown_kind_raises_in_its_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
         ch.get()
@@ -382,8 +383,8 @@ def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
         ch.put(1)
 
 
-def test_waiting_users_learn_of_the_damage() -> None:
-    """One user sleeps in the channel while another detects the damage."""
+def test_waiting_call_raises_when_the_channel_is_damaged() -> None:
+    """One user sleeps in the channel while another user detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
     result: list[BaseException] = []
@@ -411,16 +412,16 @@ CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "g
 
 
 @pytest.mark.parametrize("word", range(8), ids=CONSTANTS)
-def test_invalid_header_is_refused(word: int) -> None:
+def test_invalid_header_is_rejected(word: int) -> None:
     ch = damaged(lambda memory: memory.set(8 * word, memory.word(8 * word) + 2**40))
     copy = os.dup(ch._fd)
     with pytest.raises(OSError, match="not the memory of a channel"):
         _core.Channel.__init__(Channel.__new__(Channel), fd=copy, socket=-1, name="")
     os.close(copy)
-    assert ch.get() == 1  # a user that has it open keeps its own copy of the constants
+    assert ch.get() == 1  # a user that has mapped the memory keeps its own copy of the constants
 
 
-def test_file_of_another_type_is_refused() -> None:
+def test_file_of_a_different_type_is_rejected() -> None:
     fd = os.memfd_create("other")
     os.ftruncate(fd, 1 << 20)
     with pytest.raises(OSError, match="not the memory of a channel"):

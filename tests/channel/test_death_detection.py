@@ -1,6 +1,6 @@
-"""C11: a waiting call checks ten times a second whether the other processes live.
+"""C11: a waiting call checks ten times a second whether the other processes are alive.
 
-The check needs no read, and one descriptor for each process that takes part in the channel.
+The check makes no read system call, and uses one descriptor for each process that uses the channel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Waiting:
         self.ids.append(threading.get_native_id())
         return channel.get()
 
-    def looks_again(self, times: int) -> None:
-        """Wait until the thread has gone to sleep ``times`` times more."""
+    def checks_again(self, times: int) -> None:
+        """Wait until the thread has gone to sleep ``times`` more times."""
         until = self._sleeps() + times
         wait_until(lambda: self._sleeps() >= until)
 
@@ -40,7 +40,7 @@ class Waiting:
         return next(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
 
     def reads(self) -> int:
-        """Return the number of read system calls of the thread."""
+        """Return the number of read system calls that the thread has made."""
         lines = (self._of / "io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("syscr"))
 
@@ -59,14 +59,14 @@ def pidfds() -> int:
     return sum(os.path.lexists(link) and "pidfd" in os.readlink(link) for link in links)
 
 
-def test_waiter_checks_the_other_processes_without_system_reads() -> None:
+def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     channel, leave, end = (Channel[Any](across="processes") for _ in range(3))
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.looks_again(3)  # it has opened the descriptor of the process by now
+    waiting.checks_again(3)  # by now, the thread has opened the descriptor of the process
     before = waiting.reads()
-    waiting.looks_again(5)
+    waiting.checks_again(5)
     assert waiting.reads() == before
     channel.put("item")
     assert waiting.peer.result() == "item"
@@ -75,23 +75,23 @@ def test_waiter_checks_the_other_processes_without_system_reads() -> None:
     process.result()
 
 
-def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
+def test_one_descriptor_watches_each_process_that_uses_channels() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
-    mine = [channel.writer() for channel in channels]
+    own = [channel.writer() for channel in channels]
     process = ProcessPeer(take_part, channels, leave, end)
     wait_until(lambda: all(channel.stats().writers == 2 for channel in channels))
     both = [Waiting(channel) for channel in channels]
     for waiting in both:
-        waiting.looks_again(3)
+        waiting.checks_again(3)
     assert pidfds() == 1
-    assert ProcessPeer(pidfds).result() == 0  # a forked child keeps none of its parent's
+    assert ProcessPeer(pidfds).result() == 0  # a forked child inherits none of its parent's
     leave.close()
     wait_until(lambda: all(channel.stats().writers == 1 for channel in channels))
     for waiting in both:
-        waiting.looks_again(4)
+        waiting.checks_again(4)
     assert pidfds() == 0
-    for writer, waiting in zip(mine, both, strict=True):
+    for writer, waiting in zip(own, both, strict=True):
         writer.put("item")
         assert waiting.peer.result() == "item"
     end.close()
@@ -99,7 +99,7 @@ def test_one_descriptor_watches_a_process_while_it_takes_part() -> None:
 
 
 def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[Any]) -> tuple[int, int]:
-    """Return how many descriptors the checks take, and how many the process may have."""
+    """Return the number of descriptors that the checks use, and the limit of the process."""
     most = max(int(number) for number in os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     children = []
@@ -112,7 +112,7 @@ def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[An
         children.append(child)
     wait_until(lambda: channel.stats().writers == len(children))
     waiting = Waiting(channel)
-    waiting.looks_again(4)
+    waiting.checks_again(4)
     found = pidfds()
     channel.put("item")
     waiting.peer.result()

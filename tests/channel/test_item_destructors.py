@@ -30,7 +30,7 @@ def numbers(ch):
 
 
 def test_closing_port_releases_its_items_before_their_destructors_run():
-    """A destructor may start the collector, which must not find items that are gone."""
+    """A destructor may run the garbage collector, which must not visit items that were already released."""
     found = []
 
     class Looks:
@@ -46,7 +46,7 @@ def test_closing_port_releases_its_items_before_their_destructors_run():
 
 
 class Stage:
-    """Object in a reference cycle, like objects with callbacks."""
+    """Object in a reference cycle, as objects with callbacks often are."""
 
     def __init__(self, ch):
         self.into = ch.reader()
@@ -54,8 +54,8 @@ class Stage:
         self.item.owner = self
 
 
-def test_leased_item_of_a_collected_port_returns_intact():
-    """C4: the item was not finished. The collector clears the objects that it finds, even a returned item."""
+def test_item_leased_by_a_collected_port_returns_intact():
+    """C4: the item was not finished. The collector clears every object in the cycle, even a returned item."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -68,10 +68,10 @@ def test_leased_item_of_a_collected_port_returns_intact():
     assert item.number == 7
     with pytest.raises(ValueError, match="closed"):
         item.owner.into.get_nowait()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     del item
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     other.close()
 
 
@@ -87,8 +87,8 @@ def test_port_inside_its_own_leased_item_is_freed():
     assert count(In) == before
 
 
-def test_destructor_may_get_from_the_port_it_leaves():
-    """The call finishes the earlier items like each get, and its own item is leased."""
+def test_destructor_of_a_leased_item_may_use_its_port():
+    """The destructor's ``get`` finishes the earlier items, as always, and its own item is leased."""
     got = []
 
     class GetsAnother(Item):
@@ -113,8 +113,8 @@ def test_destructor_may_get_from_the_port_it_leaves():
     other.close()
 
 
-def test_select_puts_the_original_item_of_a_changed_pair():
-    """The pairs are lists, which their owner may change."""
+def test_select_puts_the_original_item_if_its_list_changes():
+    """The pairs are lists, so the caller may change them."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

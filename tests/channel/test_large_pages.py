@@ -1,4 +1,4 @@
-"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and map memory only from the beginning of a page."""
+"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and a mapping must start at the start of a page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LARGEST = 1 << 16
 
 
 def mapped_from() -> set[int]:
-    """Return the offsets in the memory of channels from which this process has mapped it."""
+    """Return the offsets at which this process's mappings of channel memory start."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[2], 16) for line in maps if "memfd:flowchan" in line}
 
 
 class Writable:
-    """Item that arrives as writable bytes, which have a separate mapping."""
+    """Item that arrives as writable bytes, which have their own mapping."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -28,8 +28,8 @@ class Writable:
         return methodcaller("private"), (PickleBuffer(bytes(self.size)),)
 
 
-def test_channel_mappings_begin_at_pages_of_64_kb() -> None:
-    """Check growing slots and blocks, and writable bytes."""
+def test_channel_mappings_are_aligned_to_64_kb() -> None:
+    """Check slots and blocks that grow, and writable bytes."""
     channel: Channel[Any] = Channel(5000, across="processes")
     for count in (100, 1000, 4000):
         channel.put_many(range(count))

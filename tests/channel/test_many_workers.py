@@ -1,12 +1,13 @@
-"""C8: among the many workers of a stage, only as many run as needed, and the others sleep.
+"""C8: of the many workers of a stage, only as many run as are needed, and the others sleep.
 
 If an ordered stage cannot pass its outputs on, a few workers hold an output, and the others take no items.
-When there is room again, all continue.
+When there is room again, all of them continue.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import sysconfig
 import threading
@@ -22,7 +23,7 @@ CROWD = 2
 
 
 def work(into: Any, out: Any, go: threading.Event) -> None:
-    """Work like a ``map`` worker. The worker with item 0 delays the others' turns until ``go`` is set."""
+    """Work like a ``map`` worker. The worker with item 0 holds up the others until ``go`` is set."""
     try:
         while True:
             item = into.get()
@@ -48,7 +49,7 @@ def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, singl
     for thread in threads:
         thread.start()
     wait_blocked(after, writers=WORKERS - 1)
-    # the worker that delays the others, the parked outputs, and the outputs that wait for room
+    # the worker that holds up the others, the parked outputs, and the outputs that wait for room
     assert after.stats().items_out == 0
     taken = before.stats().items_out
     assert capacity <= taken <= capacity + CROWD
@@ -59,7 +60,7 @@ def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, singl
         thread.join()
 
 
-def test_worker_that_waits_for_room_learns_of_the_end() -> None:
+def test_worker_waiting_for_room_raises_when_the_channel_breaks() -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(1)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -92,9 +93,11 @@ def test_worker_that_waits_for_room_learns_of_the_end() -> None:
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
-def test_same_few_workers_of_a_stage_run_first(stage: bool, across: Any) -> None:
-    """One worker takes all items if all wait for each; in a ring it has a low rank. Plain readers take
-    turns."""
+def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
+    """One worker takes all items if all workers are waiting at each item; in a ring, its rank is low.
+
+    Plain readers take turns.
+    """
     channel: Channel[int] = Channel(across=across)
     ports = [channel.reader() for _ in range(WORKERS)]
     takers: list[Any] = []
@@ -118,13 +121,14 @@ def test_same_few_workers_of_a_stage_run_first(stage: bool, across: Any) -> None
         thread.join()
     if across == "threads":
         assert len(set(takers)) == (1 if stage else WORKERS)
-    else:  # a reader that has just begun to wait may not sleep yet, so another one is also woken
+    # a reader that has only just begun to wait may not be asleep yet, so a second reader is woken as well
+    else:
         assert (len(set(takers)) < WORKERS // 3) == stage
 
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
 def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
-    """Each reader that takes an item and leaves one wakes the next. None arrives while this thread has the
+    """Each reader that takes an item and leaves one wakes the next. No reader runs while this test has the
     GIL."""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     channel: Channel[int] = Channel(across="processes")
@@ -145,3 +149,33 @@ def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
         thread.join()
     assert woken == cores
     assert sorted(taken) == list(range(len(threads)))
+
+
+@pytest.mark.parametrize("across", ["threads", "processes"])
+def test_reader_at_the_end_sleeps_while_other_leases_end(across: Any) -> None:
+    """Each end of a lease used to wake all readers, which took a time quadratic in their number."""
+    channel: Channel[int] = Channel(WORKERS, across=across)
+    turns = [threading.Event() for _ in range(WORKERS)]
+    switches: list[int] = []
+
+    def read(reader: Any, turn: threading.Event) -> None:
+        reader.get()
+        turn.wait()
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        with pytest.raises(Drained):
+            reader.get()
+        switches.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
+
+    readers = [threading.Thread(target=read, args=(channel.reader(), turn)) for turn in turns]
+    with channel.writer() as out:
+        out.put_many(range(WORKERS))
+    for reader in readers:
+        reader.start()
+    wait_until(lambda: channel.stats().items_out == WORKERS)
+    for number, turn in enumerate(turns[:-1], 1):
+        turn.set()
+        wait_until(lambda number=number: channel.stats().waiting_readers == number)
+    turns[-1].set()
+    for reader in readers:
+        reader.join()
+    assert sum(switches) < WORKERS * WORKERS / 4

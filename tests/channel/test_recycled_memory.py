@@ -17,13 +17,13 @@ def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
 
 
 def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
-    """Later puts do not wait until other readers have finished more items."""
+    """Later puts do not wait until readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []
     kept = []
     for _ in range(2):
         channel.put(ITEM)
-        kept.append(channel.get())  # its memory is still in view, so it cannot be recycled
+        kept.append(channel.get())  # an array views its memory, so the memory cannot be recycled
         for _ in range(2):
             channel.put(ITEM)
             waits.append(channel.stats().write_wait)
@@ -31,7 +31,7 @@ def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
     assert 0 < first == second < third == fourth
 
 
-def test_nowait_put_takes_new_memory_at_once() -> None:
+def test_put_nowait_uses_new_memory_at_once() -> None:
     channel = Channel[np.ndarray](64, across="processes")
     channel.put(ITEM)
     kept = channel.get()

@@ -1,6 +1,6 @@
-"""Threads that share a port, an item or a loan, without the protection of a GIL.
+"""Threads share a port, an item or a loan without the protection of a GIL.
 
-Any Python runs these tests, but they show more on a free-threaded one (``make test-pythons``).
+Any Python can run these tests, but they show more on a free-threaded build (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flowchan.run.worker.async_worker import StageLoop, only_wait_for
 AT_ONCE = 6
 free_threaded = pytest.mark.skipif(
     not sysconfig.get_config_var("Py_GIL_DISABLED"),
-    reason="this Python has a GIL: run it with a free-threaded one (python3.14t)",
+    reason="this Python has a GIL: run the tests with a free-threaded build (python3.14t)",
 )
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Run each function in a thread, start all together, and raise their errors."""
+    """Run each function in a thread, start them at the same time, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -49,8 +49,8 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 
 @free_threaded
-def test_importing_flowchan_leaves_the_gil_off() -> None:
-    """Importing and running a graph must leave it off: the core and all its imports declare support."""
+def test_importing_flowchan_keeps_the_gil_disabled() -> None:
+    """Importing and running a graph must not enable the GIL: the core and all its imports declare support."""
     code = """if True:
         import sys
         from flowchan import Graph
@@ -77,9 +77,9 @@ def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
 
     leaving = threading.Barrier(AT_ONCE)
     puts = [lambda n=n: put(1000 * n) for n in range(AT_ONCE)]
-    gets = [lambda mine=mine: mine.extend(reader) for mine in got]
+    gets = [lambda own=own: own.extend(reader) for own in got]
     at_once(*puts, *gets)
-    assert Counter(number for mine in got for number in mine) == Counter(range(1000 * AT_ONCE))
+    assert Counter(number for own in got for number in own) == Counter(range(1000 * AT_ONCE))
     reader.close()
 
 
@@ -94,7 +94,7 @@ def test_port_closed_by_many_threads_closes_once(across: str) -> None:
         writer.close()
 
 
-def test_port_closed_while_threads_read_takes_nothing_more() -> None:
+def test_port_closed_while_threads_read_takes_no_more_items() -> None:
     for _ in range(100):
         channel = Channel[int]()
         channel.put_many(range(20))
@@ -107,12 +107,13 @@ def test_port_closed_while_threads_read_takes_nothing_more() -> None:
                         reader.get(timeout=0)
 
             at_once(read, read, reader.close)
-            left = stays.get_many(30) if len(channel) else []
-        assert left == list(range(20))[20 - len(left) :]
+            remaining = stays.get_many(30) if len(channel) else []
+        assert remaining == list(range(20))[20 - len(remaining) :]
 
 
-def test_an_item_may_be_changed_while_it_is_put() -> None:
-    """The put estimates its size for max_bytes, of a list, a dictionary and an object that others change."""
+def test_an_item_may_change_while_it_is_put() -> None:
+    """For ``max_bytes``, put estimates the size of a list, a dict and an object while other threads change
+    them."""
 
     class Thing:
         pass
@@ -167,7 +168,7 @@ def test_loans_put_by_many_threads_arrive_intact() -> None:
     assert Counter(got) == dict.fromkeys(range(AT_ONCE), 50)
 
 
-def test_a_graph_of_threads_keeps_its_order_and_counts() -> None:
+def test_graph_on_threads_keeps_order_and_counts() -> None:
     graph = Graph("threads")
     for_squares, for_evens = graph.source(range(3000)).tee(2)
     squares = for_squares.map(lambda number: number * number, workers=4).collect()
@@ -181,7 +182,7 @@ def test_running_event_loop_can_be_inspected() -> None:
     """The supervisor of a run inspects the loop when it looks for deadlocks."""
     channel, over = Channel[int](), threading.Event()
 
-    def look() -> None:
+    def count_items() -> None:
         while not over.is_set():
             only_wait_for([channel])
 
@@ -192,8 +193,8 @@ def test_running_event_loop_can_be_inspected() -> None:
         loop = asyncio.get_running_loop()
         waiting = [asyncio.create_task(channel.aget()) for _ in range(3)]
         await asyncio.sleep(0)
-        looks = threading.Thread(target=look)
-        looks.start()
+        checks = threading.Thread(target=count_items)
+        checks.start()
         for _ in range(3000):
             asyncio.gather(*waiting).add_done_callback(asyncio.Future.exception)
             waits = asyncio.create_task(asyncio.wait(waiting))
@@ -207,7 +208,7 @@ def test_running_event_loop_can_be_inspected() -> None:
         over.set()
         channel.put_many(range(3))
         assert sorted(await asyncio.gather(*waiting)) == [0, 1, 2]
-        looks.join()
+        checks.join()
 
     with asyncio.Runner(loop_factory=StageLoop) as runner:
         runner.run(main())

@@ -1,4 +1,4 @@
-"""The check of a declared graph: each rule finds what it is for, says it well, and raises no false alarm."""
+"""Test graph checks: each rule catches what it should, reports it clearly, and raises no false alarm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.check.rules import check, raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.errors import GraphError
 
-# The whole
+# The whole check
 
 
 def test_a_graph_that_can_run_has_no_problem(graph: Blueprint) -> None:
@@ -67,13 +67,13 @@ def test_a_thousand_stages_are_checked(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-# empty, duplicate, foreign
+# Problems: empty, duplicate, foreign
 
 
 def test_a_graph_without_stages_is_empty(graph: Blueprint) -> None:
     problem = only(graph)
     assert problem.rule == "empty"
-    assert str(problem) == f"{graph.where}: graph 'test' has no stages; begin it with graph.source(…)"
+    assert str(problem) == f"{graph.where}: graph 'test' has no stages; begin with graph.source(…)"
 
 
 def test_a_graph_without_a_source_is_empty(graph: Blueprint) -> None:
@@ -86,7 +86,7 @@ def test_duplicate_name_is_reported_with_first_owner(graph: Blueprint) -> None:
     first = graph.stages[0].where
     problems = [problem for problem in check(graph) if problem.rule == "duplicate"]
     assert [problem.message for problem in problems] == [
-        f"the name 'same' is taken by the source at {first}; give another name="
+        f"the name 'same' is already used by the source at {first}; pass another name="
     ]
 
 
@@ -95,23 +95,23 @@ def test_duplicate_name_causes_no_other_problem(graph: Blueprint) -> None:
     assert rules(graph) == ["duplicate"]
 
 
-def test_channels_of_one_name_are_reported(graph: Blueprint) -> None:
+def test_channels_with_one_name_are_reported(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
     assert only(graph).message == (
-        f"its channel 'tee.1' has the name of a channel of stage 'tee' at {graph.stages[1].where}; "
-        "give one of the stages another name="
+        "its channel 'tee.1' has the same name as a channel of stage 'tee' at "
+        f"{graph.stages[1].where}; pass another name= to one of the stages"
     )
 
 
-def test_stream_of_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
+def test_stream_from_another_graph_is_reported_with_that_graph(graph: Blueprint) -> None:
     other = Blueprint("other")
-    strange = other.source("abc", name="letters")
-    graph.source(range(3)).zip(strange).sink(print)
+    unusual = other.source("abc", name="letters")
+    graph.source(range(3)).zip(unusual).sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("foreign", "zip")
-    assert f"stream 'letters' of another graph, 'other' declared at {other.where}" in problem.message
+    assert f"stream 'letters' of another graph, 'other', declared at {other.where}" in problem.message
 
 
 def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
@@ -122,7 +122,7 @@ def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
     )
 
 
-# cycle
+# Problem: cycle
 
 
 def test_a_cycle_is_reported_as_its_loop(graph: Blueprint) -> None:
@@ -160,7 +160,7 @@ def test_branches_that_meet_again_are_not_a_cycle(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-# unread, read-twice
+# Problems: unread, read-twice
 
 
 def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
@@ -168,9 +168,10 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     left.sink(print)
     assert (only(graph).rule, only(graph).message) == (
         "unread",
-        "no stage reads its output 'tee.1'; end it with .sink(function), or with .collect() "
-        "to have the items as a "
-        "result",
+        (
+            "no stage reads its output 'tee.1'; end it with .sink(function), or with .collect() "
+            "to return the items as a result"
+        ),
     )
 
 
@@ -188,8 +189,8 @@ def test_a_stream_read_twice_is_reported_with_both_readers(graph: Blueprint) -> 
     one, two = (stage.where for stage in graph.stages[1:])
     problem = only(graph)
     assert problem.rule == "read-twice"
-    assert f"by 'print' ({one}) and 'print-2' ({two})" in problem.message
-    assert problem.message.endswith("give each its own with .tee(2)")
+    assert f"2 readers, 'print' ({one}) and 'print-2' ({two})" in problem.message
+    assert problem.message.endswith("give each its own stream with .tee(2)")
 
 
 def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:
@@ -200,7 +201,7 @@ def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:
     assert rules(graph) == ["read-twice"]
 
 
-# ports
+# Problem: ports
 
 
 def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> None:
@@ -208,16 +209,16 @@ def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> 
     start = graph.source(range(3))
     graph.stage(pass_on, start, start, name="long", limit=1).sink(print)
     assert [problem.message for problem in check(graph) if problem.rule == "ports"] == [
-        "'pass_on' has 1 In parameter (items), but 0 streams were given; give one stream for each",
-        "'pass_on' has 1 In parameter (items), but 2 streams were given; give one stream for each",
+        "'pass_on' has 1 In parameter (items), but 0 streams were passed; pass one stream for each",
+        "'pass_on' has 1 In parameter (items), but 2 streams were passed; pass one stream for each",
     ]
 
 
 def test_a_parameter_that_is_neither_port_nor_given_is_reported(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3))).sink(print)
     assert only(graph).message == (
-        "parameter 'limit' of 'pass_on' is neither a port nor given; annotate it In[...] or Out[...], "
-        "or give it as limit=..."
+        "parameter 'limit' of 'pass_on' is not a port and has no argument; annotate it "
+        "In[...] or Out[...], or pass limit=..."
     )
 
 
@@ -228,7 +229,9 @@ def test_an_argument_without_a_parameter_is_reported(graph: Blueprint) -> None:
 
 def test_a_port_given_as_an_argument_is_reported(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3)), limit=1, out=2).sink(print)
-    assert only(graph).message.startswith("'out' of 'pass_on' is a port and can't be given as an argument")
+    assert only(graph).message.startswith(
+        "parameter 'out' of 'pass_on' is a port, so its argument must be a stream"
+    )
 
 
 def test_a_positional_only_port_is_reported(graph: Blueprint) -> None:
@@ -331,7 +334,7 @@ def test_arguments_that_a_source_cannot_take_are_reported(graph: Blueprint) -> N
     ]
 
 
-# capacity, memory, limit
+# Problems: capacity, memory, limit
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 1.5, True, None])
@@ -348,16 +351,16 @@ def test_capacity_that_is_not_a_positive_int_is_reported(graph: Blueprint, capac
 def test_channels_larger_than_memory_are_reported_with_both_sizes(
     graph: Blueprint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = tmp_path / "meminfo"
-    told.write_text("MemTotal:  8 kB\nMemAvailable:  195 kB\n")
-    monkeypatch.setattr("flowchan.check.rules.MEMINFO", told)
+    meminfo_file = tmp_path / "meminfo"
+    meminfo_file.write_text("MemTotal:  8 kB\nMemAvailable:  195 kB\n")
+    monkeypatch.setattr("flowchan.check.rules.MEMINFO", meminfo_file)
     graph.source(range(3)).map(to_text, capacity=10).map(to_int, on="process", capacity=2000).sink(print)
     problem = only(graph)
     needed = 2 * 64 * 1024 + 64 * (10 + 2000)
     assert (problem.rule, problem.stage) == ("memory", "to_int")
     assert problem.message == (
-        f"the 2 channels between processes need at least {needed:,} bytes, but 199,680 are free; "
-        "the largest is 'to_int' with capacity=2,000: lower it"
+        f"the 2 channels between processes need at least {needed:,} bytes, but only 199,680 "
+        "are free; lower the capacity of the largest, 'to_int' with capacity=2,000"
     )
 
 
@@ -380,13 +383,12 @@ def test_more_workers_than_a_channel_has_ports_are_reported(graph: Blueprint, on
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("limit", "to_text")
     assert problem.message == (
-        "its channel 'to_text' is written and read by 4,097 workers; between processes a "
-        "channel has 4,096 ports: "
-        "lower workers=, or merge in steps"
+        "its channel 'to_text' has 4,097 workers as readers and writers, but a channel "
+        "between processes has 4,096 ports; use fewer workers=, or merge in several steps"
     )
 
 
-def test_each_stream_of_a_merge_is_one_writer(graph: Blueprint) -> None:
+def test_each_stream_of_a_merge_counts_as_one_writer(graph: Blueprint) -> None:
     streams = [graph.source(range(3), name=f"source{number}") for number in range(4_096)]
     graph.merge(*streams).sink(print, on="process")
     assert rules(graph) == ["limit"]
@@ -400,8 +402,9 @@ def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, n
     assert [(problem.rule, problem.message) for problem in check(graph)] == [
         (
             "limit",
-            "its function calls select and has 129 ports, but select takes 128 operations; "
-            "merge some of the streams "
-            "before",
+            (
+                "its function calls select and has 129 ports, but select takes 128 operations; merge "
+                "some of the streams first"
+            ),
         )
     ] * (number - 128)

@@ -1,4 +1,4 @@
-"""An iterator can be read once: a source that has none left says so, and never passes for an empty one."""
+"""An iterator can be read once. A source whose iterator is exhausted raises, and never counts as empty."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def numbers() -> Iterator[int]:
 
 def spent(graph: Graph) -> str:
     """Return the error message of the second run."""
-    with pytest.raises(GraphError, match="give a callable") as caught:
+    with pytest.raises(GraphError, match="pass a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems
     assert problem.rule == "spent"
@@ -26,7 +26,7 @@ def spent(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("items", [numbers(), iter([1, 2, 3]), map(int, "123"), csv.reader(["1"])])
-def test_the_second_run_of_an_iterator_raises(items: Any) -> None:
+def test_second_run_over_an_iterator_raises(items: Any) -> None:
     graph = Graph("spent")
     result = graph.source(items).collect()
     assert graph.check() == ()
@@ -53,13 +53,13 @@ def test_exhausted_generator_is_found_before_any_run() -> None:
     assert "is already at its end" in spent(graph)
 
 
-def test_iterator_copied_to_a_process_stays_unread() -> None:
+def test_iterator_copied_to_a_process_can_run_again() -> None:
     graph = Graph("spent")
     result = graph.source(iter([1, 2, 3]), on="process").collect()
     assert graph.run()[result] == graph.run()[result] == [1, 2, 3]
 
 
-def test_iterable_with_new_iterators_can_run_again() -> None:
+def test_iterable_that_makes_new_iterators_can_run_again() -> None:
     graph = Graph("spent")
     results = [graph.source(items).collect() for items in ([1], range(1, 2), {1: 1}, lambda: iter([1]))]
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_iterable_with_new_iterators_can_run_again() -> None:
         assert [found[result] for result in results] == [[1]] * 4
 
 
-def test_drained_channel_as_source_reports_its_end() -> None:
+def test_drained_channel_as_source_is_reported() -> None:
     channel: Channel[int] = Channel(8)
     channel.put_many([1, 2])
     channel.close()
@@ -77,7 +77,7 @@ def test_drained_channel_as_source_reports_its_end() -> None:
     assert graph.check() == ()
 
 
-def test_a_stage_that_is_declared_later_has_not_been_read() -> None:
+def test_source_declared_after_a_run_can_be_read() -> None:
     graph = Graph("spent")
     graph.source([1]).sink(id)
     graph.run()

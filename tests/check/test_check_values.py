@@ -1,4 +1,4 @@
-"""Check of the values in a graph: item types, and values that must be picklable for a process."""
+"""Check the values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from support.graph_samples import Animal, Dog, Row, Speaks, T, UserId, only, pass_on, to_int, to_text
+from support.graph_samples import Animal, Dog, Row, Speaker, T, UserId, only, pass_on, to_int, to_text
 
 from flowchan import In, Out
 from flowchan.check.rules import check
 from flowchan.check.types import fits
 from flowchan.declare.blueprint import Blueprint
 
-# type
+# Problem: type
 
 
 def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) -> None:
@@ -29,8 +29,8 @@ def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) 
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("type", "to_int")
     assert problem.message == (
-        "'item' of 'to_int' takes str, but stream 'batch' gives list[int]; "
-        "put a map between them that converts, or correct one of the annotations"
+        "'item' of 'to_int' takes str, but stream 'batch' has items of type list[int]; add a "
+        "map between them that converts, or correct one of the annotations"
     )
 
 
@@ -40,9 +40,9 @@ def test_ports_of_the_wrong_type_are_reported(graph: Blueprint) -> None:
     texts, numbers = graph.source(range(3)).map(to_text), graph.source(range(3))
     graph.stage(joins, texts, numbers).map(to_text).sink(print)
     assert [problem.message.partition(";")[0] for problem in check(graph)] == [
-        "'numbers' of 'joins' takes int, but stream 'to_text' gives str",
-        "'texts' of 'joins' takes str, but stream 'source-2' gives int",
-        "'item' of 'to_text' takes int, but stream 'joins' gives str",
+        "'numbers' of 'joins' takes int, but stream 'to_text' has items of type str",
+        "'texts' of 'joins' takes str, but stream 'source-2' has items of type int",
+        "'item' of 'to_text' takes int, but stream 'joins' has items of type str",
     ]
 
 
@@ -65,14 +65,14 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
     begin: Any = graph.source
     begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
     assert [problem.message for problem in check(graph)] == [
-        "source iterates over what 'one' returns, but that is int; return an iterable, or yield the items",
-        "flat_map iterates over what 'Path' returns, but that is Path; return an "
+        "source iterates over the result of 'one', but that is int; return an iterable, or yield the items",
+        "flat_map iterates over the result of 'Path', but that is Path; return an "
         "iterable, or yield the items",
     ]
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("given", "wanted"),
     [
         (int, int),
         (Dog, Animal),
@@ -97,7 +97,7 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
         (UserId, int),
         (str, Literal["a"]),
         (Annotated[int, "small"], int),
-        (Dog, Speaks),
+        (Dog, Speaker),
         (type(to_text), collections.abc.Callable[[int], str]),
         (type[int], type),
         (bytearray, bytes),
@@ -107,12 +107,12 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
         (int, None),
     ],
 )
-def test_types_that_may_fit_are_not_reported(given: Any, asked: Any) -> None:
-    assert fits(given, asked)
+def test_types_that_may_be_compatible_are_not_reported(given: Any, wanted: Any) -> None:
+    assert fits(given, wanted)
 
 
 @pytest.mark.parametrize(
-    ("given", "asked"),
+    ("given", "wanted"),
     [
         (int, str),
         (str, Path),
@@ -127,18 +127,18 @@ def test_types_that_may_fit_are_not_reported(given: Any, asked: Any) -> None:
         (tuple[int, str], dict),
     ],
 )
-def test_types_that_cannot_fit_are_reported(given: Any, asked: Any) -> None:
-    assert not fits(given, asked)
+def test_incompatible_types_are_reported(given: Any, wanted: Any) -> None:
+    assert not fits(given, wanted)
 
 
-# pickle
+# Problem: pickle
 
 LOCK = threading.Lock()
 OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
 
 
 def made_in_main(source: str) -> Any:
-    """A function as a script's own: it travels by value, with the globals it uses."""
+    """Return a function as if a script had defined it: it is sent by value, with the globals that it uses."""
     namespace = dict(OWN_MODULE)
     exec(source, namespace)
     return namespace["f"]
@@ -223,10 +223,10 @@ def test_arguments_of_a_stage_must_be_picklable(graph: Blueprint) -> None:
     assert only(other).message.startswith("argument 1 can't be sent to a process: it is a _thread.lock (")
 
 
-def test_generator_in_a_process_has_its_own_remedy(graph: Blueprint) -> None:
+def test_error_for_a_generator_in_a_process_names_a_remedy(graph: Blueprint) -> None:
     graph.source((n for n in range(3)), on="process").sink(print)
     assert only(graph).message.startswith("source's iterable can't be sent to a process: it is a generator (")
-    assert only(graph).message.endswith("pass the function that makes it, and its arguments")
+    assert only(graph).message.endswith("pass the function that creates it, and its arguments")
 
 
 def test_stage_on_threads_accepts_unpicklable_values(graph: Blueprint) -> None:
@@ -234,7 +234,7 @@ def test_stage_on_threads_accepts_unpicklable_values(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-def test_lambdas_closures_and_functions_of_main_can_be_sent(graph: Blueprint) -> None:
+def test_lambdas_closures_and_functions_from_main_can_be_sent(graph: Blueprint) -> None:
     stream = graph.source(range(3), on="process").map(lambda item: item, on="process")
     stream = stream.map(local([1, 2]), on="process").map(
         made_in_main("def f(item): return threading"), on="process"

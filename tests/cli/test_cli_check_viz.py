@@ -1,4 +1,4 @@
-"""``flowchan check`` and ``flowchan viz`` as a user calls them: what they say, and their exit codes."""
+"""``flowchan check`` and ``flowchan viz`` as a user calls them: their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUILDER = HEAD + "\ndef build(name: str, twice='no') -> Graph:\n    return decla
 
 @pytest.fixture(autouse=True)
 def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test stands in an empty folder, and what it imported from there is forgotten."""
+    """Run each test in an empty folder, and forget the modules that it imported from there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
@@ -48,14 +48,14 @@ def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
 
 
 def refused(result: Result) -> str:
-    """The one line with which a call was refused."""
+    """Return the one line with which a call was rejected."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("flowchan: ")
     return line
 
 
-def test_check_prints_counts_when_all_is_clear() -> None:
+def test_check_prints_counts_if_there_are_no_problems() -> None:
     result = call("check", "mine.py", file=ONE)
     assert result.exit_code == 0
     assert result.stdout == "halves: all clear: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
@@ -69,19 +69,19 @@ def test_check_lists_all_problems_with_the_users_file_and_line() -> None:
     result = call("check", "mine.py", file=wrong)
     line = 1 + wrong.splitlines().index("a = graph.source(never, name='a')")
     assert result.exit_code == 2
-    assert [said.partition(": ")[0] for said in result.stdout.splitlines()] == [
+    assert [message.partition(": ")[0] for message in result.stdout.splitlines()] == [
         f"mine.py:{line}",
         f"mine.py:{line + 1}",
         "wrong",
     ]
 
 
-def test_check_calls_a_function_with_the_arguments_as_strings() -> None:
+def test_check_calls_a_graph_function_with_string_arguments() -> None:
     result = call("check", "mine.py", "--", "5", "-x", file=BUILDER)
     assert result.stdout.startswith("5-x: all clear")
 
 
-def test_viz_draws_to_working_directory_and_starts_nothing() -> None:
+def test_viz_draws_to_working_directory_without_starting_the_graph() -> None:
     result = call("viz", "mine.py", file=ONE)
     assert result.exit_code == 0
     assert result.stdout == "mine.svg: 3 stages, 2 channels, 4 workers, 2 of them in processes\n"
@@ -89,7 +89,7 @@ def test_viz_draws_to_working_directory_and_starts_nothing() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "dot", "mmd"])
-def test_viz_writes_the_format_that_the_output_names(suffix: str) -> None:
+def test_viz_writes_the_format_of_the_output_suffix(suffix: str) -> None:
     assert call("viz", "mine.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
     assert Path(f"out.{suffix}").stat().st_size > 0
 
@@ -108,7 +108,7 @@ def test_viz_rejects_unknown_format() -> None:
     assert "'out.gif': the name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
 
 
-def test_viz_refuses_an_output_that_cannot_be_written() -> None:
+def test_viz_rejects_an_output_that_cannot_be_written() -> None:
     assert "can't write nowhere/out.dot: No such file" in refused(
         call("viz", "mine.py", "-o", "nowhere/out.dot", file=ONE)
     )
@@ -139,7 +139,7 @@ def test_debug_shows_the_traceback() -> None:
     assert "ZeroDivisionError" in result.stderr
 
 
-def test_file_that_exits_on_import_gets_guard_remedy() -> None:
+def test_error_for_file_that_exits_on_import_names_main_guard() -> None:
     assert "__main__" in refused(call("check", "mine.py", file="raise SystemExit(0)\n"))
 
 
@@ -150,13 +150,13 @@ def test_file_without_graph_is_reported_in_one_line() -> None:
 def test_file_with_several_graphs_lists_them() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "mine.py", file=two)) == (
-        "flowchan: mine.py: several graphs found; choose one of mine.py:graph, mine.py:other, mine.py:build"
+        "flowchan: mine.py: has several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
 
 
-def test_an_object_that_has_a_graph_counts_as_that_graph() -> None:
+def test_object_with_a_graph_attribute_is_a_target() -> None:
     head = f"""{HEAD}
 class Pipe:
     def __init__(self, name: str = "within") -> None:
@@ -174,7 +174,7 @@ class Pipe:
     assert "takes no arguments, got a" in refused(call("check", "mine.py", "a", file=one))
 
 
-def test_a_named_function_needs_no_annotation() -> None:
+def test_function_named_on_the_command_line_needs_no_annotation() -> None:
     assert call("check", "mine.py:declare", "plain", file=HEAD).stdout.startswith("plain: all clear")
 
 
@@ -183,9 +183,7 @@ def test_unknown_graph_name_is_reported_in_one_line() -> None:
     assert "must be a graph or a function that returns one, got int" in refused(
         call("check", "mine.py:x", file=ONE + "\nx = 1\n")
     )
-    assert "returned an object of type int" in refused(
-        call("check", "mine.py:f", file="def f():\n    return 1\n")
-    )
+    assert "got an object of type int" in refused(call("check", "mine.py:f", file="def f():\n    return 1\n"))
 
 
 def test_wrong_arguments_are_reported_in_one_line() -> None:

@@ -1,4 +1,4 @@
-"""``flowchan launch``: ranks find each other, their lines have their number, and none is left."""
+"""``flowchan launch``: ranks form a group, their lines have their number, and no process is left over."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_form_a_group_and_their_lines_have_their_number(tmp_path: Path) -> None:
+def test_ranks_form_a_group_and_their_lines_are_numbered(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUMS)
     done = subprocess.run(
@@ -72,8 +72,8 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 """
 
 
-def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
-    """All that say which rank of how many it is, in which group, and at which start."""
+def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
+    """These variables contain the rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
@@ -86,7 +86,7 @@ def test_ranks_have_the_variables_of_torchrun(tmp_path: Path) -> None:
         assert found[rank] == {name: value.replace("RANK", rank) for name, value in expected.items()}
 
 
-def test_launch_runs_a_module_like_python(tmp_path: Path) -> None:
+def test_launch_runs_a_module_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
     done = subprocess.run(
@@ -108,25 +108,25 @@ def test_launch_accepts_nproc_per_node_like_torchrun(tmp_path: Path, spelled: li
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["-n", "2", "--nnodes", "2"], "No such option:? '?--nnodes"),
         (["-n", "2", "--standalone"], "No such option:? '?--standalone"),
         (["-n", "2", "-m", "--lr"], "No such option:? '?--lr"),
         (["-n", "2", "nowhere.py"], "File 'nowhere.py' does not exist"),
-        ([], "give one of -n .* and --nproc-per-node"),
-        (["-n", "2", "--nproc-per-node", "2"], "give one of -n .* and --nproc-per-node"),
+        ([], "use either -n .* or --nproc-per-node"),
+        (["-n", "2", "--nproc-per-node", "2"], "use either -n .* or --nproc-per-node"),
     ],
 )
-def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], said: str) -> None:
+def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[str], message: str) -> None:
     with started(tmp_path, "print('here')", *args) as launcher:
         output, errors = launcher.communicate(timeout=100)
     assert (output, launcher.returncode) == ("", 2)
-    assert re.search(said, errors)
+    assert re.search(message, errors)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("raise ValueError('no such file')", "ended with exit code 1: ValueError: no such file"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
@@ -134,13 +134,13 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
         ("sys.exit(7)", "ended with exit code 7"),
     ],
 )
-def test_last_line_names_first_failure(tmp_path: Path, how: str, said: str) -> None:
-    """Not those that failed because of it."""
+def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
+    """The line does not name the ranks that failed as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
     assert last.startswith("flowchan: rank 1 (process "), errors
-    assert said in last
+    assert message in last
     assert launcher.returncode == 1
 
 
@@ -153,7 +153,7 @@ print("an error", file=sys.stderr)
 
 @pytest.fixture
 def cores() -> Iterator[list[int]]:
-    """Few, whatever machine this is."""
+    """Use at most two cores on any machine."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(before)[:2])
     yield sorted(before)[:2]
@@ -162,7 +162,7 @@ def cores() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
 def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cores: list[int]) -> None:
-    def said(count: int, *options: str) -> list[str]:
+    def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
         with started(tmp_path, CORES, *args) as launcher:
@@ -170,9 +170,9 @@ def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cor
         assert {(logs / str(rank) / "stderr.log").read_text() for rank in range(count)} == {"an error\n"}
         return [(logs / str(rank) / "stdout.log").read_text() for rank in range(count)]
 
-    assert said(len(cores)) == [f"[{core}]\n" for core in cores]
-    assert said(len(cores) + 1) == [f"{cores}\n"] * (len(cores) + 1)
-    assert said(1, "--no-pin") == [f"{cores}\n"]
+    assert message(len(cores)) == [f"[{core}]\n" for core in cores]
+    assert message(len(cores) + 1) == [f"{cores}\n"] * (len(cores) + 1)
+    assert message(1, "--no-pin") == [f"{cores}\n"]
 
 
 @pytest.mark.parametrize("taken", ["logs", "logs/0"])
@@ -189,8 +189,8 @@ def test_unwritable_log_dir_is_reported_in_one_line(tmp_path: Path, taken: str) 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:2"]], ids=["here", "on hosts"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str]) -> None:
-    """No rank and no child of a rank remains after Ctrl-C or SIGKILL."""
+def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: list[str]) -> None:
+    """After Ctrl-C or SIGKILL, no rank and no child of a rank is left."""
     with started(tmp_path, WAITS, "-n", "2", *where) as launcher:
         assert launcher.stdout is not None
         grandchildren = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
@@ -201,10 +201,10 @@ def test_launcher_leaves_no_process(tmp_path: Path, number: int, where: list[str
         wait_until(lambda: not any(map(psutil.pid_exists, grandchildren)))
 
 
-def test_group_is_signalled_only_while_rank_owns_its_id(
+def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once a rank that has ended is collected, another process may have its number."""
+    """Once a rank that has ended is reaped, another process may get its pid."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)
@@ -216,7 +216,7 @@ def test_group_is_signalled_only_while_rank_owns_its_id(
 
 
 def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
-    """The ranks have the numbers of torchrun: among all, on their host, and that of the host."""
+    """Ranks have a global number, a number on their host, and the host's number, as with torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
     done = subprocess.run(
@@ -228,7 +228,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_torchruns_name_counts_the_ranks_of_each_host(tmp_path: Path) -> None:
+def test_nproc_per_node_sets_the_number_of_ranks_per_host(tmp_path: Path) -> None:
     with started(tmp_path, NUMBERS, "--nproc-per-node", "2", "--hosts", "local:2") as launcher:
         lines = launcher.communicate(timeout=100)[0].splitlines()
     expected = [f"[{rank}] numbers 4 {rank % 2} 2 {rank // 2} 2" for rank in range(4)]

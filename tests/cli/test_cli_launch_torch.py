@@ -1,4 +1,4 @@
-"""Scripts on torch.distributed that were written for torchrun run under ``flowchan launch``."""
+"""Scripts that use torch.distributed and were written for torchrun also work with ``flowchan launch``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "flowchan"])
-def test_ranks_find_each_other(tmp_path: Path, backend: str) -> None:
+def test_ranks_form_a_torch_process_group(tmp_path: Path, backend: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

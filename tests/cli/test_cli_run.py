@@ -1,5 +1,7 @@
-"""``flowchan run``: what it shows, and its exit codes: 0 done, 1 failed, 2 the graph or the call is wrong,
-130 interrupted."""
+"""``flowchan run``: its output and its exit codes.
+
+They are 0: done, 1: failed, 2: the graph or the call is wrong, 130: interrupted.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,10 @@ def test_failed_run_names_stage_and_error_and_exits_1(tmp_path: Path) -> None:
 def test_run_rejects_graph_with_input(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
-    assert "has the input 'questions', so only a program can run it; run python" in result.output
+    assert "has the input 'questions', so only its own program can run it; use python" in result.output
 
 
-def test_run_of_wrong_graph_lists_problems_and_exits_2(tmp_path: Path) -> None:
+def test_run_of_invalid_graph_lists_problems_and_exits_2(tmp_path: Path) -> None:
     result = run(tmp_path, UNREAD)
     assert result.exit_code == 2
     assert "case.py:3: stage 'abs':" in result.output
@@ -80,7 +82,7 @@ def test_function_receives_arguments_after_dashes(tmp_path: Path) -> None:
     assert "7 = 7 out" in result.output
 
 
-def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> None:
+def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:
     result = run(tmp_path, FAILS, "--debug")
     assert result.exit_code == 1
     assert "Traceback" in result.output
@@ -88,7 +90,7 @@ def test_an_item_that_failed_shows_its_traceback_with_debug(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path, number: int) -> None:
-    """R5, for the command."""
+    """R5 for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -103,7 +105,7 @@ def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path
     assert "Traceback" not in err
 
 
-def test_sigquit_prints_waiting_stages(tmp_path: Path) -> None:
+def test_sigquit_prints_which_stages_are_waiting(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -119,31 +121,31 @@ def test_sigquit_prints_waiting_stages(tmp_path: Path) -> None:
     assert line.startswith("graph 'numbers' (running for")
 
 
-def test_a_terminal_sees_a_live_table(tmp_path: Path) -> None:
-    """One row per stage while it runs: items, rate, busy, fill."""
-    ours, theirs = pty.openpty()
+def test_run_shows_a_live_table_on_a_terminal(tmp_path: Path) -> None:
+    """The table has one row per stage while the graph runs: items, rate, busy, fill."""
+    controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     with subprocess.Popen(
-        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=theirs, text=True, env=environment
+        command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=terminal, text=True, env=environment
     ) as process:
-        os.close(theirs)
+        os.close(terminal)
         assert process.stdout is not None
         process.stdout.readline()
         shown = b""
         while b"count" not in shown or b"tell" not in shown:
-            shown += os.read(ours, 4096)
+            shown += os.read(controller, 4096)
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         while process.poll() is None:
             try:
-                os.read(ours, 4096)
+                os.read(controller, 4096)
             except OSError:
                 break
-    os.close(ours)
+    os.close(controller)
     assert process.returncode == 130
 
 
-def test_report_escapes_characters_missing_in_encoding(tmp_path: Path) -> None:
+def test_report_escapes_characters_missing_in_the_encoding(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text(
         "from flowchan import Graph\ngraph = Graph('g')\ngraph.source([1]).sink(abs, name='\\u5927')\n"
     )

@@ -1,5 +1,7 @@
-"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules, standard input, and converted
-arguments."""
+"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules and standard input.
+
+Arguments are converted to the annotated types.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def made(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, whose modules are forgotten afterwards."""
+    """Yield the working directory. Modules imported from it are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     before, path = set(sys.modules), list(sys.path)
     yield tmp_path
@@ -58,7 +60,7 @@ def flowchan(*args: str, stdin: str | None = None) -> Result:
 
 
 @pytest.mark.parametrize("target", ["shop.parts:numbers", "shop.parts", "shop"])
-def test_a_module_is_a_target(folder: Path, target: str) -> None:
+def test_a_module_can_be_a_target(folder: Path, target: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").write_text("from shop.parts import numbers")
     (folder / "shop" / "parts.py").write_text(NUMBERS)
@@ -72,7 +74,7 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         (
             "shop.nothing",
@@ -82,18 +84,18 @@ def test_a_module_is_a_target(folder: Path, target: str) -> None:
         ("shop.bad", "bad.py: ModuleNotFoundError: No module named 'not_there' (line 1)"),
     ],
 )
-def test_wrong_module_is_reported_in_one_line(folder: Path, target: str, said: str) -> None:
+def test_missing_module_is_reported_in_one_line(folder: Path, target: str, message: str) -> None:
     (folder / "shop").mkdir()
     (folder / "shop" / "__init__.py").touch()
     (folder / "shop" / "bad.py").write_text("import not_there")
     result = flowchan("check", target)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
     assert len(result.output.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("folder")
-def test_standard_input_is_a_target() -> None:
+def test_standard_input_can_be_a_target() -> None:
     result = flowchan("run", "-", stdin=NUMBERS)
     assert result.exit_code == 0, result.output
     assert "100 = 100 out" in result.output
@@ -103,12 +105,10 @@ def test_standard_input_is_a_target() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_graph_of_standard_input_is_chosen_by_name() -> None:
-    """The message about several graphs names the remedy."""
+def test_graph_in_standard_input_is_chosen_by_name() -> None:
+    """If there are several graphs, the error names this remedy."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert (
-        "several graphs found; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
-    )
+    assert "has several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
@@ -123,28 +123,32 @@ def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
         (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
         (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
     ],
 )
-def test_an_argument_that_does_not_fit_is_named(folder: Path, arguments: list[str], said: str) -> None:
+def test_error_names_an_argument_that_cannot_be_converted(
+    folder: Path, arguments: list[str], message: str
+) -> None:
     (folder / "typed.py").write_text(TYPED)
     result = flowchan("check", "typed.py", "--", *arguments)
     assert result.exit_code == 2
-    assert said in result.output
+    assert message in result.output
 
 
 @pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])
-def test_argument_without_useful_annotation_stays_text(annotation: Any) -> None:
+def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> None:
     assert converted("a text", annotation) == "a text"
 
 
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
-    with pytest.raises(ValueError, match=r"^'ab' is one text, not a \w+; annotate the parameter as str"):
+    with pytest.raises(
+        ValueError, match=r"^'ab' is a single text, but a \w+ is needed; annotate the parameter as str"
+    ):
         converted("ab", annotation)
 
 
@@ -154,5 +158,5 @@ def test_argument_annotated_as_bool_rejects_other_words() -> None:
         converted("maybe", bool)
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_option_prints_the_version_of_the_package() -> None:
     assert flowchan("--version").output == f"flowchan {importlib.metadata.version('flowchan')}\n"

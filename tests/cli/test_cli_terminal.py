@@ -1,4 +1,4 @@
-"""``flowchan run`` on a terminal: a live table that fits it, and the program's output above it."""
+"""``flowchan run`` on a terminal: a live table that fits, and the program's output above it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAID = [
 
 
 def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> tuple[list[str], int]:
-    """Return the lines that ``flowchan run`` shows of this file."""
+    """Return the lines that ``flowchan run`` shows for this file."""
     (folder / "case.py").write_text(text)
     command = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "run", "case.py"]
     return on_terminal(command, folder, until, then)
@@ -58,14 +58,14 @@ def test_output_appears_above_a_table_that_fits(tmp_path: Path) -> None:
     assert code == 130
     for text in SAID:
         assert sum(line.strip() == text for line in written) == 1, text
-    ours = [line for line in written if not line.startswith("flowchan:")]  # what is logged is not cut
+    ours = [line for line in written if not line.startswith("flowchan:")]  # log lines are not cut
     assert max(map(len, ours)) <= 80
     assert any(line.endswith("/64") for line in ours), "the last column is cut"
     assert any("exited with code 7" in line for line in written)
     assert any("loud · running · " in line for line in written)
 
 
-def test_stopped_run_is_shown_as_stopping_until_its_end(tmp_path: Path) -> None:
+def test_stopped_run_is_shown_as_stopping_until_it_ends(tmp_path: Path) -> None:
     text = """
 import itertools, os, threading
 from flowchan import Graph
@@ -84,8 +84,8 @@ graph.source(itertools.count).sink(hold)
     assert "stopping" in states[1:]
     assert set(states[states.index("stopping") :]) - {"stopped"} == {
         "stopping"
-    }  # the last line is from the end
-    assert any(line.startswith("stopping: the sources have stopped") for line in written), written
+    }  # the last line is printed at the end
+    assert any(line.startswith("stopping: finishing the items in flight") for line in written), written
 
 
 def test_results_are_shown_at_the_end(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ high.collect(name="all")
     assert len(after[2]) == 80
 
 
-def test_a_single_large_item_is_one_item() -> None:
+def test_single_large_item_is_shown_as_one_item() -> None:
     graph = Graph("r")
     one, many = graph.source([]).tee(2)
     lines = list(result_lines({one.collect(name="one"): ["x" * 100], many.collect(name="text"): "y" * 1000}))

@@ -14,8 +14,10 @@ ANYWHERE = HERE | {"hosts": over_hosts}
 
 @pytest.fixture(params=ANYWHERE.values(), ids=ANYWHERE)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Return a function that runs a body as every member of a group, and returns the results in rank
-    order."""
+    """Return a function that runs a body as every member of a group.
+
+    It returns the results in rank order.
+    """
     return _checked(request.param)
 
 

@@ -1,5 +1,7 @@
-"""Calls with different operations or arguments raise ``Mismatch`` on all members, and the error names both
-calls."""
+"""Calls with different operations or arguments raise ``Mismatch`` on all members.
+
+The error names both calls.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from flowchan.errors import Mismatch
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "explanation"),
     [
         (lambda g: g.allreduce(3, op="min"), lambda g: g.allreduce(4, op="max"),
          ("allreduce(int, 'min')", "allreduce(int, 'max')")),
@@ -50,7 +52,7 @@ from flowchan.errors import Mismatch
     ],
 )  # fmt: skip
 def test_different_operations_or_roots_raise_mismatch(
-    run: Any, first: Any, second: Any, said: tuple[str, str]
+    run: Any, first: Any, second: Any, explanation: tuple[str, str]
 ) -> None:
     """The group can still be used."""
 
@@ -60,30 +62,30 @@ def test_different_operations_or_roots_raise_mismatch(
         return str(info.value), g.allreduce(1)
 
     for text, total in run(2, body):
-        assert f"rank 0 called {said[0]}; rank 1 called {said[1]}" in text
+        assert f"rank 0 called {explanation[0]}; rank 1 called {explanation[1]}" in text
         assert total == 2
 
 
-def test_mismatch_names_both_roots_on_one_of_two_hosts() -> None:
+def test_mismatch_between_members_on_one_host_names_both_roots() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2), int(g.rank == 1))
         return str(info.value)
 
-    said = "rank 0 called reduce(float64[2], 0, 'sum'); rank 1 called reduce(float64[2], 1, 'sum')"
+    explanation = "rank 0 called reduce(float64[2], 0, 'sum'); rank 1 called reduce(float64[2], 1, 'sum')"
     found = OverHosts("aab", body).results(3)
-    assert said in found[0]
+    assert explanation in found[0]
     assert found[0] == found[1]
 
 
-def test_mismatch_names_array_and_root_on_one_of_two_hosts() -> None:
+def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
             g.reduce(np.ones(2 + (g.rank == 1)), 1, "mean")
         return str(info.value)
 
-    said = "rank 0 called reduce(float64[2], 1, 'mean'); rank 1 called reduce(float64[3], 1, 'mean')"
-    assert said in OverHosts("aab", body).results(3)[0]
+    explanation = "rank 0 called reduce(float64[2], 1, 'mean'); rank 1 called reduce(float64[3], 1, 'mean')"
+    assert explanation in OverHosts("aab", body).results(3)[0]
 
 
 def test_functions_of_different_members_match(run: Any) -> None:
@@ -97,7 +99,7 @@ MOVED = [*TYPES, "S4", "U1", "V4", ">f", ">i", "M8[s]", "m8[s]", "m8[ms]", [("x"
 
 
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter", "broadcast"])
-def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
+def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: str) -> None:
     """The two arrays may have the same number of bytes."""
     pairs = list(itertools.combinations(map(np.dtype, MOVED if call == "broadcast" else TYPES), 2))
 
@@ -113,18 +115,20 @@ def test_arrays_of_two_types_raise_mismatch(run_on_one_host: Any, call: str) -> 
     assert run_on_one_host(2, body) == [2, 2]
 
 
-@pytest.mark.parametrize("way", ["at once", "by a handle", "not in one piece"])
-def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
-    """Otherwise bytes of one type would be read as another type."""
+@pytest.mark.parametrize("algorithm", ["at once", "by a handle", "not in one piece"])
+def test_receive_array_must_have_the_type_of_the_sender(run: Any, algorithm: str) -> None:
+    """Otherwise the bytes would be read as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
-        return np.zeros(2 * count, dtype)[::2] if way == "not in one piece" else np.zeros(count, dtype)
+        return np.zeros(2 * count, dtype)[::2] if algorithm == "not in one piece" else np.zeros(count, dtype)
 
     def done(call: Any, *given: Any, **named: Any) -> Any:
-        return call(*given, **named, wait=False).wait() if way == "by a handle" else call(*given, **named)
+        return (
+            call(*given, **named, wait=False).wait() if algorithm == "by a handle" else call(*given, **named)
+        )
 
     def body(g: Any) -> Any:
-        dtype, said = ("i4", "f4")[g.rank], []
+        dtype, explanation = ("i4", "f4")[g.rank], []
         one, both = numbers(2, dtype), [numbers(2, dtype) for _ in range(2)]
         for call in (
             lambda: done(g.allgather, one, out=both),
@@ -133,8 +137,8 @@ def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
         ):
             with pytest.raises(Mismatch) as info:
                 call()
-            said.append(str(info.value).partition(": ")[2])
-        return said, g.allreduce(1)
+            explanation.append(str(info.value).partition(": ")[2])
+        return explanation, g.allreduce(1)
 
     first, second = run(2, body)
     assert first == second
@@ -146,7 +150,7 @@ def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "explanation"),
     [
         (
             lambda g, x, y: g.allgather(x, out=[y, y]),
@@ -160,5 +164,5 @@ def test_receive_memory_has_the_type_of_the_sender(run: Any, way: str) -> None:
         (lambda g, x, y: g.alltoall([x, x], out=[x.copy(), y]), "element type, got float32 and int32"),
     ],
 )
-def test_out_of_another_type_than_the_input_raises(run: Any, call: Any, said: str) -> None:
-    refused(run, lambda g: call(g, np.zeros(2, "f4"), np.zeros(2, "i4")), said)
+def test_out_with_a_different_type_than_the_input_raises(run: Any, call: Any, explanation: str) -> None:
+    refused(run, lambda g: call(g, np.zeros(2, "f4"), np.zeros(2, "i4")), explanation)

@@ -1,7 +1,7 @@
-"""Problems that users of other libraries report, and the tests that show the behaviour of flowchan.
+"""Problems that users of other libraries report, and the tests that show how flowchan behaves.
 
-Each problem lists tests as ``file::name``; this file checks that they exist. The last test covers a problem
-that no other file tests.
+Each problem lists tests as ``file::name``; this file checks that the tests exist. The last test covers a
+problem that no other file tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.listed_tests import there_is
+from support.listed_tests import is_listed_test
 
 TESTS = Path(__file__).parents[1]
 
@@ -20,14 +20,14 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan#1790, returnn#1484": (
         "a rank dies, and the others hang",
         (
-            "native/test_group_walk.py::test_death_at_any_point_gives_all_survivors_one_outcome",
+            "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
             "collective/test_linked_groups.py::test_death_raises_on_all_hosts",
         ),
     ),
     "nccl#1417": (
         "different shapes hang, or give wrong sums",
         (
-            "collective/test_group_failures.py::test_mismatch_names_the_calls_of_all_members",
+            "collective/test_group_failures.py::test_mismatch_lists_the_calls_of_all_members",
             "collective/test_calls_that_differ.py::test_different_operations_or_roots_raise_mismatch",
         ),
     ),
@@ -41,25 +41,25 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pytorch#38174": (
         "an uneven last batch hangs",
         (
-            "collective/test_combining.py::test_members_agree_each_round_until_all_run_out",
+            "collective/test_combining.py::test_members_combine_values_until_all_have_run_out",
             "forerunners/test_torch_ipc_trees.py::test_uneven_number_of_steps",
         ),
     ),
     "ray#36317": (
         "a barrier gives up on a slow rank",
-        ("collective/test_linked_groups.py::test_only_a_given_timeout_ends_a_wait",),
+        ("collective/test_linked_groups.py::test_waiting_call_ends_only_by_its_own_timeout",),
     ),
     "ray#60670, #50132": (
         "a rendezvous is stale, or two of them race",
         (
-            "collective/test_group_meeting.py::test_concurrent_jobs_form_separate_groups",
-            "collective/test_group_meeting.py::test_member_joins_next_group_if_rank_0_is_killed",
+            "collective/test_group_rendezvous.py::test_concurrent_jobs_form_separate_groups",
+            "collective/test_group_rendezvous.py::test_member_joins_next_group_if_rank_0_is_killed",
         ),
     ),
     "pytorch#150798, #145965, vllm#4440": (
         "collectives of objects are slow, for their sizes are told as tensors on a device first",
         (
-            "collective/test_ways.py::test_only_built_in_types_avoid_pickle",
+            "collective/test_algorithms.py::test_only_built_in_types_avoid_pickle",
             "collective/test_operations.py::test_gather_scatter_and_alltoall_accept_any_size",
         ),
     ),
@@ -69,7 +69,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "pytorch#75097": (
         "the end of a group hangs or warns",
-        ("collective/test_group_failures.py::test_groups_leave_no_resources_in_any_close_order",),
+        ("collective/test_group_failures.py::test_groups_free_all_resources_in_any_close_order",),
     ),
     "gloo#458": (
         "shared memory is chosen by an environment variable",
@@ -79,9 +79,9 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("source", COMPLAINTS)
-def test_each_reported_problem_names_existing_tests(source: str) -> None:
+def test_each_reported_problem_lists_existing_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
-        assert there_is(name), name
+        assert is_listed_test(name), name
 
 
 WITHOUT_MEMORY = """
@@ -110,10 +110,10 @@ print(*sorted(found, key=str), sep="\\n")
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="system calls are refused by their numbers on x86-64"
+    platform.machine() != "x86_64", reason="the test blocks system calls by their x86-64 numbers"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
-    """An allocation that does not fit is refused early, as in a container with 64 MB of shared memory."""
+    """An allocation that does not fit fails early, as in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "allreduce of group 'full' failed: the system refused more shared memory"

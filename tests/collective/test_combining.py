@@ -1,4 +1,4 @@
-"""Members combine nested values by any function, even if some members have run out of values."""
+"""Members combine nested values with any function, even if some members have run out of values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def add(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
-def test_members_agree_each_round_until_all_run_out(size: int) -> None:
-    """There are as many steps as the longest member has; the others follow with ``join``."""
+def test_members_combine_values_until_all_have_run_out(size: int) -> None:
+    """There are as many rounds as the longest member has values; the other members take part with
+    ``join``."""
 
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
@@ -40,7 +41,7 @@ def test_members_agree_each_round_until_all_run_out(size: int) -> None:
     assert found[0][1] == [sum(rank % 4 > step for rank in range(size)) for step in range(min(size - 1, 3))]
 
 
-def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
+def test_random_function_gives_one_result_to_all_members(run: Any) -> None:
     """Rank 0 runs the function for all members."""
 
     def body(g: Any) -> Any:
@@ -55,7 +56,7 @@ def test_random_function_returns_one_result_on_all_members(run: Any) -> None:
 
 
 def test_function_error_is_raised_on_all_members(run: Any) -> None:
-    """Members that would not have raised also raise."""
+    """Members whose own call would have succeeded also raise."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -84,8 +85,8 @@ def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
     assert run(2, body) == [None, (0,)]
 
 
-def test_operator_and_function_do_not_match() -> None:
-    """All members run Python's operators themselves, in one step."""
+def test_operator_and_function_raise_mismatch() -> None:
+    """All members apply Python's operators themselves, in one step."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:
@@ -101,15 +102,15 @@ def test_operator_and_function_do_not_match() -> None:
 
 def test_values_of_different_shapes_raise_on_all_members() -> None:
     def body(g: Any) -> list[str]:
-        said = []
+        message = []
         for value in ({"a": {"b": 1, f"c{g.rank}": 2}}, {"a": [1] * (1 + g.rank)}):
             with pytest.raises(ValueError, match=r"in \['a'\]") as info:
                 g.allreduce_with(value, add)
-            said.append(str(info.value))
-        return said
+            message.append(str(info.value))
+        return message
 
     first, second = in_threads(2, body)
     assert first == second
     assert "'c0'" in first[0]
     assert "'c1'" in first[0]
-    assert "of 1 and 2" in first[1]
+    assert "got 1 and 2" in first[1]

@@ -16,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Return dates with some before 1970 or negative; at each index but one, one member has NaT."""
+    """Return dates, some of them negative or before 1970; at all indexes but one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found
@@ -30,27 +30,27 @@ def by_numpy(op: str, parts: list[Any]) -> Any:
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", MEANT)
 @pytest.mark.parametrize("length", [8, 120_000])
-def test_dates_are_combined_as_in_numpy(run: Any, dtype: str, length: int) -> None:
+def test_dates_are_combined_like_numpy_dates(run: Any, dtype: str, length: int) -> None:
     def body(g: Any) -> Any:
         found = {}
         for op in MEANT[dtype]:
             whole, other = given(g.rank, dtype, length), given(g.rank, dtype, length)
             assert g.allreduce(whole, op) is whole
-            apart = g.allreduce(np.repeat(other, 2)[::2], op, out=np.zeros(2 * length, dtype)[::2])
+            strided = g.allreduce(np.repeat(other, 2)[::2], op, out=np.zeros(2 * length, dtype)[::2])
             part = g.reduce_scatter(np.tile(other, g.size), op)
-            found[op] = whole, apart, part, g.reduce(other, 0, op)
+            found[op] = whole, strided, part, g.reduce(other, 0, op)
         return found
 
     for rank, found in enumerate(run(3, body)):
-        for op, (whole, apart, part, at_0) in found.items():
+        for op, (whole, strided, part, at_0) in found.items():
             right = by_numpy(op, [given(other, dtype, length) for other in range(3)])
-            for one in (whole, apart, part, *([at_0] if rank == 0 else [])):
+            for one in (whole, strided, part, *([at_0] if rank == 0 else [])):
                 assert one.dtype == right.dtype
                 np.testing.assert_array_equal(one, right, err_msg=op)
 
 
 @pytest.mark.parametrize("dtype", ["M8[D]", "m8[ms]", ">M8[s]"])
-def test_dates_can_be_moved(run: Any, dtype: str) -> None:
+def test_dates_can_be_gathered_and_broadcast(run: Any, dtype: str) -> None:
     def body(g: Any) -> Any:
         x = given(g.rank, dtype, 8)
         out = [np.zeros(8, dtype) for _ in range(2)]
@@ -72,7 +72,7 @@ def test_dates_can_be_moved(run: Any, dtype: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("dtype", "op", "said"),
+    ("dtype", "op", "message"),
     [
         ("M8[D]", "sum", r"elements of type datetime64\[D\] cannot be combined by sum; use min, max"),
         ("M8[D]", "mean", r"elements of type datetime64\[D\] cannot be combined by mean; use min, max"),
@@ -92,17 +92,19 @@ def test_dates_can_be_moved(run: Any, dtype: str) -> None:
     ],
 )
 @pytest.mark.parametrize("call", ["allreduce", "reduce", "reduce_scatter"])
-def test_meaningless_operation_on_dates_raises(run: Any, call: str, dtype: str, op: str, said: str) -> None:
+def test_meaningless_operation_on_dates_raises(
+    run: Any, call: str, dtype: str, op: str, message: str
+) -> None:
     def body(g: Any) -> Any:
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             getattr(g, call)(np.ones(4, dtype), op=op)
         return g.allreduce(1)
 
     assert run(2, body) == [2, 2]
 
 
-def test_dates_of_two_units_do_not_match(run: Any) -> None:
-    """One second and one millisecond would otherwise add up to two."""
+def test_dates_with_different_units_raise_mismatch(run: Any) -> None:
+    """Otherwise one second and one millisecond would add up to two."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch, match=r"timedelta64\[s\]\[2\].*timedelta64\[ms\]\[2\]"):

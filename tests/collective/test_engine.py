@@ -41,7 +41,7 @@ def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
 
 
 class Curve:
-    """A hook that records the loss of each step over all replicas."""
+    """Hook that records the loss of each step over all replicas."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.losses = group, []  # type: ignore[var-annotated]
@@ -54,8 +54,10 @@ class Curve:
 
 
 def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
-    """In float64 the mean of two halves differs from the mean of the whole only by rounding. A graph prepares
-    the samples."""
+    """In float64, the mean of two halves differs from the mean of the whole only by rounding.
+
+    A graph prepares the samples.
+    """
 
     def half(g: Any, epoch: int) -> Any:
         whole = Graph("samples").source(batches)
@@ -78,17 +80,17 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
     assert one.losses[-1] < one.losses[0] / 4
 
 
-def test_hooks_run_in_order_on_replicas_with_fewer_samples(batches: Batches) -> None:
+def test_hooks_run_in_order_on_a_replica_with_fewer_samples(batches: Batches) -> None:
     def train(g: Any) -> list[str]:
-        told: list[str] = []
+        messages: list[str] = []
         hook = SimpleNamespace(
-            **{name: lambda state, name=name: told.append(f"{name} {state.step}") for name in HOOKS}
+            **{name: lambda state, name=name: messages.append(f"{name} {state.step}") for name in HOOKS}
         )
         clipping = SimpleNamespace(on_backward=lambda state: clip(made.module))
         made = engine(g, [clipping, hook])
         made.train(batches[: 1 + g.rank], epochs=1)
         check_equal(made.module, g)
-        return told
+        return messages
 
     def clip(module: Any) -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
@@ -133,7 +135,7 @@ def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -
 
 
 def test_hook_can_test_during_training(batches: Batches) -> None:
-    """A layer that is frozen in eval mode stays in it."""
+    """A layer that was put into eval mode keeps this mode."""
     seen = []
 
     def validate(state: Any) -> None:
@@ -156,7 +158,7 @@ def test_hook_with_unknown_method_raises() -> None:
         engine(hooks=[SimpleNamespace(on_updat=print)])
 
 
-def test_mean_is_weighted_and_nan_without_values() -> None:
+def test_mean_is_weighted_and_is_nan_without_values() -> None:
     mean = Mean()
     assert mean.over() != mean.over()
     mean.add(2.0, 3)

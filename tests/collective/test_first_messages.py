@@ -13,33 +13,36 @@ from support.peers import ThreadPeer
 
 from flowchan import GroupError, MemberDied
 from flowchan.collective import members, messages_remote
-from flowchan.collective.messages_remote import RemotePeers, Way
+from flowchan.collective.messages_remote import Connector, RemotePeers
 from flowchan.collective.point_to_point import Messages
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import listen as listen_at
 
-WAY = Way(SECRET, "127.0.0.1")
+CONNECTOR = Connector(SECRET, "127.0.0.1")
 Pair = tuple[Any, Any]
 
 
 def near(stack: ExitStack) -> Pair:
     """Make the messages of two members on one host."""
-    mine, other = (stack.enter_context(member) for member in members(2))
-    mine._take_seat()
-    other._take_seat()
-    return mine._messages, other._messages
+    own, other = (stack.enter_context(member) for member in members(2))
+    own._take_slot()
+    other._take_slot()
+    return own._messages, other._messages
 
 
-def far(stack: ExitStack) -> Pair:
+def remote(stack: ExitStack) -> Pair:
     """Make the messages of two members on two hosts."""
-    doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
-    both = [RemotePeers(rank, doors[rank], [door.address for door in doors], WAY) for rank in (0, 1)]
+    listeners = [CONNECTOR.listen({"rank": rank}) for rank in (0, 1)]
+    both = [
+        RemotePeers(rank, listeners[rank], [listener.address for listener in listeners], CONNECTOR)
+        for rank in (0, 1)
+    ]
     for one in both:
         stack.callback(one.close, wait=False)
     return Messages(0, 2, both[0].peer), Messages(1, 2, both[1].peer)
 
 
-@pytest.fixture(params=[near, far])
+@pytest.fixture(params=[near, remote])
 def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
     with ExitStack() as stack:
         yield lambda: request.param(stack)
@@ -47,12 +50,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
 
 def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> None:
     for _ in range(10):
-        mine, other = pair()
+        own, other = pair()
         together = threading.Barrier(4)
 
-        def send(number: int, mine: Any = mine, together: Any = together) -> None:
+        def send(number: int, own: Any = own, together: Any = together) -> None:
             together.wait()
-            mine.send(number, 1, None)
+            own.send(number, 1, None)
 
         threads = [ThreadPeer(send, number) for number in range(4)]
         for thread in threads:
@@ -61,7 +64,7 @@ def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> N
 
 
 class Interrupted:
-    """A member whose first call to publish a channel is interrupted by Ctrl-C."""
+    """Member whose first call to publish a channel is interrupted by Ctrl-C."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -69,27 +72,27 @@ class Interrupted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._member, name)
 
-    def _show_lane(self, *lane: Any) -> None:
+    def _publish_channel(self, *channel: Any) -> None:
         when, self._when = self._when, ""
         if when != "before":
-            self._member._show_lane(*lane)
+            self._member._publish_channel(*channel)
         if when:
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_messages_arrive_after_ctrl_c_in_the_first_one(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_during_the_first(when: str) -> None:
     with ExitStack() as stack:
-        mine, other = near(stack)
-        peer = mine.peer(1)
+        own, other = near(stack)
+        peer = own.peer(1)
         peer._member = Interrupted(peer._member, when)
         with pytest.raises(KeyboardInterrupt):
-            mine.send("cut off", 1, None)
-        mine.send("next", 1, None)
+            own.send("cut off", 1, None)
+        own.send("next", 1, None)
         assert other.receive(0, 20.0) == "next"
 
 
-def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
+def test_remote_messages_arrive_after_ctrl_c_during_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """There must be no second connection, because the receiver might read only that one."""
@@ -103,65 +106,65 @@ def test_remote_messages_arrive_after_ctrl_c_in_the_first_one(
         return thread
 
     with ExitStack() as stack:
-        mine, other = far(stack)
+        own, other = remote(stack)
         monkeypatch.setattr(messages_remote, "start", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            mine.send("cut off", 1, None)
-        mine.send("next", 1, None)
-        mine.send("last", 1, None)
+            own.send("cut off", 1, None)
+        own.send("next", 1, None)
+        own.send("last", 1, None)
         assert [other.receive(0, 20.0) for _ in range(2)] == ["next", "last"]
 
 
 def test_send_to_another_host_raises_after_close() -> None:
     with ExitStack() as stack:
-        doors = [WAY.door({"rank": rank}) for rank in (0, 1)]
-        peers = RemotePeers(0, doors[0], [door.address for door in doors], WAY)
-        mine = Messages(0, 2, peers.peer)
-        stack.callback(doors[1].close)
-        mine.send("before", 1, None)
+        listeners = [CONNECTOR.listen({"rank": rank}) for rank in (0, 1)]
+        peers = RemotePeers(0, listeners[0], [listener.address for listener in listeners], CONNECTOR)
+        own = Messages(0, 2, peers.peer)
+        stack.callback(listeners[1].close)
+        own.send("before", 1, None)
         peers.close(wait=False)
         with pytest.raises(GroupError, match="send failed: this member has left"):
-            mine.send("after", 1, None)
+            own.send("after", 1, None)
 
 
 @contextmanager
-def stranger() -> Iterator[AuthenticatedListener]:
-    """Run another program at a port of this host, with another secret."""
+def foreign_peer() -> Iterator[AuthenticatedListener]:
+    """Run another program, which has a different secret, on a port of this host."""
     over = threading.Event()
 
     def listen() -> None:
         while not over.is_set():
             with suppress(TimeoutError):
-                door.accept(0.02)
+                listener.accept(0.02)
 
-    with AuthenticatedListener(listen_at("127.0.0.1:0"), b"of another program", {}) as door:
-        listener = ThreadPeer(listen)
+    with AuthenticatedListener(listen_at("127.0.0.1:0"), b"of another program", {}) as listener:
+        dialling = ThreadPeer(listen)
         try:
-            yield door
+            yield listener
         finally:
             over.set()
-            listener.result()
+            dialling.result()
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program has the port of a member that is gone."""
-    monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
-    with stranger() as there:
-        mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)
-        mine.peer(1).send("in vain", None)
-        ThreadPeer(mine.close).result()
-    assert there.refused
+    """The program has the port of a member that has ended."""
+    monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
+    with foreign_peer() as remote:
+        own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)
+        own.peer(1).send("in vain", None)
+        ThreadPeer(own.close).result()
+    assert remote.refused
 
 
 @pytest.mark.parametrize("call", ["receive", "receive_any"])
 def test_receive_raises_if_another_program_has_the_address(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages_remote, "STRANGER_TIMEOUT_S", 0.0)
-    with stranger() as there:
-        mine = RemotePeers(0, WAY.door({}), ["", there.address], WAY)
-        messages = Messages(0, 2, mine.peer)
+    monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
+    with foreign_peer() as remote:
+        own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)
+        messages = Messages(0, 2, own.peer)
         receive = messages.receive_any if call == "receive_any" else lambda _: messages.receive(1, None)
         with pytest.raises(MemberDied, match=r"rank 1, on another host, (died|has left)"):
             ThreadPeer(receive, None).result()
-        mine.close()
+        own.close()

@@ -1,4 +1,4 @@
-"""Errors of a group whose member dies, leaves, is late, or makes another call.
+"""Errors in a group whose member dies, leaves, is late, or makes a different call.
 
 tests/native/test_group_walk.py checks that all survivors agree, for a death at any point.
 """
@@ -24,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """The member dies while the others work with it, also in the middle of a large operation."""
+    """The member dies while others run operations with it, sometimes in the middle of a large one."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)
@@ -40,7 +40,7 @@ def test_all_survivors_name_a_killed_member() -> None:
     found = Processes(3, body).results(2)
     assert found[0][:3] == found[2][:3] == (3, (1,), "allreduce")
     assert "rank 1" in found[0][3]
-    assert "died; the last it did was allreduce, its operation 3" in found[0][3]
+    assert "died after allreduce, its operation 3" in found[0][3]
 
 
 def test_every_call_raises_after_a_death() -> None:
@@ -64,7 +64,7 @@ def test_death_during_split_raises_member_died(monkeypatch: pytest.MonkeyPatch) 
     def body(g: Any) -> Any:
         g.barrier()
         if g.rank == 1:
-            monkeypatch.setattr(type(g), "_take_seat", die)
+            monkeypatch.setattr(type(g), "_take_slot", die)
         with pytest.raises(MemberDied) as died, g.split(0) as part:
             part.barrier()
         return died.value.ranks
@@ -109,12 +109,12 @@ def test_signal_handler_can_close_the_group_it_interrupts() -> None:
 
 
 def test_signal_handler_can_use_another_group() -> None:
-    """Data for the other group does not reach this one."""
+    """Data sent to the other group does not reach this group."""
 
     def body(g: Any) -> list[str]:
         if g.rank == 1:
             wait_until(lambda: bool(g._see(0)[4]))
-            for _ in range(20):  # the first signal may come before the thread waits
+            for _ in range(20):  # the first signal may arrive before the thread waits
                 os.kill(g._see(0)[0], signal.SIGUSR1)
                 called.get(timeout=60)
             g.barrier()
@@ -133,7 +133,7 @@ def test_signal_handler_can_use_another_group() -> None:
 
 
 def test_dropped_member_counts_as_left() -> None:
-    """It leaves at once, even if it has started operations."""
+    """The member leaves at once, even if it has started operations."""
     first, second = collective.members(2)
     handle = first.barrier(wait=False)
     second.barrier(wait=False).wait()
@@ -145,7 +145,7 @@ def test_dropped_member_counts_as_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "message"),
     [
         (lambda g: g.allreduce(np.ones(3)), lambda g: g.allreduce(np.ones(4)), "allreduce(float64[3])"),
         (lambda g: g.reduce(np.ones(4)), lambda g: g.reduce(np.ones((2, 2))),
@@ -158,7 +158,7 @@ def test_dropped_member_counts_as_left() -> None:
         (lambda g: g.allreduce(1), lambda g: g.allgather(1), "allgather(int)"),
     ],
 )  # fmt: skip
-def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: str) -> None:
+def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, message: str) -> None:
     """The group can still be used."""
 
     def body(g: Any) -> Any:
@@ -168,7 +168,7 @@ def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: 
 
     found = in_threads(3, body)
     assert found[0] == found[1] == found[2]
-    assert said in found[0][0]
+    assert message in found[0][0]
     assert "rank 0 called" in found[0][0]
     assert "rank 2 called" in found[0][0]
     assert found[0][1] == 3
@@ -177,7 +177,7 @@ def test_mismatch_names_the_calls_of_all_members(first: Any, second: Any, said: 
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Over hosts, members whose parts fit raise too, and so do members on one host."""
+    """Over hosts, members whose parts fit also raise; so do members on one host."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
@@ -199,7 +199,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
             with pytest.raises(MemberDied, match=r"rank 0 .*gave up in barrier, its operation 2"):
                 g.barrier()
             return None
-        with pytest.raises(TimeoutError, match=r"rank 1 .* the last it did was allreduce, its operation 1"):
+        with pytest.raises(TimeoutError, match=r"rank 1 .* after allreduce, its operation 1"):
             g.barrier(timeout=0.05)
         arrived.set()
         with pytest.raises(TimeoutError, match="has failed before"):
@@ -210,7 +210,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
 
 
 def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """It is only logged: without ``timeout`` no operation ends for being slow."""
+    """The stall is only logged: without ``timeout``, no operation ends because it is slow."""
     first, second = collective.members(2)
     with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
         handle = first.barrier(wait=False)
@@ -218,8 +218,8 @@ def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         first._stalled(1, 10.0)
         second.barrier()
         handle.wait()
-    said = f"barrier of a group of 2 has waited 10 s for these members: rank 1 (process {os.getpid()})"
-    assert said in caplog.text
+    message = f"barrier of a group of 2 has waited 10 s for these members: rank 1 (process {os.getpid()})"
+    assert message in caplog.text
 
 
 STALL = """
@@ -229,8 +229,8 @@ first._stalled(1, 10.0)
 """
 
 
-def test_stall_is_shown_without_logging_configuration() -> None:
-    """Otherwise a user would not see why the program waits."""
+def test_stall_is_printed_if_logging_is_not_configured() -> None:
+    """Otherwise a user would not see why the program is waiting."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("barrier of a group of 2 has waited 10 s for these members: ")
 
@@ -268,9 +268,9 @@ def test_ctrl_c_interrupts_every_waiting_call(call: str) -> None:
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
-def test_member_belongs_to_one_process() -> None:
+def test_member_used_in_a_second_process_raises() -> None:
     first, second = collective.members(2)
-    first._take_seat()
+    first._take_slot()
     pid = os.fork()
     if pid == 0:
         try:
@@ -285,7 +285,7 @@ def test_member_belongs_to_one_process() -> None:
     second.close()
 
 
-def test_invalid_argument_raises_on_one_member_only() -> None:
+def test_invalid_argument_raises_only_on_the_calling_member() -> None:
     (g,) = collective.members(1)
     with g:
         for call in (
@@ -307,26 +307,26 @@ def test_invalid_argument_raises_on_one_member_only() -> None:
             g.allreduce(frozen)
 
 
-def test_groups_leave_no_resources_in_any_close_order() -> None:
-    """The fixture checks descriptors, mappings and threads."""
+def test_groups_free_all_resources_in_any_close_order() -> None:
+    """The leftover check covers descriptors, mappings and threads."""
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):
         for member in made if number % 2 else reversed(made):
-            member._take_seat()
+            member._take_slot()
             if number % 3:
                 member.close()
     del groups, made, member
 
 
 def test_death_is_noticed_while_another_member_is_slow() -> None:
-    """The waiting member does not wait for the slow one first."""
-    told = threading.Event()
+    """The waiting member notices the death before it waits for the slow member."""
+    reported = threading.Event()
     first, second, third = collective.members(3)
     pid = os.fork()
     if pid == 0:
-        third._take_seat()
+        third._take_slot()
         os._exit(0)
-    second._take_seat()
+    second._take_slot()
     found: list[BaseException] = []
 
     def wait() -> None:
@@ -335,12 +335,12 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
                 first.barrier()
         except MemberDied as died:
             found.append(died)
-        told.set()
+        reported.set()
 
     thread = threading.Thread(target=wait)
     thread.start()
     os.waitpid(pid, 0)
-    wait_until(told.is_set)
+    wait_until(reported.is_set)
     thread.join()
     second.close()
     third.close()
@@ -348,7 +348,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """Forks of the same parent may also have inherited the member."""
+    """This holds even if other children of the same parent have inherited the member."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:
@@ -385,7 +385,7 @@ def test_parent_closes_member_that_it_sent_to_a_process() -> None:
         os._exit(0)
     os.waitpid(pid, 0)
     with first, pytest.raises(TimeoutError, match="has not joined"):
-        first.barrier(timeout=0.05)  # the group can still be used here
+        first.barrier(timeout=0.05)  # the parent can still use the group
     first, second = collective.members(2)
     with first:
         second.close()
@@ -429,7 +429,7 @@ def test_explain_describes_each_operation() -> None:
         1j * small,
     ):
         assert "exchange" in first.explain("allreduce", combined)
-    with pytest.raises(ValueError, match=r"operation must be one of barrier, .* not 'sum'"):
+    with pytest.raises(ValueError, match=r"explain: operation must be one of 'barrier', .* got 'sum'"):
         first.explain("sum")
 
 
@@ -455,7 +455,7 @@ raise ValueError("a mistake")
 
 
 def test_failed_program_does_not_wait_for_started_operations() -> None:
-    """It would wait for the other member, which waits for it."""
+    """It would wait for the other member, which is waiting for it."""
     ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "ValueError: a mistake" in ended.stderr

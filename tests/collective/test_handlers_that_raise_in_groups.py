@@ -1,4 +1,4 @@
-"""An exception from a signal handler leaves the waiting call of a group unchanged.
+"""An exception from a signal handler propagates unchanged from a group's waiting call.
 
 Even a ``TimeoutError`` is not treated as the call's own timeout or as a connection error.
 """
@@ -21,7 +21,7 @@ from flowchan.collective.rendezvous.address import meet_at
 
 
 class TimeIsUp(TimeoutError):
-    """Raised by a handler."""
+    """Exception that the handler raises."""
 
 
 def raises(*_: Any) -> None:
@@ -30,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Return a function that runs a waiting call, which only the handler interrupts a little later."""
+    """Return a function that makes a call, which waits until the handler interrupts it."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -42,13 +42,20 @@ def interrupted() -> Iterator[Callable[..., None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def beside(hosts: str | None, others: Callable[[Any], Any]) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Return rank 0 of a group, the results of ``others`` in threads, and a function that waits for these."""
+def with_members(
+    hosts: str | None, others: Callable[[Any], Any]
+) -> tuple[Any, list[Any], Callable[[], None]]:
+    """Return rank 0 of a group, the results of ``others`` in threads, and a function that joins the
+    threads."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
-    here = collective.members(size) if hosts is None else None
+    local_members = collective.members(size) if hosts is None else None
 
     def member(rank: int) -> Any:
-        return here[rank] if here else meet_at(at, SECRET, rank, size, 60, host=(hosts or "")[rank])
+        return (
+            local_members[rank]
+            if local_members
+            else meet_at(at, SECRET, rank, size, 60, host=(hosts or "")[rank])
+        )
 
     def run(rank: int) -> None:
         with member(rank) as g:
@@ -89,11 +96,11 @@ def after_what_was_started(g: Any) -> None:
     ],
     ids=range(8),
 )
-def test_handler_exception_leaves_a_waiting_call(
+def test_handler_exception_propagates_from_a_waiting_call(
     interrupted: Any, hosts: str | None, call: Callable[[Any], Any]
 ) -> None:
     over = threading.Event()
-    g, _, wait = beside(hosts, lambda _: over.wait())
+    g, _, wait = with_members(hosts, lambda _: over.wait())
     try:
         with pytest.raises(TimeIsUp):
             interrupted(call, g)
@@ -103,8 +110,8 @@ def test_handler_exception_leaves_a_waiting_call(
         g._abandon()
 
 
-def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> None:
-    """The interrupted member is on the same host, between the hosts."""
+def test_other_members_raise_member_died_after_a_handler_exception(interrupted: Any) -> None:
+    """The interrupted member is on the same host as the member that gets the error."""
     over = threading.Event()
 
     def others(g: Any) -> Any:
@@ -112,7 +119,7 @@ def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> Non
             return over.wait()
         return g.allreduce(np.ones(2))
 
-    g, found, wait = beside("aab", others)
+    g, found, wait = with_members("aab", others)
     try:
         with pytest.raises(TimeIsUp):
             interrupted(g.allreduce, np.ones(2))
@@ -124,14 +131,16 @@ def test_handler_exception_is_a_death_for_other_members(interrupted: Any) -> Non
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_handler_exception_leaves_a_rendezvous(interrupted: Any, rank: int) -> None:
+def test_handler_exception_propagates_from_a_rendezvous(interrupted: Any, rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = free_address() if rank == 0 else f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(TimeIsUp):
             interrupted(lambda: collective.group(rank=rank, size=2, at=at, secret=SECRET))
 
 
-def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handler_exception_propagates_from_a_torch_backend(
+    interrupted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     from flowchan.collective.torch_algorithms import TorchAlgorithm
 
@@ -145,7 +154,7 @@ def test_handler_exception_leaves_a_torch_backend(interrupted: Any, monkeypatch:
 
 
 class Interrupted:
-    """A connection that calls the handler in the middle of one of its methods."""
+    """Connection that raises the signal in the middle of one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call
@@ -165,10 +174,10 @@ def test_handler_exception_is_not_treated_as_connection_error(
         raise kind
 
     signal.signal(signal.SIGALRM, handler)
-    here, there = socket.socketpair()
-    with here, there:
-        there.send(b"x")
-        sockets: Any = {1: Interrupted(here, call)}
+    local_members, remote_end = socket.socketpair()
+    with local_members, remote_end:
+        remote_end.send(b"x")
+        sockets: Any = {1: Interrupted(local_members, call)}
         step = ExchangeStep(
             Connections(sockets, {0: 0, 1: 1}, 0),
             ("barrier", 1, 1),

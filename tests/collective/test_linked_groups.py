@@ -1,6 +1,6 @@
-"""Groups over several hosts: their formation, their errors, and the groups within them.
+"""Groups over several hosts: how they form, their errors, and the groups split from them.
 
-The other files of this folder test that their operations match those on one host.
+The other files in this folder check that their operations give the same results as on one host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abb", "abcabc", "aaaab"])
-def test_members_get_equal_bits_on_any_hosts(hosts: str) -> None:
+def test_results_have_equal_bits_on_any_number_of_hosts(hosts: str) -> None:
     def body(g: Any) -> Any:
         chance = np.random.default_rng(g.rank)
         small, large = (chance.standard_normal(n, np.float32) for n in (100, 200_000))
@@ -40,7 +40,7 @@ def test_members_get_equal_bits_on_any_hosts(hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 @pytest.mark.parametrize(("whole", "block"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1 << 16)])
-def test_sum_is_equal_whole_sliced_and_in_blocks(
+def test_sum_is_equal_for_whole_sliced_and_blocked_sending(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
@@ -75,14 +75,14 @@ def test_death_raises_on_all_hosts(victim: int) -> None:
     assert set(found.values()) == {((victim,), (victim,), "barrier")}
 
 
-def test_error_of_another_host_arrives_after_it_stops_reading() -> None:
-    here, there = socket.socketpair()
-    ours, theirs = Links({1: here}, {1: 1}, 0), Links({0: there}, {0: 0}, 1)
+def test_error_arrives_from_a_host_that_stopped_reading() -> None:
+    local, remote = socket.socketpair()
+    own_links, other_links = Links({1: local}, {1: 1}, 0), Links({0: remote}, {0: 0}, 1)
     call = ("allreduce", 4, 0)
-    theirs.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
+    other_links.fail(MemberDied("rank 2 died", (2,), "allreduce"), call, goes_on=False)
     with pytest.raises(MemberDied, match="rank 2 died"):
-        ours.swap(call, lambda _: [bytes(10_000_000)])
-    ours.close()
+        own_links.swap(call, lambda _: [bytes(10_000_000)])
+    own_links.close()
 
 
 def test_member_left_is_raised_on_all_hosts() -> None:
@@ -150,7 +150,7 @@ def test_mismatch_on_one_host_raises_on_all_hosts() -> None:
         assert total == 4
 
 
-def test_only_a_given_timeout_ends_a_wait() -> None:
+def test_waiting_call_ends_only_by_its_own_timeout() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             with pytest.raises(MemberDied):
@@ -165,7 +165,7 @@ def test_only_a_given_timeout_ends_a_wait() -> None:
     OverHosts("aab", body).results(3)
 
 
-def test_parts_on_one_host_share_memory() -> None:
+def test_subgroup_on_one_host_uses_shared_memory() -> None:
     def body(g: Any) -> Any:
         with g.split(g.rank % 2) as pair:
             most = g.split("all" if g.rank else None)
@@ -181,13 +181,13 @@ def test_parts_on_one_host_share_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """Operations that wait for another host end, on the leader and on other members.
+    """Operations that are waiting for another host end, on the leader and on other members.
 
-    A member that comes later may find its operation done, because all its data had arrived.
+    A member that calls later may find its operation completed, because all its data had arrived.
     """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # it calls after the others have left
+        if g.rank == 0:  # rank 0 calls after the others have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -196,7 +196,7 @@ def test_close_ends_started_operations() -> None:
             return left.value.ranks
         handle = g.barrier(wait=False)
         if g.rank == 1:
-            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also arrived
+            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also called
             g.send("both wait", 2)
         else:
             g.receive(1)
@@ -209,7 +209,7 @@ def test_close_ends_started_operations() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
-def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The victim is a leader that others dial or wait for, or another member."""
 
     def body(g: Any) -> Any:
@@ -225,11 +225,11 @@ def test_death_while_parts_connect_raises(victim: int, monkeypatch: pytest.Monke
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:
-    """A member that sent nothing and ended counts as left."""
+    """A member that ended without having sent anything counts as left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match="rank 0 has received nothing"):
+            with pytest.raises(TimeoutError, match="no member sent anything to rank 0"):
                 g.receive_any(timeout=0.01)
             g.barrier()
             found = [g.receive_any() for _ in range(4)]
@@ -257,7 +257,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """The sender has sent a message or none; earlier messages are received."""
+    """The sender has sent a message or none. A message that was sent earlier is received."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -286,12 +286,12 @@ def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
         if g.rank:
             x = np.arange(1_000_000)
             for _ in range(3):
-                g.send(x, 0)  # the receiver is late
+                g.send(x, 0)  # the receiver has not called yet
             g.barrier()
             return g.receive(0)
         g.barrier()
         found = [g.receive(1).sum() for _ in range(3)]
-        with pytest.raises(TimeoutError, match="rank 1 has sent nothing to rank 0 in time"):
+        with pytest.raises(TimeoutError, match="rank 1 sent nothing to rank 0 in time"):
             g.receive(1, timeout=0.05)
         g.send("enough", 1)
         with pytest.raises(MemberLeft):
@@ -302,7 +302,7 @@ def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
 
 
 def test_error_names_missing_and_duplicate_members() -> None:
-    with pytest.raises(TimeoutError, match=r"of 3 members, these have not come in time: \[1, 2\]"):
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 timed out: ranks \[1, 2\]"):
         collective.group(rank=0, size=3, at=free_address(), secret=SECRET, timeout=0.1)
     at, errors = free_address(), []
 
@@ -317,7 +317,7 @@ def test_error_names_missing_and_duplicate_members() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert errors == ["two processes have come as rank 1"] * 3
+    assert errors == ["each rank must be used once, got two processes with rank 1"] * 3
 
 
 def test_explain_describes_operations_over_hosts() -> None:
@@ -340,8 +340,10 @@ def test_explain_describes_operations_over_hosts() -> None:
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """Each side has received the bytes that the other sent. Only leaders have connections, one to each other
-    host."""
+    """Each side has received the bytes that the other side sent.
+
+    Only leaders have connections, one to each other host.
+    """
 
     def body(g: Any) -> Any:
         g.allreduce(np.ones(100_000))
@@ -389,15 +391,15 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_ended_connection_reports_last_message(error: Exception) -> None:
-    """It does not report that the sender died."""
+    """The error is the sender's, not a report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:
             g._links.fail(error, ("allreduce", 4, 0), False)
             return None
         wait_until(lambda: g._links.ended() is not None)
-        with pytest.raises(type(error)) as told:
+        with pytest.raises(type(error)) as caught:
             g._cut_off("allreduce")
-        return str(told.value), getattr(told.value, "ranks", None)
+        return str(caught.value), getattr(caught.value, "ranks", None)
 
     assert raised(over_hosts(2, body))[0] == (str(error), getattr(error, "ranks", None))

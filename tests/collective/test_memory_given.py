@@ -1,5 +1,7 @@
-"""Calls read and write any memory layout of their arguments; impossible layouts raise before anything is
-sent."""
+"""Calls read and write arguments of any memory layout.
+
+Layouts that cannot work raise before anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
-def test_input_inside_out_reaches_other_members_unchanged(run: Any, length: int, listed: bool) -> None:
+def test_input_that_is_part_of_out_is_sent_unchanged(run: Any, length: int, listed: bool) -> None:
     """Each member's own part of ``out`` may be its input."""
 
     def body(g: Any, own: int) -> Any:
@@ -54,7 +56,7 @@ def test_out_that_overlaps_the_input_raises(run: Any, length: int) -> None:
             for call in (g.allreduce, lambda x, out: g.reduce(x, g.rank, out=out)):
                 with pytest.raises(
                     ValueError,
-                    match="x and out must not overlap, unless they begin at the same element; pass a copy",
+                    match="x and out must not overlap unless they begin at the same element; pass a copy",
                 ):
                     call(x, out=out)
         with pytest.raises(ValueError, match="x and out must not overlap"):
@@ -87,22 +89,22 @@ def shared(length: int) -> Any:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
-         r"out must have the type of the input and 4 elements, got float64\[4\]"),
-        (lambda g: g.allreduce(read_only(4)), "got a read-only array"),
+         r"out must have the element type of the input and 4 elements, got float64\[4\]"),
+        (lambda g: g.allreduce(read_only(4)), "got a read-only float"),
         (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
-        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only array"),
-        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only array"),
-        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only array"),
+        (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only float"),
+        (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only float"),
+        (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only float"),
         (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
          r"x must have a number of elements that is divisible by 2, got float64\[3\]; pad it"),
     ],
     ids=range(7),
 )  # fmt: skip
-def test_out_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], said: str) -> None:
-    refused(run, call, said)
+def test_out_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], message: str) -> None:
+    refused(run, call, message)
 
 
 @pytest.mark.parametrize("out", [read_only(4), shared(4)], ids=["read-only", "shared"])

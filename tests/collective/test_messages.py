@@ -1,4 +1,4 @@
-"""Messages between two members arrive in order and complete, without a waiting receiver."""
+"""Messages between two members arrive complete and in order, without a waiting receiver."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """Only the types and sizes must match, as in every operation."""
+    """The types and sizes must match, as in every operation."""
 
     def body(g: Any) -> Any:
         import torch
@@ -140,38 +140,38 @@ class Counted:
 
 
 def test_waiting_message_is_serialized_once() -> None:
-    """Its receiver has not opened the channel."""
-    mine, other = members(2)
+    """The receiver has not opened the channel."""
+    own, other = members(2)
     item = Counted()
-    with mine, other:
-        other._take_seat()
+    with own, other:
+        other._take_slot()
         for number in range(64):
-            mine.send(number, 1)
+            own.send(number, 1)
         with pytest.raises(Full):
-            mine.send(item, 1, timeout=0.1)
+            own.send(item, 1, timeout=0.1)
     assert item.packed == 1
 
 
 def test_send_on_closed_group_raises() -> None:
-    told: list[GroupError] = []
+    reported: list[GroupError] = []
 
     def send_for_ever() -> None:
         try:
             while True:
-                mine.send("more", 1)
+                own.send("more", 1)
         except GroupError as error:
-            told.append(error)
+            reported.append(error)
 
-    mine, other = members(2)
+    own, other = members(2)
     sender = threading.Thread(target=send_for_ever)
     with other:
         sender.start()
         other.receive(0)
-        wait_blocked(mine._messages.peer(1)._out.channel, writers=1)  # type: ignore[attr-defined]
-        mine.close()
+        wait_blocked(own._messages.peer(1)._out.channel, writers=1)  # type: ignore[attr-defined]
+        own.close()
         sender.join()
-    assert [(type(error), str(error)) for error in told] == [
-        (GroupError, "send failed: this member has left")
+    assert [(type(error), str(error)) for error in reported] == [
+        (GroupError, "send failed: this member has left the group")
     ]
 
 
@@ -180,7 +180,7 @@ def test_invalid_ranks_and_timeouts_raise() -> None:
         for wrong in (g.rank, 2, -1, True):
             with pytest.raises(ValueError, match="rank of another member"):
                 g.send(1, wrong)
-        with pytest.raises(TimeoutError, match="has sent nothing"):
+        with pytest.raises(TimeoutError, match="sent nothing"):
             g.receive(1 - g.rank, timeout=0.01)
         g.barrier()
 
@@ -211,8 +211,10 @@ def test_receive_any_returns_sender_and_keeps_its_order(
 
 
 def test_receive_any_loses_no_message_after_a_death() -> None:
-    """All messages are received before the death is raised, because the caller might wait for the dead
-    member."""
+    """All messages are received before the death is raised.
+
+    The caller might otherwise wait for a message that is there.
+    """
 
     def body(g: Any) -> Any:
         if g.rank == 1:
@@ -241,7 +243,7 @@ def test_receive_any_loses_no_message_after_a_death() -> None:
 
 def test_receive_any_times_out() -> None:
     def body(g: Any) -> None:
-        with pytest.raises(TimeoutError, match=f"rank {g.rank} has received nothing"):
+        with pytest.raises(TimeoutError, match=f"no member sent anything to rank {g.rank}"):
             g.receive_any(timeout=0.01)
         g.barrier()
 
@@ -256,7 +258,7 @@ def test_message_errors_over_hosts_use_group_ranks() -> None:
             return None
         if g.rank == 0:
             assert g.receive(2) == "word"
-            with pytest.raises(TimeoutError, match="rank 2 has sent nothing to rank 0"):
+            with pytest.raises(TimeoutError, match="rank 2 sent nothing to rank 0"):
                 g.receive(2, timeout=0)
         g.barrier()
         if g.rank == 0:

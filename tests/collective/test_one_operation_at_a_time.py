@@ -23,7 +23,7 @@ def members() -> Iterator[Any]:
     yield made
     for member in made:
         member.close()
-    made.clear()  # the list outlives the test
+    made.clear()  # the list exists after the test
     del member
 
 
@@ -33,7 +33,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """Yield one of the members while its other thread is in an operation."""
+    """Yield one of the members while another of its threads is in an operation."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))
@@ -45,18 +45,18 @@ def inside(members: Any) -> Iterator[Any]:
 
 
 def test_signal_handler_cannot_nest_operations(members: Any) -> None:
-    said: list[str] = []
+    message: list[str] = []
 
     def handler(*_: Any) -> None:
         try:
             members[0].allreduce(1)
         except GroupError as error:
-            said.append(str(error))
+            message.append(str(error))
 
     def other() -> None:
         wait_until(lambda: is_inside(members[0]))
         os.kill(os.getpid(), signal.SIGUSR1)
-        wait_until(lambda: bool(said))
+        wait_until(lambda: bool(message))
         members[1].barrier()
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -67,12 +67,12 @@ def test_signal_handler_cannot_nest_operations(members: Any) -> None:
     finally:
         thread.join()
         signal.signal(signal.SIGUSR1, before)
-    assert "allreduce was called by a signal handler during another operation" in said[0]
+    assert "allreduce was called by a signal handler during another operation" in message[0]
 
 
 def test_timeout_applies_while_another_thread_is_in_an_operation(members: Any) -> None:
-    said = "barrier of a group of 2 timed out before it began: another thread was in an operation"
-    with inside(members) as member, pytest.raises(TimeoutError, match=said):
+    message = "barrier of a group of 2 timed out before it began: another thread was in an operation"
+    with inside(members) as member, pytest.raises(TimeoutError, match=message):
         member.barrier(timeout=0.01)
 
 

@@ -1,7 +1,6 @@
-"""Every operation returns the defined result, on threads and processes, for all sizes at which the algorithm
-changes.
+"""Every operation returns the defined result, on threads and processes.
 
-All members get the same bits.
+The sizes include all at which the algorithm changes. All members get the same bits.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) 
             np.testing.assert_array_equal(found[op], right, err_msg=op)
 
 
-def test_halves_are_converted_as_in_numpy(run: Any) -> None:
-    """All values are tested, with infinities and subnormals; NaN stays NaN."""
+def test_float16_values_are_converted_like_in_numpy(run: Any) -> None:
+    """All values are tested, including infinities and subnormals; NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
     def body(g: Any) -> Any:
@@ -137,7 +136,7 @@ def test_reduce_returns_the_result_on_root_only(run: Any, size: int) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", SIZES)
-def test_broadcast_copies_the_value_of_root(run: Any, size: int) -> None:
+def test_broadcast_sends_the_value_of_root(run: Any, size: int) -> None:
     def body(g: Any) -> bool:
         for length in LENGTHS:
             for root in range(size):
@@ -184,7 +183,10 @@ def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
         found = body(g)
         return found if g.rank else f"{found} {g.allreduce(1)}"
 
-    assert run(2, both) == ["out must have room for the 12 bytes from rank 0, got room for 8 2", "2"]
+    assert run(2, both) == [
+        "allgather: out must have room for the 12 bytes from rank 0, got room for 8 2",
+        "2",
+    ]
 
 
 @pytest.mark.each_value
@@ -229,7 +231,7 @@ def test_started_operations_keep_order_and_errors(run: Any) -> None:
     def body(g: Any) -> Any:
         many = [np.full(50_000, float(i)) for i in range(10)]
         handles = [g.allreduce(x, wait=False) for x in many]
-        total = g.allreduce(np.ones(3))  # after all of them
+        total = g.allreduce(np.ones(3))  # after all started operations
         assert all(handle.done() for handle in handles)
         found = [handle.wait()[0] for handle in handles]
         wrong = g.allreduce("no number", op="min", wait=False), g.allreduce(1, op="and", wait=False)
@@ -289,7 +291,7 @@ def test_split_makes_groups_by_key(run: Any) -> None:
 
 
 def test_split_makes_a_group_of_leaders(run: Any) -> None:
-    """Closing a part also closes its ``leaders``."""
+    """Closing a subgroup also closes its ``leaders``."""
 
     def body(g: Any) -> Any:
         part = g.split(g.rank % 2 if g.rank else None)

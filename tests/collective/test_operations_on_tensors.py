@@ -1,4 +1,4 @@
-"""Operations on tensors where they differ from arrays, which the files without torch test."""
+"""Operations on tensors, where they differ from arrays; the files without torch test arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def test_halves_are_summed_in_float32_and_rounded_once(run: Any) -> None:
+def test_float16_values_are_summed_in_float32_and_rounded_once(run: Any) -> None:
 
     def normal(rank: int, length: int, dtype: Any) -> Any:
         return torch.randn(length, generator=torch.Generator().manual_seed(rank)).to(dtype)
@@ -57,7 +57,7 @@ def test_noncontiguous_tensors_are_reduced_in_place(run: Any) -> None:
         assert row == [0.0, 2.0, 2.0, 3.0, 4.0]
 
 
-def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
+def test_tensors_of_every_type_can_be_gathered_and_broadcast(run: Any) -> None:
     dtypes = [
         dtype
         for dtype in vars(torch).values()
@@ -80,8 +80,8 @@ def test_tensors_of_every_type_can_be_moved(run: Any) -> None:
     assert all(run(2, body))
 
 
-def test_array_and_tensor_of_one_type_match() -> None:
-    """It also holds over hosts."""
+def test_array_and_tensor_of_one_type_can_be_combined() -> None:
+    """This also holds over hosts."""
 
     def body(g: Any) -> Any:
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -94,7 +94,7 @@ def test_array_and_tensor_of_one_type_match() -> None:
 def odd_tensors() -> dict[str, Any]:
     dense = torch.eye(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that some types are new or old
+        warnings.simplefilter("ignore")  # torch warns that some types are experimental or deprecated
         return {
             "sparse_coo; convert it, for example with .to_dense()": dense.to_sparse(),
             "sparse_csr; convert it, for example with .to_dense()": dense.to_sparse_csr(),
@@ -120,9 +120,9 @@ def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     ]
 
     def body(g: Any) -> int:
-        for said, x in odd.items():
+        for message, x in odd.items():
             for call in calls:
-                with pytest.raises(TypeError, match=re.escape(said)):
+                with pytest.raises(TypeError, match=re.escape(message)):
                     call(g, x)
         return int(g.allreduce(1))
 
@@ -136,7 +136,7 @@ def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
 )
 def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str) -> None:
-    said = (
+    message = (
         f"elements of type torch.{dtype} cannot be combined by sum; convert them first, for "
         f"example to {remedy}"
     )
@@ -144,7 +144,7 @@ def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str)
     def body(g: Any) -> int:
         x = torch.zeros(2).to(getattr(torch, dtype))
         for call in (g.allreduce, g.reduce, g.reduce_scatter):
-            with pytest.raises(TypeError, match=said):
+            with pytest.raises(TypeError, match=message):
                 call(x)
         return int(g.allreduce(1))
 

@@ -1,4 +1,4 @@
-"""Replicas that the members of a group train stay equal, and learn like one module."""
+"""Replicas that are trained by a group's members stay equal, and learn like one module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def accuracy(net: Any, digits: Any) -> float:
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
-    """In float64 the mean of two halves differs from the mean of the whole only by rounding."""
+    """In float64, the mean of two halves differs from the mean of the whole only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -112,8 +112,8 @@ def test_accumulated_gradients_are_averaged_once(digits: Any) -> None:
         net = model()
         gradients = Gradients(net, g)
         ((x, y),) = batches(digits, 1)
-        mine = slice(32 * g.rank, 32 * (g.rank + 1))
-        x, y = x[mine], y[mine]
+        own_rows = slice(32 * g.rank, 32 * (g.rank + 1))
+        x, y = x[own_rows], y[own_rows]
         if in_parts:
             with gradients.accumulate():
                 (loss_of(net, x[:16], y[:16]) / 2).backward()
@@ -143,7 +143,7 @@ def test_accumulate_blocks_can_be_nested() -> None:
     assert ok(in_threads(2, train)) == [3.0, 3.0]
 
 
-def test_gradient_buffers_start_in_one_order_for_all_losses() -> None:
+def test_gradient_buffers_start_in_equal_order_on_all_replicas() -> None:
     """A parameter without a gradient counts as zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
@@ -162,7 +162,7 @@ def test_backward_twice_without_wait_raises() -> None:
         net = nn.Linear(2, 1)
         gradients = Gradients(net, g)
         net(torch.ones(2)).backward()
-        with pytest.raises(RuntimeError, match=r"without Gradients.wait\(\)"):
+        with pytest.raises(RuntimeError, match=r"call Gradients.wait\(\) after"):
             net(torch.ones(2)).backward()
         gradients.close()
         net(torch.ones(2)).backward()
@@ -187,7 +187,7 @@ def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -
     assert min(ok(in_threads(2, train))) > 0.9
 
 
-def test_user_code_decodes_values_of_all_members() -> None:
+def test_user_defined_code_decodes_values_from_all_members() -> None:
     class Signs:
         def encode(self, x: Tensor) -> bytes:
             return bytes((x > 0).tolist())
@@ -203,24 +203,24 @@ def test_user_code_decodes_values_of_all_members() -> None:
         return net.weight.grad.tolist()[0]  # type: ignore[union-attr]
 
     assert ok(in_threads(2, train)) == [[1.0, 0.0]] * 2
-    with pytest.raises(ValueError, match="compress must be 'fp16', 'bf16', 'topk' or a function that"):
+    with pytest.raises(ValueError, match="compress must be None, 'fp16', 'bf16', 'topk' or a function that"):
         Gradients(nn.Linear(2, 1), None, compress="zip")  # type: ignore[arg-type]
 
 
-def test_topk_sends_left_out_elements_later() -> None:
+def test_topk_sends_omitted_elements_later() -> None:
     code, total = TopK(0.25), torch.zeros(8)
     x, out = torch.arange(8.0), torch.zeros(8)
     for _ in range(8):
         code.decode([code.encode(x)], out)
         total += out
         assert int((out != 0).sum()) <= 2
-    left = code._left
-    assert left is not None
-    torch.testing.assert_close(total + left, 8 * x)
+    residual = code._residual
+    assert residual is not None
+    torch.testing.assert_close(total + residual, 8 * x)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.5, float("nan")])
-def test_topk_checks_its_fraction(fraction: float) -> None:
+def test_topk_rejects_an_invalid_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction must be above 0 and at most 1"):
         TopK(fraction)
 
@@ -229,7 +229,7 @@ def test_topk_checks_its_fraction(fraction: float) -> None:
 def test_compression_of_complex_parameters_raises(compress: str) -> None:
     net = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     with pytest.raises(
-        ValueError, match=f"compress='{compress}' must be None for complex parameters.*torch.complex64"
+        ValueError, match=f"compress must be None for complex parameters, got '{compress}'.*torch.complex64"
     ):
         Gradients(net, None, compress=compress)  # type: ignore[arg-type]
 
@@ -269,8 +269,10 @@ def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digi
 
 
 def test_mean_gradients_use_one_buffer_per_type() -> None:
-    """Parameters may have any type, no gradient, or a sparse one. Members without a batch also have the
-    buffers."""
+    """A parameter may have any type, no gradient, or a sparse one.
+
+    Members without a batch also have the buffers.
+    """
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
         table = nn.Embedding(2, 2, sparse=True)
@@ -293,8 +295,8 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
-def test_elastic_average_trains_one_shared_centre(run: Any, digits: Any) -> None:
-    """It matches consecutive averages of all members, with unequal numbers of batches."""
+def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
+    """The centre equals consecutive averages over all members, even with unequal numbers of batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -331,24 +333,24 @@ def test_elastic_average_follows_its_formula() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0 if g.rank == 0 else 9.0)
         average.step()
-        mine = net.weight.item()
+        own_rows = net.weight.item()
         average.to_centre()
-        return [mine, net.weight.item()]
+        return [own_rows, net.weight.item()]
 
-    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # pulls of 1 and 2 on a centre of 1
+    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved by 1 and by 2 towards a centre of 1
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
 
-def test_elastic_average_changes_nothing_after_a_death() -> None:
+def test_elastic_average_keeps_parameters_if_the_group_has_ended() -> None:
     def train(g: Any) -> list[float]:
         net, average = pulled(g, to=5.0)
         g.close()
         with pytest.raises(GroupError):
             average.step()
-        mine = net.weight.item()
+        own_rows = net.weight.item()
         average.to_centre()
-        return [mine, net.weight.item()]
+        return [own_rows, net.weight.item()]
 
     assert ok(in_threads(2, train)) == [[5.0, 1.0]] * 2
 
@@ -367,7 +369,7 @@ CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     ),
     "more": (
         lambda net, rank: rank == 1 and net.append(nn.Linear(10, 2).double()),
-        "rank 0 has 4 parameters and buffers, and that of rank 1 has 6",
+        "rank 0 has 4 parameters and buffers, but that of rank 1 has 6",
     ),
 }
 
@@ -385,27 +387,27 @@ def test_synchronize_rejects_buffer_with_shared_elements() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_check_equal_names_first_difference_and_rank(change: str) -> None:
-    """Modules that cannot be made equal raise before anything is written."""
-    function, said = CHANGES[change]
+    """Modules that differ in structure raise before anything is written."""
+    function, message = CHANGES[change]
 
-    def look(g: Any) -> None:
+    def build_module(g: Any) -> None:
         net = model()
         check_equal(net, g)
         function(net, g.rank)
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(Mismatch, match=message):
             check_equal(net, g)
         if change == "values":
             synchronize(net, g, root=2)
             check_equal(net, g)
             return
-        with pytest.raises(Mismatch, match=said):
+        with pytest.raises(Mismatch, match=message):
             synchronize(net, g)
 
-    ok(in_threads(3, look))
+    ok(in_threads(3, build_module))
 
 
 class Nothing:
-    """A code for a device without memory, which reads and writes nothing."""
+    """Code for a device without memory; it reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -415,17 +417,17 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is on one device, and the device finishes its work before other members read the buffer."""
+    """Each buffer is on one device, which finishes its work before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
     def body(g: Any) -> list[str]:
-        there, here = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)
-        gradients = Gradients(nn.ModuleList([there, here]), g, compress=Nothing)
-        here(torch.ones(1, 4)).sum().backward()
-        there(torch.ones(1, 3, device="meta")).sum().backward()
+        on_meta, on_cpu = nn.Linear(3, 4, device="meta"), nn.Linear(4, 2)
+        gradients = Gradients(nn.ModuleList([on_meta, on_cpu]), g, compress=Nothing)
+        on_cpu(torch.ones(1, 4)).sum().backward()
+        on_meta(torch.ones(1, 3, device="meta")).sum().backward()
         gradients.wait()
-        return [str(p.grad.device) for net in (there, here) for p in net.parameters()]
+        return [str(p.grad.device) for net in (on_meta, on_cpu) for p in net.parameters()]
 
     assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
-    assert finished == ["meta"] * 4  # of two members, before and after
+    assert finished == ["meta"] * 4  # two members, each before and after

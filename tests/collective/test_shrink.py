@@ -1,5 +1,7 @@
-"""``shrink``: the survivors of a group agree on who is left and form a new group, even if more members
-die."""
+"""``shrink``: the survivors of a group agree on who is left and form a new group.
+
+More members may die during the call.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
             die()
         return shrunk(g)
 
-    left = sorted({0, 1, 2, 3} - victims)
-    found = Processes(4, body).results(len(left))
-    assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+    survivors = sorted({0, 1, 2, 3} - victims)
+    found = Processes(4, body).results(len(survivors))
+    assert found == {
+        old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)
+    }
 
 
 @pytest.mark.each_value
@@ -38,14 +42,16 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
     ("victim", "at"),
     [
         (0, "_lead"), (1, "_follow"), (3, "_follow"),
-        *((rank, call) for rank in (0, 1, 3) for call in ("_take_seat", "_wait_for_all")),
+        *((rank, call) for rank in (0, 1, 3) for call in ("_take_slot", "_wait_for_all")),
     ],
 )  # fmt: skip
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victim is the first survivor, which makes the group, or another. It dies before the offer, before
-    it joins, or before all have met."""
+    """The victim is the first survivor, which makes the group, or another survivor.
+
+    It dies before the offer, before it joins, or before all have joined.
+    """
 
     def body(g: Any) -> Any:
         g.barrier()
@@ -58,20 +64,20 @@ def test_shrink_survives_a_death_during_the_call(
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """Die in a call of the new group."""
+        """Die when the new group is called."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
         return die()
 
-    left = sorted({0, 1, 3} - {victim})
+    survivors = sorted({0, 1, 3} - {victim})
     found = Processes(4, body).results(2)
-    assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
+    assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
-def test_shrink_ignores_left_members_and_interrupts_others() -> None:
-    """The member left before, or after it gave up."""
-    left = threading.Event()
+def test_shrink_ignores_members_that_left_and_interrupts_others() -> None:
+    """The member left before the shrink, or after it gave up."""
+    survivors = threading.Event()
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -81,10 +87,10 @@ def test_shrink_ignores_left_members_and_interrupts_others() -> None:
             with pytest.raises(MemberLeft):
                 g.barrier()
             g.close()
-            left.set()
+            survivors.set()
             return None
         if g.rank == 2:
-            left.wait()
+            survivors.wait()
             return g.shrink(name="rest").allgather(g.rank)
         with pytest.raises(MemberDied):
             g.barrier()
@@ -103,11 +109,11 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """Messages were exchanged before, and all members are alive."""
+    """Messages were exchanged earlier, and all members are alive."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
-        g.barrier()  # else rank 1 may still be about to receive it
+        g.barrier()  # otherwise rank 1 may still be receiving it
         if g.rank == 1:
             with pytest.raises(MemberDied):
                 WAITS[call](g)
@@ -132,7 +138,7 @@ def test_shrink_does_not_wait_for_unread_messages() -> None:
 
 
 def test_shrink_ends_started_operations_first() -> None:
-    """They publish nothing more."""
+    """After that, they publish nothing more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -150,16 +156,16 @@ def test_shrink_ends_started_operations_first() -> None:
     raised(in_threads(2, body))
 
 
-def test_interrupted_shrink_releases_members_that_joined(
+def test_interrupted_shrink_releases_members_that_have_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interrupted, done = threading.Event(), threading.Event()
     follow, wait = Shrinking._follow, Shrinking._wait
 
-    def wait_or_interrupt(self: Any, left: list[int]) -> None:
-        if self._old.rank == 0 and left == [2]:  # once member 1 has joined
+    def wait_or_interrupt(self: Any, survivors: list[int]) -> None:
+        if self._old.rank == 0 and survivors == [2]:  # once member 1 has joined
             raise KeyboardInterrupt
-        wait(self, left)
+        wait(self, survivors)
 
     def follow_late(self: Any) -> Any:
         if self._old.rank == 2:
@@ -175,7 +181,7 @@ def test_interrupted_shrink_releases_members_that_joined(
                 g.shrink()
             interrupted.set()
             done.wait()
-            del caught  # it kept everything that the leader made
+            del caught  # the exception kept everything that the leader had made
             return None
         found = g.shrink().allgather(g.rank)
         done.set()
@@ -184,7 +190,7 @@ def test_interrupted_shrink_releases_members_that_joined(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_shrink_raises_only_where_descriptors_are_missing(
+def test_shrink_raises_only_on_the_member_without_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()
@@ -208,32 +214,32 @@ def test_shrink_raises_only_where_descriptors_are_missing(
 
 
 def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiting member looks less and less often for the others."""
+    """A waiting member polls the others at growing intervals."""
     late = threading.Event()
-    looks: list[tuple[int, int]] = []
-    is_left = Shrinking._is_left
+    checks: list[tuple[int, int]] = []
+    is_left = Shrinking._is_survivor
 
-    def look(self: Any, member: int) -> bool:
-        looks.append((self._old.rank, member))
+    def check(self: Any, member: int) -> bool:
+        checks.append((self._old.rank, member))
         return is_left(self, member)
 
-    monkeypatch.setattr(Shrinking, "_is_left", look)
+    monkeypatch.setattr(Shrinking, "_is_survivor", check)
 
     def body(g: Any) -> Any:
         if g.rank == 2:
             late.wait()
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] have not arrived"):
+            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] did not arrive"):
                 g.shrink(timeout=0.05)
-            looked = looks.count((0, 1))
+            checked = checks.count((0, 1))
             late.set()
-            return looked
+            return checked
         late.wait()
         return g.shrink().allgather(g.rank)
 
-    looked, *others = in_threads(3, body)
+    checked, *others = in_threads(3, body)
     assert others == [[1, 2]] * 2
-    assert looked < 10
+    assert checked < 10
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:

@@ -1,4 +1,4 @@
-"""``shrink`` over hosts: the survivors meet again at their first address, and rank 0 decides who they are."""
+"""``shrink`` over hosts: the survivors reconnect at the group's first address, and rank 0 lists them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowchan.errors import GroupError, MemberDied
 def test_shrink_keeps_the_order_of_the_survivors(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victims are on one host or several. The wait for a host without survivors is limited."""
+    """The victims are on one host or on several. Waiting for a host without survivors has a time limit."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 2.0)
 
     def body(g: Any) -> Any:
@@ -36,14 +36,16 @@ def test_shrink_keeps_the_order_of_the_survivors(
             die()
         return shrunk(g)
 
-    left = sorted(set(range(len(hosts))) - victims)
-    found = OverHosts(hosts, body).results(len(left))
-    assert found == {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
+    survivors = sorted(set(range(len(hosts))) - victims)
+    found = OverHosts(hosts, body).results(len(survivors))
+    assert found == {
+        old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)
+    }
 
 
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
 def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim dies before it arrives, or when all are about to meet."""
+    """The victim dies before it reaches rank 0, or when all are about to connect."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
@@ -54,9 +56,9 @@ def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.Mo
             monkeypatch.setattr(address, at, die)
         return shrunk(g)
 
-    left = [0, 2]
+    survivors = [0, 2]
     found = OverHosts("aabb", body).results(2)
-    assert found == {old: (new, 2, 2, left) for new, old in enumerate(left)}
+    assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
 def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,15 +82,15 @@ def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
 def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late member accepts connections, so it is alive; the members that wait for it do not give up."""
+    """A late member accepts connections, so it is alive, and the members waiting for it do not give up."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
-    asked: Channel[None] = Channel(across="processes")
+    requests: Channel[None] = Channel(across="processes")
     is_late = address._is_late
 
     def tells(old: Any, ranks: list[int], give_up: float) -> bool:
         found = is_late(old, ranks, give_up)
         if late in ranks and found:
-            asked.put(None)
+            requests.put(None)
         return found
 
     monkeypatch.setattr(address, "_is_late", tells)
@@ -99,16 +101,16 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
             die()
         if g.rank == late:
             for _ in range(4):
-                asked.get()
+                requests.get()
         return shrunk(g)
 
-    left = [rank for rank in range(len(hosts)) if rank != 1]
-    expected = {old: (new, len(left), len(left), left) for new, old in enumerate(left)}
-    assert OverHosts(hosts, body).results(len(left)) == expected
+    survivors = [rank for rank in range(len(hosts)) if rank != 1]
+    expected = {old: (new, len(survivors), len(survivors), survivors) for new, old in enumerate(survivors)}
+    assert OverHosts(hosts, body).results(len(survivors)) == expected
 
 
-def test_shrink_retries_with_member_that_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a timeout none is raised."""
+def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a timeout, no TimeoutError is raised."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by
@@ -171,7 +173,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemberDied):
             work(g)
         with pytest.raises(
-            GroupError, match=r"rank 0, which decides who is left, is out of reach.*make a new group"
+            GroupError, match=r"rank 0, which decides about the members, has not answered.*create a new group"
         ):
             g.shrink()
         return True
@@ -179,8 +181,8 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OverHosts("aab", body).results(2) == {1: True, 2: True}
 
 
-def test_shrink_fails_only_for_members_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So only one part of a partitioned network continues."""
+def test_shrink_fails_only_on_members_cut_off_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Therefore only one part of a partitioned network continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:

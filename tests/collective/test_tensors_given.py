@@ -1,4 +1,4 @@
-"""Memory of tensor arguments where it differs from arrays, which test_memory_given.py tests."""
+"""Memory of tensor arguments, where it differs from arrays; test_memory_given.py tests arrays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor of -2 whose memory holds 2."""
+    """Return a tensor of -2 whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
-def test_lazily_negated_tensor_is_resolved(run: Any) -> None:
+def test_lazily_negated_tensor_is_sent_with_its_values(run: Any) -> None:
     def body(g: Any) -> Any:
         spread = g.broadcast(negated() if g.rank == 0 else torch.zeros(1)).item()
         return g.allreduce(negated(), out=torch.zeros(1)).item(), g.allreduce(negated()).item(), spread
@@ -36,25 +36,25 @@ def test_result_fills_noncontiguous_tensor(run: Any) -> None:
     assert run(2, body) == [[[1.0] * 4, [2.0] * 4]] * 2
 
 
-def elsewhere(length: int) -> Any:
+def on_other_device(length: int) -> Any:
     return torch.empty(length, device="meta")
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
-        (lambda g: g.allreduce(torch.ones(4), out=elsewhere(4)), "out must be on cpu like the input"),
-        (lambda g: g.reduce_scatter(torch.ones(4), out=elsewhere(2)), "out must be on cpu"),
-        (lambda g: g.allgather(torch.ones(4), out=elsewhere(8)), "out must be on cpu"),
-        (lambda g: g.allgather(torch.ones(4), out=[elsewhere(4)] * 2), "out must be on cpu"),
-        (lambda g: g.alltoall([torch.ones(4)] * 2, out=[elsewhere(4)] * 2), "out must be on cpu"),
+        (lambda g: g.allreduce(torch.ones(4), out=on_other_device(4)), "out must be on cpu like the input"),
+        (lambda g: g.reduce_scatter(torch.ones(4), out=on_other_device(2)), "out must be on cpu"),
+        (lambda g: g.allgather(torch.ones(4), out=on_other_device(8)), "out must be on cpu"),
+        (lambda g: g.allgather(torch.ones(4), out=[on_other_device(4)] * 2), "out must be on cpu"),
+        (lambda g: g.alltoall([torch.ones(4)] * 2, out=[on_other_device(4)] * 2), "out must be on cpu"),
         (lambda g: g.allreduce(torch.ones(1).expand(4)), "share memory, as after expand; pass a copy"),
     ],
     ids=range(6),
 )  # fmt: skip
-def test_tensor_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], said: str) -> None:
-    refused(run, call, said)
+def test_tensor_that_cannot_hold_the_result_raises(run: Any, call: Callable[..., Any], message: str) -> None:
+    refused(run, call, message)
 
 
 def test_tensor_on_unsupported_device_raises_before_sending(run: Any) -> None:
@@ -63,7 +63,7 @@ def test_tensor_on_unsupported_device_raises_before_sending(run: Any) -> None:
             with pytest.raises(
                 TypeError, match="allgather: x must be in this machine's memory or a CUDA tensor"
             ):
-                g.allgather(elsewhere(4))
+                g.allgather(on_other_device(4))
         return g.allreduce(1)
 
     assert run(2, body) == [2, 2]
@@ -90,7 +90,7 @@ def nested(layout: Any) -> Any:
 @pytest.mark.each_pair
 @pytest.mark.parametrize("call", ["allreduce", "broadcast", "allgather", "gather", "reduce_scatter"])
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             freed,
@@ -104,12 +104,12 @@ def nested(layout: Any) -> Any:
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own warnings
-def test_tensor_without_memory_raises(run: Any, call: str, make: Any, said: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # for torch's own warnings
+def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
     """No member reads at address zero."""
 
     def body(g: Any) -> Any:
-        with pytest.raises(TypeError, match=said):
+        with pytest.raises(TypeError, match=message):
             getattr(g, call)(make())
         return g.allreduce(1)
 

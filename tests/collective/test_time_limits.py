@@ -1,4 +1,4 @@
-"""A timeout covers all steps of a call; without one, no call ends for being slow."""
+"""A timeout covers all steps of a call; without a timeout, no call ends because it is slow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = ("_exchange", "_allgather_into", "_alltoall", "_reduce", "_spread", "sen
 
 
 def steps_of(g: Any, call: Calls) -> list[float]:
-    """Return the timeout of each step of a call with 60 seconds."""
+    """Return the timeout of each step of a call that has 60 seconds."""
     lefts: list[float] = []
 
     def noting(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,13 +58,13 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", CALLS)
-def test_steps_of_a_call_share_its_timeout(call: str) -> None:
+def test_all_steps_of_a_call_share_its_timeout(call: str) -> None:
     shared(in_threads(2, steps_of, CALLS[call]))
 
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", OVER_HOSTS)
-def test_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
+def test_all_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
     shared(over_hosts(2, steps_of, OVER_HOSTS[call]))
 
 
@@ -76,16 +76,14 @@ def shared(found: list[Any]) -> None:
         assert lefts[-1] < lefts[0] <= 60
 
 
-def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
+def test_timeout_includes_waiting_for_started_operations(run: Any) -> None:
     def body(g: Any) -> None:
         if g.rank == 0:
-            g.receive(1)  # once the other member has given up
+            g.receive(1)  # after the other member has given up
             g.barrier()
             return
         started = g.barrier(wait=False)
-        with pytest.raises(
-            TimeoutError, match="operations that were started with wait=False are not done in"
-        ):
+        with pytest.raises(TimeoutError, match="operations that were started with wait=False did not end in"):
             g.allreduce(np.ones(3), timeout=0.01)
         g.send("late", 0)
         started.wait()
@@ -93,8 +91,8 @@ def test_timeout_includes_wait_for_started_operations(run: Any) -> None:
     run(2, body)
 
 
-def test_part_over_hosts_waits_without_limit() -> None:
-    """Only connecting, once all members have agreed, has a limit."""
+def test_split_over_hosts_waits_without_time_limit() -> None:
+    """Only connecting has a limit, and it starts after all members have agreed."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

@@ -1,4 +1,4 @@
-"""Programs on torch.distributed give the same bits with the backend ``flowchan`` as with gloo."""
+"""Programs that use torch.distributed get the same bits with the backend ``flowchan`` as with gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowchan.collective.rendezvous.store import meet_by_store
 
 PROGRAM = Path(__file__).with_name("torch_cases.py")
 
-pytestmark = pytest.mark.timeout(600)  # the first test runs all cases of both backends
+pytestmark = pytest.mark.timeout(600)  # the first test runs all cases with both backends
 
 
 def answers(programs: Template, backend: str, store: Path) -> list[Any]:
@@ -40,7 +40,7 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     found = [rank.communicate(timeout=500) for rank in ranks]
     for rank, (_, errors) in zip(ranks, found, strict=True):
         assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # gloo of torch 2.8 also prints
+    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # torch 2.8's gloo also prints lines
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.mark.parametrize("backend", ["flowchan", "over hosts"])
 def test_results_match_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     if found["gloo"][0][name] == LACKS:
-        pytest.skip("gloo of this torch lacks it: install a newer torch")
-    as_in_gloo = "ddp" if name == "fsdp2" else name  # gloo of torch 2.7 sums where FSDP2 requests the mean
+        pytest.skip("this torch's gloo does not support the case: install a newer torch")
+    as_in_gloo = "ddp" if name == "fsdp2" else name  # torch 2.7's gloo sums where FSDP2 requests the mean
     for rank in range(2):
         assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]
 
@@ -91,9 +91,11 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_groups_leave_no_keys_in_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next group in the same store, as under torchrun, would read the values of the last
-    one."""
+def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the next group in the same store would read the values of the last group.
+
+    Under torchrun, groups share one store.
+    """
     store, ranks = torch.distributed.HashStore(), {}
     monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")
 
@@ -125,7 +127,7 @@ except Exception as error:
 
 
 def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
-    """It would wait for the other rank, which waits for it."""
+    """It would wait for the other rank, which is waiting for it."""
     ranks = [
         torch_programs.popen(
             *("-c", MISTAKE, rank, tmp_path / "store"),
@@ -135,13 +137,13 @@ def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Templa
         )
         for rank in range(2)
     ]
-    (_, errors), (said, _) = (rank.communicate(timeout=100) for rank in ranks)
+    (_, errors), (message, _) = (rank.communicate(timeout=100) for rank in ranks)
     assert "ValueError: a mistake" in errors
-    assert "rank 0 has left" in said
+    assert "rank 0 has left" in message
     assert [rank.returncode for rank in ranks] == [1, 0]
 
 
-BESIDE = """
+OTHER_PROGRAM = """
 import sys
 import torch, torch.distributed as dist
 import flowchan.collective.torch.backend
@@ -157,17 +159,17 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
 def test_second_backend_raises(torch_programs: Template, named: str) -> None:
-    """torch would ignore it."""
-    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    """torch would ignore the second backend."""
+    program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
-    for line in lines[-2:]:  # gloo of torch 2.8 prints lines before
+    for line in lines[-2:]:  # torch 2.8's gloo prints its own lines first
         assert f'the backend must be "flowchan" alone, got "{named}"' in line
 
 
 @pytest.mark.parametrize("named", ["flowchan", "cpu:flowchan", "cpu:flowchan,cuda:nccl"])
 def test_nccl_as_second_backend_is_accepted(torch_programs: Template, named: str) -> None:
-    program = torch_programs.popen("-c", BESIDE, named, stdout=subprocess.PIPE, text=True)
+    program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0] == "done\ndone\n"
 
 
@@ -199,14 +201,14 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
 ) -> None:
     program = torch_programs.popen("-W", "ignore", "-c", ODD, stdout=subprocess.PIPE, text=True)
     assert program.communicate(timeout=100)[0].splitlines() == [
-        "out must have one part for each of the 1 members, not 2",
+        "allgather: out must have one part for each of the 1 members, got 2",
         "gather: out must have one part for each of the 1 members, got 2",
         "scatter: xs must have one part for each of the 1 members, got 2",
         "reduce_scatter: input_list must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
-        "out must have room for the 12 bytes from rank 0, got room for 24",
-        "out must have the type of the input and 6 elements, got float32[3]",
+        "allgather: out must have room for the 12 bytes from rank 0, got room for 24",
+        "reduce_scatter: out must have the element type of the input and 6 elements, got float32[3]",
         "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
         "with .to_dense()",
     ]
@@ -243,9 +245,9 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
-    assert said[0] == said[1]
-    assert said[0] == [
+    message = [rank.communicate(timeout=100)[0].splitlines() for rank in ranks]
+    assert message[0] == message[1]
+    assert message[0] == [
         "rank 0 called reduce(float32[2], 0, 'sum'); rank 1 called reduce_scatter(float32[2], 'sum')",
         "rank 0 called gather([float32[2], float32[0]], 0); "
         "rank 1 called gather([float32[0], float32[2]], 1)",
@@ -253,7 +255,7 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
         "allgather: inputs and outputs must have one element type, got float32 and int32; convert one of "
         "them",
-        "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, not 1",
+        "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, got 1",
     ]
 
 
@@ -271,7 +273,7 @@ except TypeError as error:
 
 
 def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> None:
-    """The device is one that groups do not support, so the test ends there."""
+    """Groups do not support this device, so the test ends with the error."""
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"

@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` after its import, and imports it only on first use."""
+"""torch knows the backend ``flowchan`` as soon as torch is imported; first use imports flowchan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(torch, "_import_device_backends"), reason="torch loads no backends: install 2.5 or newer"
+    not hasattr(torch, "_import_device_backends"),
+    reason="this torch does not load backends: install 2.5 or newer",
 )
 
 USE = """
@@ -47,5 +48,5 @@ def test_backend_name_needs_no_import() -> None:
     assert output(USE) == ["[]", "flowchan.collective.torch.backend [2.0, 2.0, 2.0]"]
 
 
-def test_torch_with_another_registry_still_imports() -> None:
+def test_torch_imports_if_the_backend_registry_has_changed() -> None:
     assert output(REFUSED) == ["imported"]

@@ -5,8 +5,8 @@ transport and kind of peer. These marks limit a test:
 
 - ``@pytest.mark.copying``: to transports that copy items
 - ``@pytest.mark.other_process``: to peers in another process
-- ``@pytest.mark.one_machine(why)``: to peers on the machine of the channels
-- ``@pytest.mark.not_hosts(why)``: to the other transports
+- ``@pytest.mark.one_machine(why)``: to peers on the same machine as the channels
+- ``@pytest.mark.not_hosts(why)``: to transports within one machine
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
-    """Shorten the peer timeout. A dead remote process counts as dead after one and a half times that."""
+    """Shorten the peer timeout. A dead remote process counts as dead after 1.5 times the timeout."""
     serve(peer_timeout=5)
     yield
     serve()
@@ -92,7 +92,8 @@ def make(transport: Transport) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """Yield ``spawn_peer(function, *args)``, which starts a peer. Peers that a failed test left are ended."""
+    """Yield ``spawn_peer(function, *args)``, which starts a peer. Peers left over by a failed test are
+    ended."""
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:
@@ -111,7 +112,7 @@ def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
 
 @pytest.fixture
 def make_gate() -> Iterator[Callable[[int], Gate]]:
-    """Yield ``make_gate(n)``, which makes a barrier for n peers that the test opens."""
+    """Yield ``make_gate(n)``, which makes a barrier that holds n peers until the test opens it."""
     gates: list[Gate] = []
 
     def make(peers: int) -> Gate:
@@ -125,8 +126,7 @@ def make_gate() -> Iterator[Callable[[int], Gate]]:
 
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None]:
-    """Replace the device state of this process and its workers by an empty one with a device made of
-    files."""
+    """Replace the device state of this process and its workers by an empty state with a file-based device."""
     from fake_device import FAKE
 
     from flowchan.transport.device import transfer

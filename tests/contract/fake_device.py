@@ -1,9 +1,9 @@
-"""Device made of shared files, to test the protocol of device tensors on machines without such a device.
+"""Device made of shared files, to test the protocol of device tensors on machines without a real device.
 
-Its memory is a memfd. Other processes map it through the owner's table of descriptors, and so only while the
-owner lives. Each process has one stream per device. Enqueued work runs at once, unless the test holds the
-stream, or the stream waits for an event. It continues with the next call that checks it. Every relevant call
-is counted.
+Its memory is a memfd. Other processes map the memfd through the owner's ``/proc/<pid>/fd``, so only while the
+owner is alive. Each process has one stream per device. Enqueued work runs at once, unless the test holds the
+stream, or the stream waits for an event. Held work continues at the next call that checks it. Every relevant
+call is counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from support.waiting import wait_until
 
 from flowchan.transport.device import transfer
-from flowchan.transport.device.arenas import NoRoom
+from flowchan.transport.device.arenas import ArenaFull
 
 MOST_EVENTS = 4096
 
 
 class Memory:
-    """Mapped file."""
+    """Memory of a file, mapped."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -56,7 +56,7 @@ class Memory:
 
 
 class Event:
-    """Event of two shared numbers: how often it was recorded, and the last record that was reached."""
+    """Event made of two shared numbers: how often it was recorded, and the last record that was reached."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory
@@ -91,7 +91,7 @@ class FakeTensor:
         FAKE.stream(self.device).add(lambda: self.array.fill(value))
 
     def numpy(self) -> Any:
-        """Wait for the device, like a read by the host, and return the array."""
+        """Wait for the device, as a read by the host would, and return the array."""
         FAKE.wait_for(self.device)
         return self.array
 
@@ -105,7 +105,7 @@ class FakeDevice:
         self.full = False
 
     def begin_anew(self) -> None:
-        """Reset the state in a new test or a forked child."""
+        """Reset the state for a new test or in a forked child."""
         self.counts: Counter[str] = Counter()
         self.streams: dict[str, Stream] = {}
         self.event_memory: Memory | None = None
@@ -115,7 +115,7 @@ class FakeDevice:
 
     @contextmanager
     def held(self, device: str = "fake-A") -> Iterator[None]:
-        """Hold work that is enqueued in the block until its end."""
+        """Hold back work that is enqueued in the block until the block ends."""
         self.stream(device).held = True
         yield
         self.stream(device).held = False
@@ -138,7 +138,7 @@ class FakeDevice:
 
     def allocate(self, device: str, size: int) -> tuple[Memory, bytes]:
         if self.full:
-            raise NoRoom("the fake device is full")
+            raise ArenaFull("the fake device is full")
         self.counts["allocate"] += 1
         memory = Memory.new(size)
         return memory, memory.handle()

@@ -1,4 +1,4 @@
-"""A new transport is one entry of the factory, and the whole contract then runs on it."""
+"""A new transport needs one entry in the factory, and then the whole contract runs on it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_toy_transport_passes_the_whole_contract() -> None:
 
 
 @pytest.mark.timeout(500)
-def test_every_test_per_transport_runs_on_a_new_one() -> None:
+def test_a_new_transport_runs_every_test_per_transport() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     options = ["-p", "toy", "-o", "addopts=", "-q", "--collect-only"]
     command = [sys.executable, "-m", "pytest", *options, str(HERE)]

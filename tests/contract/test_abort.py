@@ -28,8 +28,10 @@ class TooLate(Exception):
 
 
 def cause_seen(call, ch):
-    """Return the cause that a peer sees. The ``__cause__`` of an exception does not travel to another
-    process."""
+    """Return the cause that a peer sees.
+
+    The ``__cause__`` of an exception is not sent to another process.
+    """
     try:
         call(ch)
     except Broken as error:
@@ -44,7 +46,7 @@ def beginning_of_cause_seen(ch):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_later_call_raises_broken_from_the_cause(make, call):
-    """C6: also for a second call, and whether or not items were inside."""
+    """C6: this also holds for a second call, and whether or not items were inside."""
     ch = make()
     ch.put("discarded")
     ch.abort(ValueError("bad wind"))
@@ -87,7 +89,7 @@ def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, cal
 
 
 def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
-    """C6: the items that it had put are discarded, so the error has no count."""
+    """C6: the items that the call had put are discarded, so the error has no count."""
     ch = make(2)
     peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
     wait_blocked(ch, writers=1)
@@ -117,7 +119,7 @@ def test_abort_discards_the_items_inside(make):
 
 
 def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
-    """C6: the error then has no cause."""
+    """C6: the error has no cause."""
     ch = make()
     ch.abort()
     with pytest.raises(Broken) as caught:
@@ -126,8 +128,8 @@ def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
     assert spawn_peer(cause_seen, CALLS["get"], ch).result() == (type(None), "None")
 
 
-def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_peer):
-    """C6: abort never fails; at least the text of the cause arrives everywhere."""
+def test_unpicklable_cause_still_breaks_the_channel(make, spawn_peer):
+    """C6: abort never fails; at least the text of the cause reaches every user."""
     ch = make()
     ch.abort(ValueError("held a lock", threading.Lock()))
 
@@ -143,8 +145,8 @@ def test_a_cause_that_cannot_be_serialised_still_breaks_the_channel(make, spawn_
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("size", [100, 1 << 20, 17 << 20])
-def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
-    """C6: the cause itself, or its text if it is too large for the channel's memory."""
+def test_large_cause_arrives_as_exception_or_text(make, spawn_peer, size):
+    """C6: the cause arrives as an exception, or as text if it is too large for the channel's memory."""
     ch = make(max_bytes=1 << 16)
     peer = spawn_peer(beginning_of_cause_seen, ch)
     wait_blocked(ch, readers=1)
@@ -154,7 +156,7 @@ def test_large_cause_arrives_itself_or_as_text(make, spawn_peer, size):
     assert kind is ValueError or text.startswith("ValueError: ")
 
 
-def test_the_first_abort_names_the_cause(make):
+def test_the_first_abort_sets_the_cause(make):
     """C6: later aborts are consequences."""
     ch = make()
     ch.abort(ValueError("first"))
@@ -165,7 +167,7 @@ def test_the_first_abort_names_the_cause(make):
 
 
 def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
-    """C6: the items inside are lost, so the end must not look clean."""
+    """C6: the items inside are lost, so this must not look like a clean end."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -203,8 +205,8 @@ def test_close_after_abort_has_no_effect(make):
         ch.put(1)
 
 
-def test_iteration_does_not_end_quietly_on_a_broken_channel(make, spawn_peer):
-    """C6: only the clean end ends a loop."""
+def test_iteration_raises_on_a_broken_channel(make, spawn_peer):
+    """C6: a loop ends without an error only if the channel is drained."""
     ch = make()
     peer = spawn_peer(cause_seen, list, ch)
     wait_blocked(ch, readers=1)
@@ -216,13 +218,13 @@ class Item:
     pass
 
 
-def test_abort_frees_the_items_of_this_process():
+def test_abort_frees_items_in_this_process():
     """C6, C12: discarded items are freed."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put(item)
     del item
-    assert gone() is not None
+    assert reference() is not None
     ch.abort()
-    assert gone() is None
+    assert reference() is None

@@ -23,7 +23,7 @@ torch = optional("torch")
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 BLOCK = 16_384
-"""Least size in bytes of an item that is read in place."""
+"""Minimum size of an item that is read in place, in bytes."""
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ ARRAYS = {
 
 @pytest.mark.copying
 @pytest.mark.parametrize("name", ARRAYS)
-def test_c13_every_kind_of_array_arrives_equal(make, name):
+def test_c13_arrays_of_every_kind_arrive_equal(make, name):
     ch, sent = make(1), ARRAYS[name]
     ch.put(sent)
     arrived = ch.get()
@@ -70,7 +70,7 @@ def test_c13_every_kind_of_array_arrives_equal(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("name", TENSORS)
-def test_c13_every_kind_of_tensor_arrives_equal(make, name):
+def test_c13_tensors_of_every_kind_arrive_equal(make, name):
     ch, sent = make(1), TENSORS[name]
     ch.put(sent)
     arrived = ch.get()
@@ -84,8 +84,8 @@ def test_c13_every_kind_of_tensor_arrives_equal(make, name):
 
 
 @pytest.mark.copying
-def test_c13_a_tensor_within_an_autograd_graph_is_refused(make):
-    """Its graph cannot cross. The error names the remedy, and the channel is unchanged."""
+def test_c13_a_tensor_within_an_autograd_graph_raises(make):
+    """The graph cannot be sent. The error names the remedy, and the channel is unchanged."""
     ch = make(1)
     with pytest.raises(TypeError, match=r"autograd graph.*send tensor\.detach\(\)"):
         ch.put({"loss": torch.ones(3, requires_grad=True) * 2})
@@ -142,7 +142,7 @@ def test_memory_views_arrive_with_their_format(make, name):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
-def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
+def test_c13_memory_view_with_unsupported_format_raises(make, dtype):
     ch = make(1)
     with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
         ch.put(memoryview(np.zeros(3, dtype)))
@@ -150,8 +150,8 @@ def test_c13_memory_view_of_unsupported_format_is_refused(make, dtype):
 
 
 @pytest.mark.copying
-def test_c13_a_memory_view_of_pairs_is_refused(make):
-    """Each letter of its format alone could arrive."""
+def test_c13_a_memory_view_of_pairs_raises(make):
+    """Each letter of the format would be supported alone."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
     with pytest.raises(TypeError, match="memoryview of format 'bB'"):
@@ -169,8 +169,8 @@ def _freed() -> torch.Tensor:
 @pytest.mark.parametrize(
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
-def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
-    """It must arrive as pickle makes it, or be refused."""
+def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
+    """The tensor must arrive as pickle makes it, or be refused."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
         ch.put(make_tensor())
@@ -180,7 +180,7 @@ def test_tensor_without_memory_arrives_or_is_refused(make, make_tensor):
 
 
 @pytest.mark.copying
-def test_one_object_twice_in_an_item_arrives_as_one(make):
+def test_array_or_tensor_twice_in_an_item_arrives_as_one(make):
     ch = make(1)
     array, tensor = np.arange(LARGE), torch.arange(LARGE)
     ch.put([array, array, tensor, tensor])
@@ -203,7 +203,7 @@ def test_threads_see_an_in_place_change_on_both_sides():
 
 @pytest.mark.copying
 def test_writes_to_a_received_tensor_stay_private(make):
-    """C11: a leased item that was changed and returned is intact for the next reader."""
+    """C11: if a leased item was changed and returned, the next reader gets it intact."""
     ch = make(2)
     ch.put(torch.zeros(LARGE))
     reader = ch.reader()
@@ -221,7 +221,7 @@ def test_writes_to_a_received_tensor_stay_private(make):
 
 @pytest.mark.copying
 def test_a_block_returns_with_its_last_view(make):
-    """A slice of the array, or another array made of it, also keeps the block."""
+    """A slice of the array, or another array made from it, also keeps the block."""
     ch = make(1)
     ch.put((np.arange(LARGE), torch.arange(LARGE)))
     arrived = ch.get()
@@ -237,8 +237,8 @@ def test_a_block_returns_with_its_last_view(make):
 
 
 @pytest.mark.copying
-def test_blocks_are_used_again(make):
-    """C2: a long stream of large items takes no more memory than a few of them."""
+def test_blocks_are_reused(make):
+    """C2: a long stream of large items takes no more memory than a few of the items."""
     ch = make(1, max_bytes=3 * 8 * LARGE)
     for number in range(100):
         ch.put(np.full(LARGE, number))
@@ -277,9 +277,11 @@ def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
 
 
 @pytest.mark.copying
-def test_items_of_other_sizes_fit_between_kept_blocks(make):
-    """Free blocks are cut again, although blocks between them stay in use. Room is kept for the largest
-    item."""
+def test_items_of_different_sizes_fit_between_kept_blocks(make):
+    """Free blocks are divided again, even if blocks between them stay in use.
+
+    Room is kept for the largest item.
+    """
     ch = make(64, max_bytes=2_000_000)
     kept = []
     for size in [20_000, 30_000, 50_000, 90_000, 200_000, 500_000, 900_000, 1_900_000] * 3:
@@ -300,18 +302,18 @@ def test_error_without_room_names_the_holders(make):
     ch.put(np.zeros(LARGE))
     kept = ch.get()
     ch.put_many([np.zeros(LARGE)] * 2)
-    said = (
+    message = (
         rf"2 of 2 items inside, 1\.6 MB of max_bytes=8\.0 MB; process {os.getpid()} holds 1 block, 800\.2 KB"
     )
-    with pytest.raises(Full, match=said):
+    with pytest.raises(Full, match=message):
         ch.put(np.zeros(LARGE), timeout=0.01)
     assert len(kept) == LARGE
 
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.one_machine("blocks elsewhere are of rings there")
-def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
+@pytest.mark.one_machine("a remote process has its own rings, and their blocks")
+def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)
     peer = spawn_peer(_keep_two, ch, taken, port)
@@ -320,7 +322,7 @@ def test_c11_blocks_of_a_killed_process_return(make, spawn_peer, port):
     peer.kill()
     peer.join()
     ch.close()
-    items = list(ch)  # waits for the item of the dead process
+    items = list(ch)  # waits for the item of the process that died
     assert len(items) == (2 if port else 1)
     del items
     wait_until(lambda: ch.stats().holders == (), what=ch.stats)
@@ -335,52 +337,51 @@ def _keep_two(ch: Channel, taken: Channel, port: bool) -> None:
     del kept
 
 
-def _fork_and_end(ch: Channel, asked: Channel, answers: Channel) -> None:
+def _fork_and_end(ch: Channel, requests: Channel, answers: Channel) -> None:
     """Give the received item to a child that outlives this process."""
     array = ch.get()
     if os.fork() == 0:
-        _look_again(array, asked, answers)
+        _read_again(array, requests, answers)
     os._exit(0)
 
 
 @pytest.mark.other_process
 def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
-    ch, asked, answers = make(1), make(1), make(1)
+    ch, requests, answers = make(1), make(1), make(1)
     before = psutil.Process().children(recursive=True)
     ch.put(np.full(LARGE, 5))
-    parent = spawn_peer(_fork_and_end, ch, asked, answers)
+    parent = spawn_peer(_fork_and_end, ch, requests, answers)
     assert answers.get() == 5 * LARGE
     assert parent.join() == 0
     ch.stats()  # detects dead processes
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
-    asked.put(None)
+    requests.put(None)
     assert answers.get() == 5 * LARGE
     wait_until(lambda: psutil.Process().children(recursive=True) == before)
 
 
 @pytest.mark.other_process
 def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
-    """The parent may release the view and the channel may continue, but the child's view must stay
-    unchanged."""
-    ch, asked, answers = make(1), make(1), make(1)
+    """The parent may release its view, and the channel may continue; the child's view must stay unchanged."""
+    ch, requests, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
     arrived = ch.get()
-    peer = spawn_peer(_look_again, arrived, asked, answers)
+    peer = spawn_peer(_read_again, arrived, requests, answers)
     assert answers.get() == 5 * LARGE
     del arrived
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
-    asked.put(None)
+    requests.put(None)
     assert answers.get() == 5 * LARGE
     peer.result()
 
 
-def _look_again(array: Any, asked: Channel, answers: Channel) -> None:
+def _read_again(array: Any, requests: Channel, answers: Channel) -> None:
     answers.put(int(array.sum()))
-    asked.get()
+    requests.get()
     answers.put(int(array.sum()))
     answers.flush()
 

@@ -28,11 +28,14 @@ def test_capacity_must_be_an_int_of_at_least_1(make, capacity):
 
 
 def test_error_of_capacity_0_names_an_alternative(make):
-    with pytest.raises(ValueError, match="does not wait until somebody has the item; let the reader answer"):
+    with pytest.raises(
+        ValueError,
+        match=("capacity must be at least 1, got 0; to wait until the reader has the item, let it answer"),
+    ):
         make(0)
 
 
-def test_capacity_none_is_refused_between_processes():
+def test_capacity_none_between_processes_raises():
     """C2: between processes, items take shared memory."""
     ch = Channel(None)
     assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
@@ -41,18 +44,20 @@ def test_capacity_none_is_refused_between_processes():
     ch.close()
     assert list(ch) == list(range(100_000))
     for across in ("processes", "hosts"):
-        with pytest.raises(ValueError, match=r"capacity=None.*across='threads'.*give a number"):
+        with pytest.raises(
+            ValueError, match=r"capacity must be an int with across='.*', got None.*capacity=10"
+        ):
             Channel(None, across=across)
 
 
-def test_capacity_beyond_the_limit_is_refused(make):
-    """The message is the usual one, and not an OverflowError."""
+def test_capacity_beyond_the_limit_raises(make):
+    """The message is the usual one; no OverflowError is raised."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 
 
 @pytest.mark.parametrize("across", ["moon", "", 3])
-def test_unknown_transport_is_refused(across):
+def test_unknown_transport_raises(across):
     with pytest.raises(MISUSE, match=rf"across.*{re.escape(repr(across))}") as caught:
         Channel(1, across=across)
     assert "threads" in str(caught.value)
@@ -83,7 +88,7 @@ def test_timeout_must_be_a_number_of_at_least_0(make, call, timeout):
 
 
 @pytest.mark.parametrize("most", [0, -1, "3", 1.0, True])
-def test_get_many_wants_an_int_of_at_least_1(make, most):
+def test_get_many_rejects_max_below_1_or_not_int(make, most):
     ch = make()
     ch.put("inside")
     with pytest.raises(MISUSE, match=rf"max.*{re.escape(repr(most))}"):
@@ -91,12 +96,12 @@ def test_get_many_wants_an_int_of_at_least_1(make, most):
     assert ch.get() == "inside"
 
 
-def test_put_many_wants_an_iterable(make):
+def test_put_many_rejects_arguments_that_are_not_iterable(make):
     with pytest.raises(TypeError, match="int"):
         make().put_many(5)
 
 
-def test_unknown_keyword_argument_is_refused(make):
+def test_unknown_keyword_argument_raises(make):
     with pytest.raises(TypeError, match="block"):
         make().put(1, block=False)
     with pytest.raises(TypeError, match="maxsize"):
@@ -166,7 +171,7 @@ def holder_of_a_lock():
     ],
     ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
 )
-def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
+def test_put_of_an_unpicklable_item_names_the_part(make, item, part):
     """C13: this holds for every way to put, and the channel is unchanged."""
     ch = make(2)
     ch.put("before")
@@ -180,8 +185,8 @@ def test_an_unpicklable_item_raises_in_put_and_names_the_part(make, item, part):
 
 
 @pytest.mark.copying
-def test_unpicklable_item_among_many_spares_the_others(make):
-    """C13: the earlier items are inside, and the error counts them."""
+def test_unpicklable_item_does_not_affect_others_in_put_many(make):
+    """C13: the earlier items are in the channel, and the error counts them."""
     ch = make()
     with pytest.raises(UNPICKLABLE) as caught:
         ch.put_many([1, 2, threading.Lock(), 4])
@@ -205,8 +210,8 @@ def fail_to_build():
 
 
 @pytest.mark.copying
-def test_error_of_the_items_own_pickling_is_chained(make):
-    """C13: the put raises the user's exception, or another one from it."""
+def test_error_raised_by_pickling_an_item_is_chained(make):
+    """C13: the put raises the user's exception, or another exception that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())
@@ -216,7 +221,7 @@ def test_error_of_the_items_own_pickling_is_chained(make):
 
 @pytest.mark.copying
 def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
-    """C13: the reader gets the user's exception, and then the next items."""
+    """C13: one call raises the user's exception, and later calls return the next items."""
     ch = make()
     ch.put_many([FailsToUnpickle(), "next"])
     with pytest.raises(Exception, match="no way to read me back"):
@@ -226,7 +231,7 @@ def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
 
 
 @pytest.mark.copying
-def test_failed_put_neither_wakes_nor_blocks_others(make, spawn_peer):
+def test_failed_put_does_not_wake_or_block_others(make, spawn_peer):
     """C13: a waiting reader continues to wait."""
     ch = make()
     peer = spawn_peer(ch.get)
@@ -238,8 +243,8 @@ def test_failed_put_neither_wakes_nor_blocks_others(make, spawn_peer):
     assert peer.result() == "good"
 
 
-def test_any_object_is_an_item_between_threads():
-    """C13: nothing is serialised, because the object itself crosses."""
+def test_any_object_can_be_an_item_between_threads():
+    """C13: nothing is serialised, because the object itself is passed."""
     ch = Channel(across="threads")
     lock = threading.Lock()
     ch.put(lock)

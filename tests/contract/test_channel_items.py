@@ -1,4 +1,4 @@
-"""C14: a channel can be put into a channel that spans at least as far.
+"""C14: a channel can be put into another channel that spans at most as far.
 
 Dropped channels and unread items are freed.
 """
@@ -16,7 +16,7 @@ from support.waiting import wait_blocked
 from flowchan import Channel, Drained
 
 
-def test_a_channel_through_a_channel_is_the_same_channel(make):
+def test_a_channel_received_through_a_channel_is_the_same_channel(make):
     """C14: items put into the received channel can be taken from the original one."""
     carrier, sent = make(1), make(3)
     carrier.put(sent)
@@ -30,7 +30,7 @@ def test_a_channel_through_a_channel_is_the_same_channel(make):
     assert arrived.closed
 
 
-def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
+def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
     """C14: request and reply."""
     requests = make()
 
@@ -48,7 +48,7 @@ def test_a_peer_answers_through_the_channel_it_was_sent(make, spawn_peer):
     server.result()
 
 
-@pytest.mark.not_hosts("its home ends as soon as it has what was put")
+@pytest.mark.not_hosts("its owner ends as soon as it has received the items")
 def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
     """C14: a channel that another process made works in both directions."""
     carrier = make(1)
@@ -76,7 +76,7 @@ def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
         reader.result()
 
 
-def test_channels_nest_in_items(make):
+def test_channels_can_be_nested_in_items(make):
     """C14: inside tuples, lists and dicts."""
     carrier, sent = make(), make()
     carrier.put({"replies": [sent, sent], "pair": (sent, 1)})
@@ -87,7 +87,7 @@ def test_channels_nest_in_items(make):
     assert sent.get_many(5) == ["a", "b", "c"]
 
 
-def test_a_channel_sent_twice_arrives_twice(make):
+def test_a_channel_can_be_sent_twice(make):
     """C14."""
     carrier, sent = make(), make()
     carrier.put_many([sent, sent])
@@ -97,8 +97,10 @@ def test_a_channel_sent_twice_arrives_twice(make):
 
 
 def test_channel_passes_through_many_processes(make, spawn_peer):
-    """C14: it goes through several channels and back to its maker. Each sender has ended before the next
-    receives."""
+    """C14: the channel passes through several channels and returns to the process that made it.
+
+    Each sender has ended before the next process receives.
+    """
     hops = [make(1) for _ in range(4)]
     sent = make()
     hops[0].put(sent)
@@ -109,8 +111,8 @@ def test_channel_passes_through_many_processes(make, spawn_peer):
 
 
 @pytest.mark.copying
-def test_a_threads_channel_cannot_leave_its_process(make):
-    """C14: a put into a channel that spans farther raises, names the item, and leaves the carrier
+def test_a_threads_channel_cannot_be_sent_to_another_process(make):
+    """C14: a put into a carrier that spans farther raises, names the item, and leaves the carrier
     unchanged."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
@@ -121,14 +123,14 @@ def test_a_threads_channel_cannot_leave_its_process(make):
 
 
 @pytest.mark.copying
-def test_a_processes_channel_goes_through_a_threads_channel(make):
-    """C14: the carrier spans less far, and carries the object itself."""
+def test_a_processes_channel_can_be_put_into_a_threads_channel(make):
+    """C14: the carrier spans less far, and passes the object itself."""
     carrier, sent = Channel(across="threads"), make()
     carrier.put(sent)
     assert carrier.get() is sent
 
 
-def test_a_channel_put_into_itself_is_an_item(make):
+def test_a_channel_can_be_put_into_itself(make):
     """C14: such an item is useless, but must not hang."""
     ch = make()
     ch.put(ch)
@@ -145,53 +147,53 @@ class Item:
     pass
 
 
-def test_dropped_items_of_this_process_are_freed():
-    """The items go with the last reference to the channel."""
+def test_items_of_a_dropped_channel_are_freed():
+    """The items are freed with the last reference to the channel."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put_many([item, item])
     del item, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
-    """Between threads, the channel keeps no reference to an item that has left it."""
+    """This holds for channels between threads."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put(item)
     assert ch.get() is item
     del item
-    assert gone() is None
+    assert reference() is None
 
 
-def test_a_channel_that_holds_itself_is_collected():
+def test_a_channel_that_contains_itself_is_collected():
     """A reference cycle through a channel of this process must not leak."""
     ch = Channel(across="threads")
     item = Item()
-    gone = weakref.ref(item)
+    reference = weakref.ref(item)
     ch.put_many([ch, item])
     del item, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 def test_channel_referenced_by_its_abort_cause_is_collected():
-    """An exception holds all objects of its traceback."""
+    """An exception refers to all objects in its traceback."""
     ch = Channel(across="threads")
     cause = Cause(ch)
-    gone = weakref.ref(cause)
+    reference = weakref.ref(cause)
     ch.abort(cause)
     del cause, ch
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-@pytest.mark.not_hosts("a channel that is under way lasts at its home, whatever becomes of the item")
-def test_channels_dropped_unread_hold_no_descriptor(transport):
-    """C12: many channels are filled and dropped, with channels inside them."""
+@pytest.mark.not_hosts("the owner keeps a sent channel, whatever becomes of the item")
+def test_channels_dropped_unread_keep_no_descriptor(transport):
+    """C12: many channels are filled with other channels and dropped."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         outer, inner = transport.make(4), transport.make(4)
@@ -202,8 +204,8 @@ def test_channels_dropped_unread_hold_no_descriptor(transport):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_destroying_items_may_use_the_channel():
-    """Between threads, the destructor of a discarded item runs without a lock."""
+def test_destructor_of_a_discarded_item_may_use_the_channel():
+    """Between threads, no lock is held while the destructor of a discarded item runs."""
     ch = Channel(across="threads")
     seen = []
 

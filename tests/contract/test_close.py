@@ -38,7 +38,7 @@ def test_close_may_be_called_any_number_of_times(make, spawn_peer):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_after_close_raises_closed_and_puts_nothing(make, put):
-    """C3: the error is Closed itself, because Drained is for readers."""
+    """C3: the error is Closed itself; only readers get its subclass Drained."""
     ch = make()
     ch.put("before")
     ch.close()
@@ -73,7 +73,7 @@ def test_close_by_a_peer_is_visible(make, spawn_peer):
 
 
 def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
-    """C3: its item was not put."""
+    """C3: the item was not put."""
     ch = make(1)
     ch.put("before")
     peers = [spawn_peer(ch.put, "waiting") for _ in range(3)]
@@ -111,7 +111,7 @@ def test_a_waiting_put_many_that_had_put_nothing_raises_closed(make, spawn_peer)
 
 
 def test_items_put_before_the_close_stay_readable(make, spawn_peer):
-    """C3: readers of any process can read them."""
+    """C3: readers in any process can read them."""
     ch = make()
     ch.put_many(range(10))
     ch.close()
@@ -144,7 +144,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
 
 
 def test_close_wakes_both_sides(make, spawn_peer):
-    """C3: one peer ends readers of an empty channel and writers of a full one."""
+    """C3: one peer's close ends readers of an empty channel and writers of a full channel."""
     empty, full = make(1), make(1)
     full.put(0)
     reader = spawn_peer(empty.get)
@@ -165,7 +165,7 @@ def test_close_wakes_both_sides(make, spawn_peer):
 
 @pytest.mark.parametrize("get", GETS)
 def test_get_on_a_drained_channel_always_raises_at_once(make, get):
-    """C4: Drained is a Closed, and never an Empty."""
+    """C4: the error is Drained, a subclass of Closed, and never Empty."""
     ch = make()
     ch.put(1)
     ch.close()
@@ -178,7 +178,7 @@ def test_get_on_a_drained_channel_always_raises_at_once(make, get):
     assert ch.drained
 
 
-def test_the_read_of_the_last_item_succeeds(make):
+def test_reading_the_last_item_succeeds(make):
     """C4: only the next read raises."""
     ch = make()
     ch.put("last")
@@ -190,8 +190,8 @@ def test_the_read_of_the_last_item_succeeds(make):
         ch.get()
 
 
-def test_get_many_returns_the_rest_before_drained(make):
-    """C4: it raises Drained only without any item to return."""
+def test_get_many_returns_the_last_items_before_drained(make):
+    """C4: it raises Drained only if no item is left to return."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -210,7 +210,7 @@ def test_iteration_ends_when_drained(make):
     assert next(iter(ch), "end") == "end"
 
 
-def test_a_channel_closed_empty_is_drained_at_once(make):
+def test_closing_an_empty_channel_drains_it(make):
     """C4."""
     ch = make()
     ch.close()
@@ -228,8 +228,8 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_readers_that_race_for_the_end_get_each_item_once(make, spawn_peer):
-    """C4: each of many readers ends, and together they have each item once."""
+def test_readers_racing_to_the_end_get_each_item_once(make, spawn_peer):
+    """C4: each of many readers ends, and together they get each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]
     wait_blocked(ch, readers=4)

@@ -1,4 +1,4 @@
-"""End of the sender of device tensors, in runs and outside, on a fake device (``fake_device``)."""
+"""The sender of device tensors ends, inside and outside of runs; on a fake device (``fake_device``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_error_names_the_abrupt_producer_and_the_remedy(make, spawn_peer, monkeypatch):
-    """This holds whether or not its memory has been opened before."""
+    """This holds whether or not the producer's memory was opened earlier."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
     pid = peer._process.pid
@@ -120,8 +120,8 @@ def test_exit_does_not_wait_for_tensors_without_readers():
     assert (ended.stdout, ended.stderr, ended.returncode) == ("put\n", "", 0)
 
 
-def test_exit_wait_ends_at_its_limit_and_reports_losses():
-    """Another process has the channel, and does not read."""
+def test_exit_stops_waiting_at_its_limit_and_reports_losses():
+    """Another process has the channel but does not read."""
     more = (
         "import os, signal, threading, time\n"
         "if (child := os.fork()) == 0:\n"
@@ -129,10 +129,10 @@ def test_exit_wait_ends_at_its_limit_and_reports_losses():
         "import atexit\n"
         "atexit.register(os.kill, child, signal.SIGKILL)\n"
         "import multiprocessing.util as util\n"
-        "atexit.register(util._exit_function)\n"  # before the child is ended
+        "atexit.register(util._exit_function)\n"  # runs before the child is killed
     )
     ended = _script(more, FLOWCHAN_CUDA_EXIT_WAIT="0.5")
-    assert "contents of 1 items in <Channel(" in ended.stderr
+    assert "ends with 1 items in <Channel(" in ended.stderr
     assert "no process has read for 0.5 s (FLOWCHAN_CUDA_EXIT_WAIT)" in ended.stderr
     assert ended.returncode == 0
 
@@ -150,7 +150,7 @@ def _doubled(tensor: FakeTensor) -> FakeTensor:
 
 
 def _killing(tensor: FakeTensor) -> Any:
-    """Change the received tensor, then die; only the first time."""
+    """Change the received tensor, then kill this process; only the first time."""
     number = int(tensor.numpy()[0])
     tensor.fill(-1)
     if number == 30 and (marker := Path(os.environ["MARKER"])).exists():
@@ -159,7 +159,7 @@ def _killing(tensor: FakeTensor) -> Any:
     return number
 
 
-def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
+def test_stages_in_processes_forward_tensors(tmp_path, monkeypatch):
     marker = tmp_path / "marker"
     marker.touch()
     monkeypatch.setenv("MARKER", str(marker))
@@ -172,8 +172,8 @@ def test_stages_in_processes_pass_tensors_on(tmp_path, monkeypatch):
     assert not marker.exists()
 
 
-def test_early_end_of_a_run_needs_no_exit_wait(monkeypatch, capfd):
-    """Tensors without a reader need no memory, although other processes have the channel."""
+def test_workers_of_a_stopped_run_exit_without_waiting(monkeypatch, capfd):
+    """Tensors without a reader need no memory, even if other processes have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
     first = graph.source(range(1000)).map(_made, on="process").take(3).collect()
@@ -202,8 +202,8 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_killed_worker_loses_device_tensors_unless_in_host_memory(tmp_path, monkeypatch, switch):
-    """The run must report this, and never continue without them."""
+def test_device_tensors_of_killed_worker_survive_only_in_host_memory(tmp_path, monkeypatch, switch):
+    """The run must report the loss, and never continue without the tensors."""
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     graph = Graph("killed")
@@ -222,7 +222,7 @@ COUNT = 150
 
 
 def _put_at_random(ch: Channel, seed: int) -> None:
-    """Put tensors of all sizes from two threads, while the stream often stands still."""
+    """Put tensors of all sizes from two threads, while the stream is often stopped."""
 
     stream = FAKE.stream("fake-A")
 
@@ -239,7 +239,7 @@ def _put_at_random(ch: Channel, seed: int) -> None:
             item = name, FakeTensor(np.full(size, name)), FakeTensor([name], "fake-B")
             try:
                 ch.put(item, timeout=0.05)
-            except Full:  # the readers that would make room wait for our stream
+            except Full:  # the readers that would make room are waiting for our stream
                 go_on()
                 ch.put(item)
             if chance.random() < 0.5:
@@ -289,7 +289,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_forked_child_has_separate_arenas_and_opens_its_parents(make, spawn_peer):
+def test_forked_child_has_own_arenas_and_opens_its_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
     peer = spawn_peer(_use_and_return, ch, back)  # the parent's arena exists already

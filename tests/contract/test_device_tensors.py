@@ -48,7 +48,7 @@ def _echo(ch: Channel, back: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_nested_tensors_of_two_devices_cross(make, spawn_peer):
+def test_nested_tensors_from_two_devices_are_transferred(make, spawn_peer):
     ch, back = make(4), make(4)
     peer = spawn_peer(_echo, ch, back)
     one = FakeTensor(np.arange(1000), "fake-A")
@@ -69,7 +69,7 @@ def test_nested_tensors_of_two_devices_cross(make, spawn_peer):
 
 
 def test_many_tensors_share_one_allocation(make):
-    """torch-ipc sent the base of the allocation for every part of it."""
+    """torch-ipc sent the base of the allocation along with every part of it."""
     ch = make(64)
     for number in range(50):
         ch.put(FakeTensor(np.full(10 * number + 1, number, "u1")))
@@ -88,7 +88,7 @@ def test_tensor_larger_than_an_arena_gets_a_new_arena(make, monkeypatch):
         assert (arrived == 7).all()
 
 
-def test_writes_after_the_put_stay_with_the_sender(make):
+def test_receiver_does_not_see_writes_after_the_put(make):
     ch = make(1)
     tensor = FakeTensor(np.zeros(1000))
     ch.put(tensor)
@@ -96,8 +96,8 @@ def test_writes_after_the_put_stay_with_the_sender(make):
     assert (ch.get().numpy() == 0).all()
 
 
-def test_c11_writes_of_the_receiver_stay_with_it(make):
-    """A leased item that was changed and returned is intact for the next reader."""
+def test_c11_sender_does_not_see_writes_by_the_receiver(make):
+    """If a leased item was changed and returned, the next reader gets it intact."""
     ch = make(2)
     ch.put(FakeTensor(np.zeros(1000)))
     reader, keeper = ch.reader(), ch.reader()
@@ -115,13 +115,13 @@ def test_c11_writes_of_the_receiver_stay_with_it(make):
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, but the copy is not made
+        got.get()  # the receiver has the item, but the copy has not been made yet
     assert FAKE.counts["finish"] == 0
 
 
 @pytest.mark.other_process
 def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
-    """The receiver has its tensor before the contents exist, and its work on the tensor comes after them."""
+    """The receiver gets its tensor before the contents exist; its work on the tensor starts after they do."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()
@@ -144,26 +144,26 @@ def _count_sum(ch: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.other_process
-def test_long_stream_opens_the_memory_once_without_waiting(make, spawn_peer):
+def test_receiver_opens_memory_once_for_many_tensors_without_waiting(make, spawn_peer):
     ch, answers = make(8), make(1)
     peer = spawn_peer(_count_sum, ch, answers)
     for number in range(1000):
         ch.put(FakeTensor(np.full(MB // 8, number)))
     ch.close()
-    total, theirs = answers.get()
+    total, peer_end = answers.get()
     assert total == 999 * 500
-    assert theirs["open"] == 1  # 1 MB each, in an arena of 64 MB
-    assert theirs["open event"] <= 4 * transfer.EVERY_FEW
-    assert theirs["copy out"] == 1000
-    assert not {"close", "finish", "from host"} & theirs.keys()
+    assert peer_end["open"] == 1  # 1 MB each, in an arena of 64 MB
+    assert peer_end["open event"] <= 4 * transfer.EVERY_FEW
+    assert peer_end["copy out"] == 1000
+    assert not {"close", "finish", "from host"} & peer_end.keys()
     assert FAKE.counts["copy in"] == 1000
-    assert FAKE.counts["allocate"] == theirs["open"]
+    assert FAKE.counts["allocate"] == peer_end["open"]
     assert FAKE.counts["finish"] == FAKE.counts["to host"] == 0
     peer.result()
     assert kept() == 0
 
 
-def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
+def test_writer_without_free_events_waits_for_the_device(make, monkeypatch):
     monkeypatch.setattr(pool, "EVENTS", 2)
     ch = make(8)
     for number in range(5):
@@ -175,7 +175,7 @@ def test_writer_waits_for_the_device_without_free_events(make, monkeypatch):
 # --- Lifetime of a block ---
 
 
-def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
+def test_blocks_are_reused_once_their_items_are_gone(make):
     ch = make(100)
     for _ in range(40):
         ch.put(FakeTensor(np.ones(10)))
@@ -185,7 +185,7 @@ def test_blocks_are_kept_while_their_items_exist_and_used_again(make):
     assert kept() == 25
     reader = ch.reader()
     reader.get()
-    assert kept() == 25  # leased: it may come back
+    assert kept() == 25  # leased, so the item may return to the channel
     reader.close()
     assert kept() == 24
     for _ in range(24):
@@ -228,7 +228,7 @@ def test_failed_put_keeps_no_block(make):
     ch.put(FakeTensor(np.ones(10)))
     with pytest.raises(Full):
         ch.put(FakeTensor(np.ones(10)), timeout=0.01)
-    with pytest.raises(TypeError, match="can't be pickled"):
+    with pytest.raises(TypeError, match="can't send"):
         ch.put((FakeTensor(np.ones(10)), threading.Lock()))
     assert kept() == 1
     ch.get()
@@ -238,14 +238,14 @@ def test_failed_put_keeps_no_block(make):
 
 
 def test_block_is_not_reused_before_its_write_has_finished(make):
-    """The item is gone, but the copy into its block has not been made."""
+    """The item no longer exists, but the copy into its block has not been made."""
     ch = make(1)
     with FAKE.held():
-        with pytest.raises(TypeError, match="can't be pickled"):
+        with pytest.raises(TypeError, match="can't send"):
             ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
         ch.put(FakeTensor(np.ones(10)))
         pool = transfer._state.pools["fake"]
-        assert len(pool._back) >= 2  # plain pickle was tried, then cloudpickle
+        assert len(pool._back) >= 2  # put tries plain pickle first, then cloudpickle
     assert (ch.get().numpy() == 1).all()
     assert kept() == 0
     pool._collect()
@@ -262,17 +262,17 @@ def test_aborted_channel_keeps_no_blocks(make):
 def test_unreferenced_channel_keeps_no_blocks(make):
     ch = make(4)
     ch.put(FakeTensor(np.ones(10)))
-    gone = weakref.ref(ch)
+    reference = weakref.ref(ch)
     make.forget()
     del ch
     gc.collect()
     assert kept() == 0
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.other_process
 def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
-    """The first reader's copy is not made yet, so that reader still holds the item."""
+    """The first reader's copy has not been made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()
@@ -287,7 +287,7 @@ def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
     second.close()
 
     def has_ended() -> bool:
-        merge_counts()  # the thread that watches copies may drop the last reference to one
+        merge_counts()  # the thread that watches copies may drop the last reference to a copy
         return not peer.running()
 
     wait_until(has_ended)
@@ -306,7 +306,7 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, copied):
-    """A leased item comes again, whether or not its copy was made. Otherwise the block is free."""
+    """A leased item is delivered again, whether or not its copy was made. Otherwise the block is free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))
@@ -327,7 +327,7 @@ def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, 
 # --- Host memory ---
 
 
-def test_the_off_switch_goes_through_host_memory(make, monkeypatch):
+def test_tensors_go_through_host_memory_when_ipc_is_off(make, monkeypatch):
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", "0")
     ch = make(1)
     ch.put(FakeTensor(np.arange(100_000), "fake-B"))
@@ -356,11 +356,11 @@ def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switc
     ch = make(1)
     ch.put(FakeTensor(np.arange(10), "fake-A"))
     FAKE.seen = ["fake-B"]
-    said = (
-        rf"fake device fake-A of process {os.getpid()}.*can use fake-B "
-        rf"only.*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
+    message = (
+        rf"fake device fake-A of process {os.getpid()}.*can use only fake-B"
+        rf".*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
     )
-    with pytest.raises(ChannelError, match=said):
+    with pytest.raises(ChannelError, match=message):
         ch.get()
     assert kept() == 0
 

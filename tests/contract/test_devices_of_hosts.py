@@ -1,6 +1,6 @@
-"""C13: device tensors go to another host through host memory, on fake devices (``fake_device``).
+"""C13: device tensors are sent to another host through host memory, on fake devices (``fake_device``).
 
-They arrive on the device of the same number.
+They arrive on the device with the same number.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return the copies to and from host memory in this process, and the device allocations."""
+    """Return the number of copies to and from host memory in this process, and of device allocations."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
 def of_another_host(*devices):
-    """Give this program the devices of another host."""
+    """Make this program see the devices of a different host."""
     transfer.use(FAKE)
     FAKE.seen = list(devices)
 
@@ -42,12 +42,12 @@ def test_tensor_arrives_on_its_device_if_visible():
 
 
 @pytest.mark.parametrize("ports", [False, True])
-def test_tensor_arrives_on_the_device_of_the_same_number(ports):
-    there, back = Channel(across="hosts"), Channel(across="hosts")
+def test_tensor_arrives_on_the_device_with_the_same_number(ports):
+    outward, inward = Channel(across="hosts"), Channel(across="hosts")
 
     def move():
         of_another_host("other-A", "other-B")
-        taking, giving = (there.reader(), back.writer()) if ports else (there, back)
+        taking, giving = (outward.reader(), inward.writer()) if ports else (outward, inward)
         for tensor in taking:
             assert tensor.device == "other-B"
             giving.put(FakeTensor(2 * tensor.numpy(), "other-A"))
@@ -57,21 +57,21 @@ def test_tensor_arrives_on_the_device_of_the_same_number(ports):
 
     peer = HostPeer(move)
     for number in (1, 1000, 100_000):
-        there.put(FakeTensor(np.arange(number), "fake-B"))
-        tensor = back.get()
+        outward.put(FakeTensor(np.arange(number), "fake-B"))
+        tensor = inward.get()
         assert tensor.device == "fake-A"
         assert np.array_equal(tensor.numpy(), 2 * np.arange(number))
-    there.close()
+    outward.close()
     peer.result()
     assert through_the_host() == (3, 3, 0)
 
 
-def test_receiver_with_fewer_devices_gets_a_remedy():
+def test_error_of_receiver_with_fewer_devices_names_the_remedy():
     ch = Channel(across="hosts")
 
     def take():
         of_another_host("other-A")
-        with pytest.raises(ChannelError, match=r"was on fake:1 of another host.*1 fake dev.*tensor\.cpu\(\)"):
+        with pytest.raises(ChannelError, match=r"of fake:1 on another host.*1 fake dev.*tensor\.cpu\(\)"):
             ch.get()
 
     peer = HostPeer(take)
@@ -80,7 +80,7 @@ def test_receiver_with_fewer_devices_gets_a_remedy():
 
 
 class Doubled:
-    """Worker that has a device before its first item."""
+    """Worker that uses a device before its first item."""
 
     def __init__(self):
         of_another_host("other-A", "other-B")
@@ -90,8 +90,8 @@ class Doubled:
         return FakeTensor(2 * tensor.numpy(), tensor.device)
 
 
-def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
-    """Tensors go to an agent, from there to another one, and back."""
+def test_stages_on_hosts_forward_device_tensors(monkeypatch):
+    """Tensors go to an agent, from there to a second agent, and back."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -103,7 +103,7 @@ def test_stages_on_hosts_pass_device_tensors_on(monkeypatch):
     assert through_the_host() == (5, 5, 0)
 
 
-# --- Servers and clients, like torch-ipc's with CUDA ---
+# --- Servers and clients, as in torch-ipc with CUDA ---
 
 VIEWS = {
     "whole": lambda: np.arange(12.0).reshape(3, 4),
@@ -115,8 +115,8 @@ VIEWS = {
 }
 
 
-def elsewhere(server, function):
-    """Run a client on another host that has two devices."""
+def remote_channel(server, function):
+    """Run a client on a host that has two devices."""
     address, secret = server.address, server.secret
 
     def work():
@@ -127,7 +127,7 @@ def elsewhere(server, function):
     return HostPeer(work)
 
 
-def test_device_bytes_go_to_a_server_and_back():
+def test_device_bytes_are_sent_to_a_server_and_back():
     """Corresponds to testCUDAStoragePingPong."""
 
     def echo(client):
@@ -136,39 +136,39 @@ def test_device_bytes_go_to_a_server_and_back():
         return tensor.device
 
     with Server() as server:
-        peer = elsewhere(server, echo)
+        peer = remote_channel(server, echo)
         (client,) = server.clients(1)
         client.send(FakeTensor(np.arange(100, dtype="u1"), "fake-B"))
-        back = client.recv()
+        inward = client.recv()
         assert peer.result() == "other-B"
-    assert (back.device, back.numpy().dtype) == ("fake-B", "u1")
-    assert np.array_equal(back.numpy(), np.arange(1, 101))
+    assert (inward.device, inward.numpy().dtype) == ("fake-B", "u1")
+    assert np.array_equal(inward.numpy(), np.arange(1, 101))
     assert through_the_host() == (1, 1, 0)
     assert kept() == 0
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_device_tensors_go_to_a_server_and_its_clients(view):
+def test_device_tensors_are_sent_to_a_server_and_its_clients(view):
     """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
     once."""
-    there = VIEWS[view]()
+    outward = VIEWS[view]()
 
     def send(client):
-        client.send(FakeTensor(there, "other-A"))
+        client.send(FakeTensor(outward, "other-A"))
         tensor = client.recv()
         return tensor.device, tensor.numpy()
 
     with Server() as server:
-        peers = [elsewhere(server, send) for _ in range(2)]
+        peers = [remote_channel(server, send) for _ in range(2)]
         for client in server.clients(2):
             came = client.recv()
             assert came.device == "fake-A"
-            assert np.array_equal(came.numpy(), there)
-            assert came.numpy().shape == there.shape
+            assert np.array_equal(came.numpy(), outward)
+            assert came.numpy().shape == outward.shape
         server.broadcast(FakeTensor(came.numpy() + 1, "fake-B"))
         for peer in peers:
             device, array = peer.result()
             assert device == "other-B"
-            assert np.array_equal(array, there + 1)
+            assert np.array_equal(array, outward + 1)
     assert through_the_host() == (1, 2, 0)
     assert kept() == 0

@@ -22,13 +22,13 @@ pytestmark = pytest.mark.copying
 
 
 def put_new(carrier, make, *more):
-    """Put a channel with an item inside, of which this process keeps no reference."""
+    """Put a channel that has an item, and drop every reference to the channel in this process."""
     sent = make(4)
     sent.put_many(["inside", 2])
     carrier.put((sent, *more) if more else sent)
 
 
-def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
+def test_a_channel_dropped_by_its_sender_is_received(make, transport):
     """C14: the sender itself can also receive it."""
     carrier = make()
     put_new(carrier, transport.make)
@@ -41,9 +41,9 @@ def test_a_channel_that_its_sender_has_dropped_is_received(make, transport):
 
 @pytest.mark.parametrize("size", [0, 50_000])
 @pytest.mark.other_process
-@pytest.mark.not_hosts("a channel ends with the process that made it, its home")
+@pytest.mark.not_hosts("a channel ends with the process that made it, its owner")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
-    """C14: with small and large contents next to it."""
+    """C14: the item contains small or large contents in addition to the channel."""
     carrier = make()
 
     def send_and_stay():
@@ -63,14 +63,14 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 @pytest.mark.other_process
 def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
-    """C14: a receiver that existed before the put, and one that dies first while it has the item leased."""
+    """C14: the first receiver dies while it leases the item; the second existed before the put."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("home hears that a channel has come, and not that its item is finished")
+@pytest.mark.not_hosts("the owner learns that a channel has arrived, but not that its item is finished")
 def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
-    """C14: its item was not finished."""
+    """C14: the first receiver had not finished the item."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
 
@@ -91,7 +91,7 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
             answers.put(channel.get_many(4))
 
     put_new(carrier, transport.make)
-    stays = carrier.reader()  # otherwise the death of the last reader would close it
+    stays = carrier.reader()  # otherwise the death of the last reader would close the carrier
     first = spawn_peer(take_and_stay)
     wait_stats(carrier, leased=1)
     second = spawn_peer(answer)
@@ -106,8 +106,8 @@ def dies_with_it_in_hand(make, spawn_peer, transport, keeps):
 
 
 @pytest.mark.other_process
-def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, transport):
-    """C14: a receiver can send it on, also through the channel that it has received."""
+def test_nested_channels_pass_through_several_receivers(make, spawn_peer, transport):
+    """C14: each receiver can send the channel on, also through the channel that it has received."""
     hops = [make() for _ in range(3)]
     outer = transport.make(2)
     put_new(outer, transport.make)
@@ -118,9 +118,9 @@ def test_channels_in_channels_pass_through_several_receivers(make, spawn_peer, t
     assert hops[-1].get().get().get_many(4) == ["inside", 2]
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_item_with_many_channels_arrives(make, transport):
-    """C14: up to the limit of one kernel message; more are refused with the number, and nothing is put."""
+    """C14: one kernel message limits the number; a put of more raises with the limit, and puts nothing."""
     carrier = make()
     carrier.put([transport.make(2) for _ in range(126)])
     many = carrier.get()
@@ -128,16 +128,16 @@ def test_item_with_many_channels_arrives(make, transport):
     many[125].put("last")
     assert (many[0].get(), many[125].get()) == ("first", "last")
     many.append(transport.make(2))
-    with pytest.raises(ChannelError, match="takes at most 126"):
+    with pytest.raises(ChannelError, match="must have at most 126"):
         carrier.put(many)
     assert len(carrier) == 0
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
-def test_channels_beyond_the_kernel_limit_are_refused(make, transport):
-    """C14: the kernel keeps a limited number for a channel; the put raises, and the channel still works."""
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
+def test_put_of_channels_beyond_the_kernel_limit_raises(make, transport):
+    """C14: the kernel keeps a limited number per channel; the put raises, and the channel still works."""
     carrier, sent = make(100_000), transport.make(2)
-    with pytest.raises(ChannelError, match="receive some first") as caught:
+    with pytest.raises(ChannelError, match="receive some items first") as caught:
         carrier.put_many(itertools.repeat(sent))
     count = caught.value.items_put
     assert len(carrier) == count > 100
@@ -158,10 +158,12 @@ def parcels(channel):
 
 
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.not_hosts("no descriptors travel")
+@pytest.mark.not_hosts("no descriptors are sent")
 def test_kernel_releases_descriptors_with_the_received_item(make, transport, port):
-    """C12: the kernel's copies of its descriptors go with the item. A port's last ones go with the next
-    item."""
+    """C12: the kernel drops its copies of the descriptors once the item is received.
+
+    A port keeps the last ones until its next item.
+    """
     carrier = make()
     for _ in range(3):
         put_new(carrier, transport.make)
@@ -178,9 +180,9 @@ def test_kernel_releases_descriptors_with_the_received_item(make, transport, por
     assert not parcels(carrier)
 
 
-@pytest.mark.not_hosts("an item carries addresses, and no descriptors")
+@pytest.mark.not_hosts("an item carries addresses instead of descriptors")
 def test_descriptors_of_an_unfinished_put_are_released(make, transport):
-    """C12: a bundle without an item, sent just before a put that was never done."""
+    """C12: the descriptors were sent just before a put that was never done, so they have no item."""
     carrier = make()
     with socket.socket(fileno=os.dup(carrier._socket)) as queue:
         socket.send_fds(queue, [struct.pack("QQ", 12345, 2)], [carrier._fd, carrier._socket])
@@ -191,7 +193,7 @@ def test_descriptors_of_an_unfinished_put_are_released(make, transport):
 
 
 def test_stage_port_receives_channels(make, transport):
-    """C14: one leased item after the other, and a batch of them."""
+    """C14: leased items, one at a time, and a batch of items."""
     carrier = make()
     for _ in range(4):
         put_new(carrier, transport.make)
@@ -201,8 +203,8 @@ def test_stage_port_receives_channels(make, transport):
         assert [channel.get() for channel in port.get_many(3)] == ["inside"] * 3
 
 
-def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
-    """C14: it gets the item once it has descriptors."""
+def test_receiver_without_free_descriptors_leaves_the_item_in_place(make, transport):
+    """C14: the receiver gets the item once it has free descriptors."""
     carrier = make()
     put_new(carrier, transport.make)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -222,7 +224,7 @@ def test_a_receiver_without_descriptors_leaves_the_item(make, transport):
     assert carrier.get().get_many(4) == ["inside", 2]
 
 
-def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
+def test_channels_in_packed_bytes_arrive_while_referenced(make, transport):
     """C14: bytes do not carry descriptors."""
     carrier, sent = make(), transport.make(2)
     carrier.put([pack(sent), pickle.dumps(sent)])
@@ -232,9 +234,9 @@ def test_channels_in_packed_bytes_cross_while_referenced(make, transport):
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("its address is sent, and no descriptor")
-def test_channel_without_a_socket_raises_with_the_reason(make, spawn_peer):
-    """C14: on a system that makes no such sockets, everything else works."""
+@pytest.mark.not_hosts("its address is sent instead of a descriptor")
+def test_putting_a_channel_without_a_socket_raises_the_reason(make, spawn_peer):
+    """C14: if a system cannot make such sockets, everything else works."""
     carrier = make()
 
     def child():

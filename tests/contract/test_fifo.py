@@ -19,7 +19,7 @@ def test_one_item_goes_in_and_comes_out(make):
         ch.get_nowait()
 
 
-def test_items_leave_in_the_order_of_their_puts(make):
+def test_items_are_received_in_the_order_of_their_puts(make):
     """C1."""
     ch = make(100)
     for i in range(100):
@@ -42,8 +42,8 @@ def test_mixed_single_and_batch_calls_keep_the_order(make):
     assert list(ch) == [5, 6, 7]
 
 
-def test_order_holds_while_the_ring_wraps_around(make):
-    """C1: sizes vary, so that the items use every place of the channel's memory."""
+def test_order_is_kept_while_the_ring_wraps_around(make):
+    """C1: sizes vary, so that the items use every part of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -54,7 +54,7 @@ def test_order_holds_while_the_ring_wraps_around(make):
     assert received == sent
 
 
-def test_order_holds_from_a_peer(make, spawn_peer):
+def test_order_is_kept_for_puts_by_a_peer(make, spawn_peer):
     """C1."""
     ch = make(8)
 
@@ -80,7 +80,7 @@ def test_none_is_an_item_like_any_other(make):
     assert list(ch) == []
 
 
-def test_falsy_items_are_items(make):
+def test_falsy_items_arrive(make):
     """C1."""
     items = [0, False, "", b"", (), 0.0, None, [], {}]
     ch = make()
@@ -89,7 +89,7 @@ def test_falsy_items_are_items(make):
     assert list(ch) == items
 
 
-def test_iteration_left_early_leaves_the_rest(make):
+def test_loop_that_ends_early_leaves_later_items_in_place(make):
     """C1: a loop that ends early loses nothing."""
     ch = make()
     ch.put_many(range(5))
@@ -119,12 +119,12 @@ def test_defaults_are_64_items_between_threads():
     assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
 
 
-def test_across_names_the_transport(make, transport):
+def test_across_returns_the_transport(make, transport):
     assert make().across == transport.across
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues when, and only when, there is room."""
+    """C2: the put continues if, and only if, there is room."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -147,8 +147,8 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
     peer.result()
 
 
-@pytest.mark.one_machine("a program apart counts in a copy")
-def test_put_many_draws_only_fitting_items_from_its_iterable(make, spawn_peer):
+@pytest.mark.one_machine("a remote program counts in its own copy")
+def test_put_many_draws_only_items_that_fit(make, spawn_peer):
     """C2: the iterable may be endless; at most one more item is drawn, which then waits for room."""
     ch = make(3)
     drawn = 0
@@ -181,7 +181,7 @@ def test_get_waits_for_an_item(make, spawn_peer):
     assert peer.result() == "late"
 
 
-def test_get_many_waits_for_one_item_and_takes_the_available(make, spawn_peer):
+def test_get_many_waits_for_one_item_and_takes_available_ones(make, spawn_peer):
     """C1: it never waits for a second item."""
     ch = make()
     ch.put_many(range(3))
@@ -201,13 +201,13 @@ def test_get_many_takes_at_most_max(make):
     assert len(ch) == 2
 
 
-def test_put_many_of_nothing_puts_nothing(make):
+def test_put_many_of_an_empty_iterable_puts_nothing(make):
     ch = make(1)
     ch.put_many([])
     assert len(ch) == 0
 
 
-def test_max_bytes_bounds_the_bytes_inside(make):
+def test_max_bytes_limits_the_bytes_inside(make):
     """C2: the channel reaches max_bytes long before its capacity."""
     ch = make(1_000, max_bytes=100_000)
     assert ch.max_bytes == 100_000

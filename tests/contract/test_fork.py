@@ -1,6 +1,6 @@
 """Fork safety: a channel in a forked child works, or raises at once with the reason.
 
-This holds whatever other threads were doing with it at the moment of the fork.
+This holds whatever other threads were doing with the channel at the time of the fork.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Return the exit code of a forked child that calls the function: 0 if it returned true."""
+    """Return the exit code of a forked child that calls the function: 0 if the function returned true."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -34,9 +34,11 @@ def in_child(function: Callable[[], object]) -> int:
 
 
 @pytest.mark.copying
-def test_fork_while_threads_use_the_channel_keeps_it_working(make):
-    """Parent threads put and get without a pause, so locks are held at most forks. No item is lost or
-    repeated."""
+def test_channel_works_after_forks_while_threads_use_it(make):
+    """Parent threads put and get without a pause, so locks are held at most forks.
+
+    No item is lost or repeated.
+    """
     ch, back, each = make(4), make(), 5
     stop = threading.Event()
 
@@ -69,7 +71,7 @@ def test_fork_while_threads_use_the_channel_keeps_it_working(make):
 
 
 def test_threads_channel_raises_at_once_in_a_forked_child():
-    """A thread that does not exist in the child may hold its lock, and no call waits for that."""
+    """The channel's lock may be held by a thread that does not exist in the child; no call waits for it."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -116,8 +118,10 @@ def test_threads_channel_raises_at_once_in_a_forked_child():
 
 
 def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
-    """The child's exit runs every destructor, with locks that other threads held at the fork. Ports and items
-    still belong to the parent."""
+    """The child's exit runs every destructor, with locks that other threads held at the fork.
+
+    Ports and items still belong to the parent.
+    """
     ch = make(2)
     kept = [ch.reader(), ch.writer()]
     stop = threading.Event()
@@ -152,8 +156,8 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 
 @pytest.mark.copying
-def test_forked_child_waits_and_is_woken(make):
-    """The parent also has waiters at the moment of the fork."""
+def test_waiting_forked_child_is_woken(make):
+    """The parent also has waiters at the time of the fork."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -165,7 +169,7 @@ def test_forked_child_waits_and_is_woken(make):
 
 
 @pytest.mark.copying
-def test_port_used_in_a_forked_child_moves_there(make):
+def test_port_used_in_a_forked_child_moves_to_the_child(make):
     """The port then belongs to the child, whose death returns its leased items."""
     ch = make()
     ch.put("item")
@@ -190,7 +194,7 @@ def test_grandchild_uses_the_channel(make):
     assert sorted(ch.get_many(2)) == ["child", "grandchild"]
 
 
-def test_fork_during_a_run_leaves_the_run_to_the_parent():
+def test_child_forked_during_a_run_does_not_affect_the_run():
     """The child neither delays nor ends the run, and can run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")
@@ -198,9 +202,9 @@ def test_fork_during_a_run_leaves_the_run_to_the_parent():
     doubled = source.map(lambda item: 2 * item, on="process").collect()
 
     def own_run():
-        mine = Graph("child")
-        result = mine.source(range(5)).map(lambda item: item + 1, on="process").collect()
-        numbers.put(sum(mine.run()[result]))
+        own = Graph("child")
+        result = own.source(range(5)).map(lambda item: item + 1, on="process").collect()
+        numbers.put(sum(own.run()[result]))
         return True
 
     with graph.start() as run:

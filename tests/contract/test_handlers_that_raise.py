@@ -1,5 +1,7 @@
-"""C9: an exception of a signal handler, such as a time limit, leaves the call in any state and loses no
-item."""
+"""C9: an exception from a signal handler, such as a time limit, ends a call in any state.
+
+The call loses no item.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.copying
 
 
 class TimeIsUp(Exception):
-    """Exception of the signal handler."""
+    """Exception that the signal handler raises."""
 
 
 def raises(*_):
@@ -39,11 +41,11 @@ left = []
 
 
 def end_of_time(value):
-    """Raise the signal during this call, ``left`` times."""
+    """Raise the signal during this call, for the first ``left`` calls."""
     if left:
         left.pop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # the handler runs between two of these
+        for _ in range(1000):  # the handler runs between two iterations
             pass
     return value
 
@@ -88,7 +90,7 @@ def test_interrupted_get_takes_nothing(make, handler, port):
     assert end.get_many(2) == ["first", "behind"]
 
 
-def test_interrupted_get_many_returns_the_items_so_far(make, handler):
+def test_interrupted_get_many_returns_the_items_already_taken(make, handler):
     ch = make()
     ch.put_many([1, Received(2), 3])
     with pytest.raises(TimeIsUp) as caught:
@@ -98,7 +100,7 @@ def test_interrupted_get_many_returns_the_items_so_far(make, handler):
 
 
 def test_interrupted_put_puts_nothing(make, handler):
-    """It does not pickle the item again by value, as it would after a failure of plain pickle."""
+    """The put does not pickle the item by value, as it would after a failure of plain pickle."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
         ch.put_many([1, Sent("second")])
@@ -106,8 +108,8 @@ def test_interrupted_put_puts_nothing(make, handler):
     assert ch.get_many(2) == [1]
 
 
-def test_error_of_the_item_differs_from_a_handlers(make, handler):
-    """The error has the same type, and a handler is installed."""
+def test_item_error_is_not_mistaken_for_a_handler_exception(make, handler):
+    """The item's error has the same type, and a handler is installed."""
 
     def fails():
         raise TimeIsUp

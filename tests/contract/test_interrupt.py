@@ -1,6 +1,6 @@
 """C9: Ctrl-C ends any blocked call in the main thread.
 
-A script blocks, its second thread reports this, and the test sends the signal.
+A script blocks, its second thread reports that it has blocked, and the test sends the signal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: afterwards no call waits, and the channel works as before."""
+    """C9: after that, no call is waiting, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -68,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
-    """C9: the item was not put, no call waits, and the channel works as before."""
+    """C9: the item was not put, no call is waiting, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
         across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after
@@ -94,8 +94,8 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
     assert answer_after(script, signal.SIGUSR1) == "ended with []\n"
 
 
-def test_exception_of_a_handler_leaves_the_call(transport):
-    """C9: as for any blocked call of Python."""
+def test_handler_exception_propagates_from_the_call(transport):
+    """C9: the call behaves like any blocked call in Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

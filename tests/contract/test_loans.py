@@ -1,4 +1,4 @@
-"""Loans: a writer fills the channel's memory in place and puts it."""
+"""Loans: a writer fills the channel's memory in place and then puts it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 100_000
 
 
 @pytest.mark.copying
-def test_two_threads_that_put_one_loan_put_it_once(make):
+def test_loan_put_by_two_threads_is_put_once(make):
     ch = make(1)
     ch.put("in the way")
     array = ch.loan(LARGE, "uint8")
@@ -69,7 +69,7 @@ def test_a_loan_is_not_copied(make):
     assert ch.get().ctypes.data == at
 
 
-def test_a_loan_of_a_torch_type_is_a_tensor(make):
+def test_a_loan_with_a_torch_type_is_a_tensor(make):
     ch = make(2)
     tensor = ch.loan((4, 5), torch.bfloat16)
     assert (type(tensor), tensor.shape, tensor.dtype) == (torch.Tensor, (4, 5), torch.bfloat16)
@@ -79,21 +79,21 @@ def test_a_loan_of_a_torch_type_is_a_tensor(make):
 
 
 @pytest.mark.copying
-def test_a_loan_that_was_put_belongs_to_the_channel(make):
+def test_a_loan_cannot_be_changed_after_its_put(make):
     ch = make(2)
     array = ch.loan(LARGE, "uint8")
     array[:] = 1
     ch.put(array)
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 2
-    with pytest.raises(ChannelError, match=r"was on loan from .* and has been put"):
+    with pytest.raises(ChannelError, match=r"was on loan from .* and was put already"):
         ch.put(array)
     assert len(ch) == 1
 
 
 @pytest.mark.copying
 def test_several_loans_and_a_slice_of_a_loan_arrive(make):
-    """One loan of an item is used in place, and all other arrays in it are copied."""
+    """One loan per item is used in place, and all other arrays in the item are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2
@@ -105,7 +105,7 @@ def test_several_loans_and_a_slice_of_a_loan_arrive(make):
 
 
 @pytest.mark.copying
-def test_a_loan_that_is_dropped_returns_its_memory(make):
+def test_dropping_a_loan_returns_its_memory(make):
     ch = make(2, max_bytes=200_000)
     for _ in range(50):
         array = ch.loan(150_000, "uint8")
@@ -114,8 +114,8 @@ def test_a_loan_that_is_dropped_returns_its_memory(make):
     assert ch.stats().holders == ()
 
 
-def test_loan_takes_no_capacity_and_delays_no_end(make):
-    """C2, C3, C4: only the put counts; a loan that is not put does not make a reader wait."""
+def test_loan_uses_no_capacity_and_does_not_delay_drained(make):
+    """C2, C3, C4: only the put counts; a loan that is never put does not keep a reader waiting."""
     ch = make(1)
     array = ch.loan(LARGE, "uint8")
     ch.put("first")
@@ -153,35 +153,35 @@ def test_c7_a_loan_waits_for_memory(make):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("shape", [10**7, 2**63, 2**64 - 1, (2**33, 2**33)])
-def test_c13_loan_larger_than_max_bytes_is_refused(make, shape):
+def test_c13_loan_larger_than_max_bytes_raises(make, shape):
     with pytest.raises(ValueError, match="at most max_bytes=1000000 bytes"):
         make(1, max_bytes=10**6).loan(shape, "uint8")
 
 
 @pytest.mark.copying
-def test_c13_loan_larger_than_any_block_is_refused(make):
+def test_c13_loan_larger_than_any_block_raises(make):
     ch = make(1, max_bytes=10**15)
     with pytest.raises(ValueError, match=f"at most max_bytes={ch.max_bytes} bytes"):
         ch.loan(2 * 10**12, "uint8")
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "error", "said"),
+    ("shape", "dtype", "error", "message"),
     [
-        (-1, "uint8", ValueError, "shape must be whole numbers"),
-        ((3, 2.5), "uint8", ValueError, "shape must be whole numbers"),
-        (3, object, TypeError, "dtype must be of plain values"),
+        (-1, "uint8", ValueError, "shape must be ints"),
+        ((3, 2.5), "uint8", ValueError, "shape must be ints"),
+        (3, object, TypeError, "dtype must be a type of plain values"),
         (3, "no such type", TypeError, "no such type"),
     ],
 )
-def test_c13_invalid_loan_is_refused(make, shape, dtype, error, said):
-    with pytest.raises(error, match=said):
+def test_c13_invalid_loan_arguments_raise(make, shape, dtype, error, message):
+    with pytest.raises(error, match=message):
         make(1).loan(shape, dtype)
 
 
 @pytest.mark.copying
 def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
-    """The output of a stage belongs to its leased item, so the loan is copied."""
+    """An output that is counted as part of a leased item is copied, so the loan stays on loan."""
     source, target = make(2), make(2)
     source.put(1)
     with source.reader() as reader, target.writer() as out:
@@ -189,7 +189,7 @@ def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
         array = out.loan(LARGE, "uint8")
         array[:] = reader.get()
         out.put(array)
-        array[:] = 9  # it is still on loan
+        array[:] = 9  # the array is still on loan
         assert (target.get() == 1).all()
 
 
@@ -205,8 +205,8 @@ def test_two_views_of_one_array_arrive_as_two_arrays(make):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("memory of the channel is not lent elsewhere")
-def test_c11_loans_of_a_killed_process_return(make, spawn_peer):
+@pytest.mark.one_machine("a remote process does not borrow the channel's memory")
+def test_c11_memory_lent_to_a_killed_process_returns(make, spawn_peer):
     ch, taken = make(4), make(4)
     peer = spawn_peer(_borrow, ch, taken)
     taken.get()

@@ -28,8 +28,8 @@ ITEMS = st.one_of(
 class Model:
     """Model of the contract: a deque and some counters.
 
-    One user makes all calls, so no call waits. ``hands`` counts the items that each reading port has taken
-    and not yet finished.
+    All calls are made by one user, so no call waits. ``hands`` counts the items that each reading port has
+    taken and not yet finished.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -57,7 +57,7 @@ class Model:
 
     def get_many(self, most: int, port: int | None = None) -> list[Any]:
         if port is not None and not self.broken:
-            self.hands[port] = 0  # asking for more finishes the leased items
+            self.hands[port] = 0  # asking for more items finishes the leased ones
         if self.broken:
             raise Broken
         if not self.inside:
@@ -100,7 +100,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def count_of(call: Callable[[], Any]) -> Any:
-    """Return the channel error of a ``put_many`` and the number of its items, or None if it put all."""
+    """Return the error of a ``put_many`` and the number of items put, or None if it put all items."""
     try:
         return call()
     except ChannelError as error:
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         if again:
             port.close()
         self.model.leave_writer()
-        with pytest.raises(ValueError, match="port was closed"):
+        with pytest.raises(ValueError, match=r"port .*was closed"):
             port.put_nowait("late")
 
     @precondition(lambda self: self.readers)
@@ -188,7 +188,7 @@ class Machine(RuleBasedStateMachine):
         port = self.readers.pop()
         port.close()
         self.model.leave_reader()
-        with pytest.raises(ValueError, match="port was closed"):
+        with pytest.raises(ValueError, match=r"port .*was closed"):
             port.get_nowait()
 
     @precondition(lambda self: self.writers)
@@ -220,9 +220,9 @@ class Machine(RuleBasedStateMachine):
             port.close()
 
 
-def test_a_channel_answers_like_its_model(transport, long_walk):
+def test_channel_behaves_like_its_model(transport, long_walk):
     """C1 to C7, C15, with many random histories of one user."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),
-        settings=histories(long_walk, 50, 150),
+        settings=histories(long_walk, 20, 150),
     )

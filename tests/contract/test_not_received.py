@@ -1,4 +1,4 @@
-"""C1, C9: items that cannot be unpickled, or not now, do not cause the loss of others."""
+"""C1, C9: an item that cannot be unpickled, now or ever, does not cause the loss of other items."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan import Channel, Drained, select
 
 pytestmark = pytest.mark.copying
 
-LARGE = 50_000  # bytes of an item that is copied, or viewed, outside the lock
+LARGE = 50_000  # bytes of an item that is copied, or viewed, without holding the lock
 
 
 class NeverArrives:
@@ -38,7 +38,7 @@ KINDS = {"small": (0, False), "large": (LARGE, False), "in view": (LARGE, True)}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_get_many_returns_the_items_before_an_unreadable_one(make, kind, port):
-    """C1: the next call raises for the unreadable item, and the one after it returns later items."""
+    """C1: the next call raises for the unreadable item, and the call after that returns later items."""
     ch = make(8)
     ch.put_many([1, "two", NeverArrives(*KINDS[kind]), [4]])
     ch.close()
@@ -62,7 +62,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
-    """C1: the error comes before later items, and before the end."""
+    """C1: the error is raised before later items are returned, and before the end."""
     ch = make(8)
     ch.put_many([1, NeverArrives()])
     ch.close()
@@ -100,8 +100,8 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("error", NOT_NOW, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
-def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: it is the next item again, for any reader, also in a full channel."""
+def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
+    """C9: it becomes the next item again, for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])
@@ -116,8 +116,8 @@ def test_an_item_that_cannot_be_received_now_is_put_back(make, error, kind, port
     assert end.get_many(3) == ["behind", "last"]
 
 
-def test_item_put_back_comes_before_later_items(make, spawn_peer):
-    """C1, C2: it may exceed the capacity; the writer that took its place does not wait for that."""
+def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
+    """C1, C2: the channel may exceed its capacity; the writer that used the free slot does not wait."""
     ch = make(1)
     ch.put(Once())
     writer = spawn_peer(ch.put_many, ["second", "third"])
@@ -129,8 +129,8 @@ def test_item_put_back_comes_before_later_items(make, spawn_peer):
     writer.result()
 
 
-def test_only_the_last_item_of_a_batch_goes_back(make):
-    """C1: a batch in progress keeps its earlier items."""
+def test_only_the_failed_item_of_a_batch_is_put_back(make):
+    """C1: a batch in progress returns its earlier items."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
     end = ch.reader()
@@ -144,8 +144,8 @@ def test_only_the_last_item_of_a_batch_goes_back(make):
     assert ch.stats().leased == 0
 
 
-def test_ctrl_c_in_get_many_carries_the_items_so_far(make):
-    """C9: the call ends at once, and the user has the items."""
+def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
+    """C9: the call ends at once, and its exception carries the items."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
     Once.error = KeyboardInterrupt()
@@ -157,7 +157,7 @@ def test_ctrl_c_in_get_many_carries_the_items_so_far(make):
 
 def interrupted():
     os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):  # the handler runs between two of these
+    for _ in range(1000):  # the handler runs between two iterations
         pass
     return "never"
 
@@ -186,8 +186,8 @@ def open_all():
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("it takes a connection there, which is tried again for a while")
-def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
+@pytest.mark.not_hosts("receiving needs a connection, which is retried for a while")
+def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
     """C14: the error names the shortage and a remedy, and the item stays in its channel."""
     carrier = make()
 
@@ -196,7 +196,7 @@ def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, t
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         taken = list(open_all())
         with pytest.raises(
-            OSError, match=r"can't be received now, and stays where it is.*ulimit -n"
+            OSError, match=r"can't be received now and stays in its channel.*ulimit -n"
         ) as caught:
             carrier.get()
         assert caught.value.errno == errno.EMFILE
@@ -205,14 +205,14 @@ def test_channel_is_received_after_a_shortage_of_descriptors(make, spawn_peer, t
         return carrier.get().get()
 
     peer = spawn_peer(receive)
-    sent = transport.make()  # the peer does not know it by inheritance
+    sent = transport.make()  # the peer has not inherited it
     sent.put("inside")
     carrier.put(sent)
     assert peer.result() == "inside"
 
 
 def test_a_channel_between_threads_unpickles_nothing():
-    """C13: the object itself crosses."""
+    """C13: the object itself is passed."""
     ch = Channel()
     ch.put_many([NeverArrives(), Once()])
     assert [type(item) for item in ch.get_many(2)] == [NeverArrives, Once]

@@ -27,7 +27,7 @@ def test_put_nowait_raises_full_and_puts_nothing(make):
 
 
 @pytest.mark.parametrize("standard", [queue.Empty, TimeoutError])
-def test_empty_is_caught_as_the_standard_exceptions(make, standard):
+def test_empty_can_be_caught_as_standard_exceptions(make, standard):
     """C7."""
     with pytest.raises(standard):
         make().get_nowait()
@@ -36,7 +36,7 @@ def test_empty_is_caught_as_the_standard_exceptions(make, standard):
 
 
 @pytest.mark.parametrize("standard", [queue.Full, TimeoutError])
-def test_full_is_caught_as_the_standard_exceptions(make, standard):
+def test_full_can_be_caught_as_standard_exceptions(make, standard):
     """C7."""
     ch = make(1)
     ch.put(1)
@@ -47,14 +47,14 @@ def test_full_is_caught_as_the_standard_exceptions(make, standard):
 
 
 def test_empty_and_full_are_not_closed(make):
-    """C7: "nothing there now" differs from the end."""
+    """C7: "empty or full now" differs from closed."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
-def test_a_timeout_that_runs_out_raises_empty_and_not_before(make, timeout):
+def test_expired_timeout_raises_empty_but_not_earlier(make, timeout):
     """C7."""
     ch = make()
     for call in (ch.get, lambda timeout: ch.get_many(3, timeout=timeout)):
@@ -65,7 +65,7 @@ def test_a_timeout_that_runs_out_raises_empty_and_not_before(make, timeout):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
-def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
+def test_expired_timeout_raises_full_but_not_earlier(make, timeout):
     """C7: the item was not put."""
     ch = make(1)
     ch.put("inside")
@@ -78,7 +78,7 @@ def test_a_timeout_that_runs_out_raises_full_and_not_before(make, timeout):
 
 
 def test_put_many_that_times_out_reports_its_count(make):
-    """C7: the error counts the items, so that the caller can continue after them."""
+    """C7: the error counts the items that were put, so that the caller can continue with the next one."""
     ch = make(3)
     for put in (3, 0):
         with pytest.raises(Full) as caught:
@@ -87,7 +87,7 @@ def test_put_many_that_times_out_reports_its_count(make):
     assert ch.get_many(9) == [0, 1, 2]
 
 
-def test_timeout_zero_still_does_a_possible_operation(make):
+def test_timeout_zero_succeeds_if_no_wait_is_needed(make):
     """C7."""
     ch = make(1)
     ch.put(1, timeout=0)
@@ -97,7 +97,7 @@ def test_timeout_zero_still_does_a_possible_operation(make):
 
 
 def test_timeout_none_waits_without_limit(make, spawn_peer):
-    """C7: as without a timeout."""
+    """C7: the call behaves as without a timeout."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=None))
     wait_blocked(ch, readers=1)
@@ -106,7 +106,7 @@ def test_timeout_none_waits_without_limit(make, spawn_peer):
 
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
-def test_a_very_long_timeout_waits(make, spawn_peer, timeout):
+def test_a_very_long_timeout_is_accepted(make, spawn_peer, timeout):
     """C7: a number of seconds too large for the clock is accepted."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
@@ -121,7 +121,7 @@ def test_a_very_long_timeout_waits(make, spawn_peer, timeout):
     assert ch.get() == 7
 
 
-def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
+def test_item_that_arrives_within_the_timeout_is_returned(make, spawn_peer):
     """C7."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=1_000))
@@ -131,7 +131,7 @@ def test_an_item_that_comes_within_the_timeout_is_got(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: a call that gave up no longer waits, and does not take the wake-up of the next item."""
+    """C7: a call that timed out does not take the wake-up of the next item from another reader."""
     ch = make(1)
 
     def give_up():

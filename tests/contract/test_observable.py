@@ -1,4 +1,4 @@
-"""C15: a channel can be inspected at any time, and this changes nothing."""
+"""C15: a channel can be inspected at any time, and inspecting it changes nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ COUNTS = (
 )
 
 
-def test_a_new_channel_counts_nothing(make):
+def test_counts_of_a_new_channel_are_zero(make):
     """C15."""
     stats = make().stats()
     assert {name: getattr(stats, name) for name in COUNTS} == dict.fromkeys(COUNTS, 0)
 
 
-def test_len_counts_items_from_none_to_capacity(make):
-    """C15: len is the number of items inside, from none to capacity."""
+def test_len_counts_items_from_zero_to_capacity(make):
+    """C15: len is the number of items inside, from 0 to capacity."""
     ch = make(3)
     for count in range(3):
         assert len(ch) == count == ch.stats().inside
@@ -67,7 +67,7 @@ def test_failed_calls_are_not_counted(make):
 
 @pytest.mark.copying
 def test_stats_count_bytes(make):
-    """C15: at least the size of the items; the count never falls."""
+    """C15: the count is at least the size of the items, and never falls."""
     ch = make()
     ch.put(bytes(5_000))
     first = ch.stats().bytes_in
@@ -78,7 +78,7 @@ def test_stats_count_bytes(make):
 
 
 def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
-    """C15: in any thread or process."""
+    """C15: the users may be in any thread or process."""
     ch = make(1)
     readers = [spawn_peer(ch.get) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -97,7 +97,7 @@ def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
 
 
 def test_all_peers_see_the_same_counts(make, spawn_peer):
-    """C15: a peer sees the calls of this side, and the reverse."""
+    """C15: a peer sees the counts of this side's calls, and this side those of the peer's."""
     ch = make()
     ch.put_many(range(5))
 
@@ -111,7 +111,7 @@ def test_all_peers_see_the_same_counts(make, spawn_peer):
 
 
 def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
-    """C15: while another call waits in the same channel."""
+    """C15: the waiting call uses the same channel."""
     ch = make(1)
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
@@ -121,8 +121,8 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
     peer.result()
 
 
-def test_stats_is_a_frozen_value(make):
-    """C15: it does not follow the channel, and cannot be changed."""
+def test_stats_returns_a_frozen_value(make):
+    """C15: the value does not follow the channel, and cannot be changed."""
     ch = make()
     stats = ch.stats()
     ch.put(1)
@@ -142,7 +142,7 @@ def test_properties_cannot_be_set(make, name):
 
 
 def test_closed_drained_and_broken_describe_the_state(make):
-    """C15: open, closed, drained; or broken."""
+    """C15: the state is open, closed, drained or broken."""
     ch = make()
     ch.put(1)
     states = [(ch.closed, ch.drained, ch.broken)]
@@ -159,7 +159,7 @@ def test_closed_drained_and_broken_describe_the_state(make):
 
 @pytest.mark.parametrize("word", ["capacity", "transport", "closed"])
 def test_repr_shows_state_and_limits(make, word):
-    """C15: for messages and for the debugger."""
+    """C15: the text is for messages and for the debugger."""
     ch = make(7)
     ch.put_many(range(3))
     ch.close()

@@ -1,6 +1,6 @@
-"""C5 counted ends of a process that ends without closing its port: the port counts as closed.
+"""C5 counted ends: if a process ends without closing its port, the port counts as closed.
 
-If it was a writer, the end is not clean. Users that only poll also learn of it.
+If the port was a writer, the end is not clean. Users that only poll also learn that it ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put_until_closed(ch):
 
 
 def read_to_the_end(ch):
-    """Return the items, and the error at the end."""
+    """Return the items that were read, and the error that ended the channel."""
     items = []
     try:
         while True:
@@ -36,12 +36,12 @@ def read_to_the_end(ch):
 
 
 def cut_off_by(error, pid):
-    """Return whether this is the error after the death of a counted writer's process."""
+    """Return whether this is the error that the death of a writer's process causes."""
     return type(error) is Broken and type(error.__cause__) is WorkerDied and error.__cause__.pid == pid
 
 
 def open_writer_and_stay(ch):
-    """Open a writer, and neither close it nor end."""
+    """Open a writer, and keep it open until this process is killed."""
     out = ch.writer()
     out.put_many([1, 2, 3])
     signal.pause()
@@ -54,7 +54,7 @@ def open_reader_and_stay(ch):
     into.close()
 
 
-# Writers: the end is not clean.
+# Writers: a death is not a clean end.
 
 
 @pytest.mark.other_process
@@ -72,12 +72,13 @@ def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     items, end = read_to_the_end(ch)
     assert items == [1]
     assert cut_off_by(end, pid)
-    assert str(end.__cause__).startswith(f"process {pid}, which had a counted writer of Channel(64, ")
-    assert str(end.__cause__).endswith("open, ended without closing it")
+    assert str(end.__cause__).startswith(
+        f"process {pid} ended without closing its counted writer of Channel(64, "
+    )
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("what a port has put and is under way is lost with its process")
+@pytest.mark.one_machine("items still on their way are lost with the process")
 def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: ``os._exit`` runs no cleanup."""
     ch = make()
@@ -96,8 +97,8 @@ def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
-    """C5: SIGKILL, before the process is reaped; every later call raises the same."""
+def test_killing_the_last_writer_breaks_the_channel(make, spawn_peer):
+    """C5: SIGKILL before the process is reaped; every later call raises the same error."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -123,8 +124,8 @@ def test_kill_of_the_last_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_writer_wakes_waiting_readers(make, spawn_peer):
-    """C5: the reader already waits when the writer dies."""
+def test_killing_the_last_writer_wakes_waiting_readers(make, spawn_peer):
+    """C5: the reader is already waiting when the writer dies."""
     ch = make()
     writer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -139,7 +140,8 @@ def test_kill_of_the_last_writer_wakes_waiting_readers(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
-    """C5: the count is correct after a death, all items can be read, and the end reports it."""
+    """C5: the count of writers stays correct, all items can be read, and the error at the end reports the
+    death."""
     ch = make()
     out = ch.writer()
     peer = spawn_peer(open_writer_and_stay, ch)
@@ -159,9 +161,9 @@ def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("before the peer_timeout is over nobody knows of the death")
+@pytest.mark.one_machine("the death is unknown until the peer timeout expires")
 def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
-    """C5: although no call had detected the death before."""
+    """C5: this holds although no call had detected the death."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -174,8 +176,8 @@ def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_writer_that_dies_after_the_close_leaves_a_clean_end(make, spawn_peer):
-    """C5, C4: it could not have put any more items."""
+def test_writer_that_dies_after_close_does_not_break_the_channel(make, spawn_peer):
+    """C4, C5: the writer could not have put any more items."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -202,9 +204,9 @@ def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("a port is handed to processes of its machine only")
-def test_port_used_in_a_child_belongs_to_it(make, spawn_peer):
-    """C5: it is one port and not two, and only the child may close it."""
+@pytest.mark.one_machine("a port can be passed only to processes on its machine")
+def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
+    """C5: the port stays one port, and only the child may close it."""
     ch = make()
     out = ch.writer()
 
@@ -224,7 +226,7 @@ def test_port_used_in_a_child_belongs_to_it(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
 def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
-    """C5: without any long wait."""
+    """C5: the reader never makes a long wait."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -256,7 +258,7 @@ def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
 
 @pytest.mark.other_process
 def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
-    """C5, C9: coroutines share a thread that sleeps for all of them, and that other events keep waking."""
+    """C5, C9: coroutines share a thread that sleeps for all of them, and other events keep waking it."""
     ch, busy = make(), Channel()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -286,9 +288,9 @@ def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("it polls for as long as the peer_timeout")
-def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
-    """C5: its items would not be read."""
+@pytest.mark.one_machine("it would poll until the peer timeout expires")
+def test_put_nowait_learns_of_the_last_readers_death(make, spawn_peer):
+    """C5: its items would never be read."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -299,8 +301,8 @@ def test_nowait_put_learns_of_the_last_readers_death(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
-    """C5: a writer that fills the channel gets Closed and does not wait without end."""
+def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
+    """C5: a writer that fills the channel gets Closed instead of waiting forever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -310,7 +312,7 @@ def test_kill_of_the_last_reader_closes_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
+def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
     """C5."""
     ch = make(1)
     reader = spawn_peer(open_reader_and_stay, ch)
@@ -325,9 +327,9 @@ def test_kill_of_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("elsewhere one item is in hand at first")
-def test_items_of_a_killed_reader_return(make, spawn_peer):
-    """C4, C5: to the front, in order, as if the reader had never existed."""
+@pytest.mark.one_machine("a remote reader has one item in advance")
+def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
+    """C4, C5: they return to the front, in order, as if the reader had never existed."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

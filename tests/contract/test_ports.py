@@ -1,4 +1,4 @@
-"""C5 counted ends: the last writer or reader that leaves closes the channel, however it leaves.
+"""C5 counted ends: the last writer or reader to close closes the channel, however its port is closed.
 
 test_port_deaths.py tests processes that end without closing their ports.
 """
@@ -23,7 +23,7 @@ def put_until_closed(ch):
 
 
 def test_ports_put_and_get_like_the_channel(make):
-    """C5: a port has the calls of its side, with the same errors."""
+    """C5: a port has the calls for its side, with the same errors."""
     ch = make(2)
     out, into = ch.writer(), ch.reader()
     with pytest.raises(Empty):
@@ -46,8 +46,8 @@ def test_ports_put_and_get_like_the_channel(make):
     into.close()
 
 
-def test_the_last_writer_closes(make):
-    """C5: earlier exits do not close it."""
+def test_closing_the_last_writer_closes_the_channel(make):
+    """C5: when earlier writers close, the channel stays open."""
     ch = make()
     first, second = ch.writer(), ch.writer()
     first.put(1)
@@ -59,8 +59,8 @@ def test_the_last_writer_closes(make):
     assert list(ch) == [1, 2]
 
 
-def test_last_reader_that_leaves_closes_the_channel(make):
-    """C5: puts then raise Closed; earlier exits have no effect."""
+def test_closing_the_last_reader_closes_the_channel(make):
+    """C5: after that, puts raise Closed; the exits of earlier readers have no effect."""
     ch = make()
     first, second = ch.reader(), ch.reader()
     first.close()
@@ -84,23 +84,23 @@ def test_closing_a_port_twice_counts_once(make):
     assert ch.closed
 
 
-def test_closed_port_of_an_open_channel_refuses_calls(make):
-    """C5: a closed port cannot put or get; trying is misuse, and not an outcome of the channel."""
+def test_closed_port_of_an_open_channel_rejects_calls(make):
+    """C5: a closed port cannot put or get; the error reports misuse, not the state of the channel."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
     ch.put(1)
     out.close()
     into.close()
-    with pytest.raises(ValueError, match="port was closed"):
+    with pytest.raises(ValueError, match=r"port .*was closed"):
         out.put(2)
-    with pytest.raises(ValueError, match="port was closed"):
+    with pytest.raises(ValueError, match=r"port .*was closed"):
         into.get()
     other_out.put(2)
     assert other_in.get_many(5) == [1, 2]
 
 
 def test_leaving_the_with_block_closes_the_port(make):
-    """C5: at the end of the block and by an exception."""
+    """C5: the block may run to its end or raise."""
     ch = make()
     with ch.writer() as out, ch.reader() as into:
         out.put(1)
@@ -120,7 +120,7 @@ def test_leaving_the_with_block_closes_the_port(make):
 
 
 def test_dropping_a_port_closes_it(make):
-    """C5: dropping the last reference is one way to leave."""
+    """C5: dropping the last reference is one way to close a port."""
     ch = make()
     out = ch.writer()
     out.put(1)
@@ -135,7 +135,7 @@ def test_dropping_a_port_closes_it(make):
 
 
 def test_channel_without_ports_does_not_close(make):
-    """C5: plain put and get need no port and end nothing."""
+    """C5: plain put and get need no port, and do not close the channel."""
     ch = make()
     ch.put(1)
     ch.get()
@@ -154,7 +154,7 @@ def test_stats_count_the_ports(make):
 
 
 def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
-    """C5: waiting readers learn of the end."""
+    """C5: waiting readers learn that the channel has closed."""
     ch = make()
     out = ch.writer()
     peers = [spawn_peer(list, ch) for _ in range(2)]
@@ -176,8 +176,8 @@ def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
             peer.result()
 
 
-def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_gate):
-    """C5: across peers."""
+def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer, make_gate):
+    """C5: the writers are in several peers."""
     ch = make()
     gate = make_gate(3)
 
@@ -195,9 +195,9 @@ def test_writers_that_come_and_go_close_at_the_last_exit(make, spawn_peer, make_
     assert sorted(received) == [(number, i) for number in range(3) for i in range(100)]
 
 
-@pytest.mark.one_machine("what was on its way to a reader that leaves may come after later items")
-def test_readers_that_want_no_more_stop_the_writer(make, spawn_peer, make_gate):
-    """C5: the writer's endless loop ends by Closed once the last reader has left."""
+@pytest.mark.one_machine("items on their way to a closing reader may return behind later items")
+def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
+    """C5: the writer's endless loop ends with Closed after the last reader has closed."""
     ch = make(4)
     gate = make_gate(2)
 
@@ -227,7 +227,7 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
 
 
 def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
-    """C4: a reading port leases its item until the next request or its exit; the item might come back."""
+    """C4: a reading port leases its item until its next request or exit, so the item might return."""
     ch = make()
     ch.put("in hand")
     into = ch.reader()
@@ -259,7 +259,7 @@ def test_closing_a_reading_port_finishes_its_item(make):
 
 
 def test_iteration_over_a_reading_port_ends_when_drained(make):
-    """C5: like iterating over the channel."""
+    """C5: this works like iterating over the channel."""
     ch = make()
     ch.put_many(range(5))
     ch.close()
@@ -267,8 +267,8 @@ def test_iteration_over_a_reading_port_ends_when_drained(make):
         assert list(into) == [0, 1, 2, 3, 4]
 
 
-def test_reader_that_leaves_by_an_exception_returns_its_items(make):
-    """C4, C5: it had not finished them."""
+def test_reader_closed_by_an_exception_returns_its_items(make):
+    """C4, C5: the reader had not finished them."""
     ch = make()
     ch.put_many([1, 2, 3])
 
@@ -285,7 +285,7 @@ def test_reader_that_leaves_by_an_exception_returns_its_items(make):
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
 def test_items_returned_by_several_readers_keep_their_order(make, order):
-    """C2, C4: in any order of the exits."""
+    """C2, C4: the readers may close in any order."""
     ch = make()
     ch.put_many(range(8))
     readers = [ch.reader() for _ in range(3)]

@@ -9,66 +9,65 @@ from collections import Counter
 
 import pytest
 from support.peers import HostPeer, ProcessPeer, ThreadPeer
-from support.waiting import nobody_waits, wait_blocked, wait_until
+from support.waiting import no_waiters, wait_blocked, wait_until
 from transports import TRANSPORTS, Transport
 
 from flowchan import Broken, Channel, Closed, Drained, Empty, Full, NothingReady, Selected, select
 
 MIXES = [*([transport] for transport in TRANSPORTS), *map(list, itertools.combinations(TRANSPORTS, 2))]
-ELSEWHERE = Transport("elsewhere", "hosts", peers=(), copies=True)
+REMOTE = Transport("remote_channel", "hosts", peers=(), copies=True)
 """Channels that another program owns."""
-FAR_MIXES = [[ELSEWHERE], [TRANSPORTS[0], ELSEWHERE]]
+REMOTE_MIXES = [[REMOTE], [TRANSPORTS[0], REMOTE]]
 
 
-def hold(told, over):
-    """Own channels in another process."""
-    mine = Channel(across="hosts")
-    told.put(mine)
+def hold(reply, over):
+    """Own channels in this process, for a test in another process."""
+    own = Channel(across="hosts")
+    reply.put(own)
     with contextlib.suppress(Drained):
         over.get()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def elsewhere():
-    """Yield a channel of another owner, which makes further ones.
+def remote_channel():
+    """Yield a channel with a different owner, which makes further channels.
 
     The connection is open and has been used before a test counts processes or threads.
     """
-    told, over = Channel(across="hosts"), Channel(across="hosts")
-    home = HostPeer(hold, told, over)
-    far = told.get()
+    reply, over = Channel(across="hosts"), Channel(across="hosts")
+    owner = HostPeer(hold, reply, over)
+    remote_end = reply.get()
     with contextlib.suppress(NothingReady):
-        select([far._another(1) for _ in range(10)], timeout=0)
-    wait_until(lambda: len(far._link._notices) == 0)
-    far.stats()
-    yield far
+        select([remote_end._another(1) for _ in range(10)], timeout=0)
+    wait_until(lambda: len(remote_end._link._notices) == 0)
+    remote_end.stats()
+    yield remote_end
     over.close()
-    home.result()
+    owner.result()
 
 
 def name(mix):
     return "+".join(transport.name for transport in mix)
 
 
-@pytest.fixture(params=[*MIXES, *FAR_MIXES], ids=name)
-def several(request, elsewhere):
-    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two in turn."""
+@pytest.fixture(params=[*MIXES, *REMOTE_MIXES], ids=name)
+def several(request, remote_channel):
+    """Return ``several(n, capacity)``, which makes n channels, all of one transport or of two in turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
         return [
-            elsewhere._another(capacity) if one is ELSEWHERE else one.make(capacity) for one in transports
+            remote_channel._another(capacity) if one is REMOTE else one.make(capacity) for one in transports
         ]
 
     return make
 
 
 @pytest.fixture(params=MIXES, ids=name)
-def several_here(request):
-    """Return the same without remote channels.
+def several_local(request):
+    """Return the same function as ``several``, without remote channels.
 
-    Ports of remote channels are not tests of select, and a hundred of them make a connection take more
-    memory.
+    Ports of remote channels are tested elsewhere, and a hundred of them make a connection use more memory.
     """
 
     def make(n, capacity=64):
@@ -78,7 +77,7 @@ def several_here(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have had. One select must add exactly one."""
+    """Return how many operations the channels have completed. One select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -126,9 +125,9 @@ def test_none_is_an_item_like_any_other(several):
     assert select([ch], timeout=0) == Selected(ch, None, put=False)
 
 
-def test_ports_are_selected_like_channels(several_here):
+def test_ports_are_selected_like_channels(several_local):
     """C5, C10: an item of a port is leased until the next request."""
-    a, b = several_here(2)
+    a, b = several_local(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
     assert select([reader], timeout=0) == Selected(reader, 1, put=False)
@@ -144,21 +143,30 @@ def test_ports_are_selected_like_channels(several_here):
 def test_select_raises_for_an_item_that_cannot_be_sent():
     """C10, C13."""
     ch = Channel(across="processes")
-    with pytest.raises(TypeError, match="can't be pickled"):
+    with pytest.raises(TypeError, match="can't send"):
         select(puts=[(ch, threading.Lock())])
     assert len(ch) == 0
 
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
-def test_select_names_an_argument_of_another_type(gets):
-    """C10."""
-    with pytest.raises(TypeError, match="select gets from channels and In ports"):
+def test_select_names_an_argument_of_the_wrong_type(gets):
+    """C10: the error names the argument."""
+    with pytest.raises(TypeError, match="select: gets must be channels and In ports"):
         select(gets)
 
 
-def test_select_refuses_a_channel_in_place_of_a_list(several_here):
-    """C10: iterating over it would take its items."""
-    (ch,) = several_here(1)
+def test_select_refuses_puts_that_are_not_pairs():
+    """C10: iterating over a channel would wait for its items."""
+    for puts in (ch := Channel(4), [ch], [(ch, 1, 2)], [3]):
+        with pytest.raises(TypeError, match="select: puts must be"):
+            select(puts=puts)
+    select(puts=[[ch, 1]])
+    assert ch.get() == 1
+
+
+def test_select_rejects_a_channel_instead_of_a_list(several_local):
+    """C10: iterating over the channel would take its items."""
+    (ch,) = several_local(1)
     check_that_no_list_is_refused(ch)
 
 
@@ -170,9 +178,9 @@ def check_that_no_list_is_refused(ch):
     assert len(ch) == 1
 
 
-def test_select_refuses_ports_of_the_wrong_side(several_here):
+def test_select_rejects_ports_of_the_wrong_side(several_local):
     """C10."""
-    (ch,) = several_here(1)
+    (ch,) = several_local(1)
     check_that_ends_are_not_mixed_up(ch)
 
 
@@ -184,39 +192,39 @@ def check_that_ends_are_not_mixed_up(ch):
 
 
 @pytest.mark.parametrize("number", [0, 129])
-def test_select_takes_1_to_128_operations(several_here, number):
+def test_select_accepts_1_to_128_operations(several_local, number):
     """C10."""
     with pytest.raises(ValueError, match="1 to 128 operations"):
-        select(several_here(number), timeout=0)
+        select(several_local(number), timeout=0)
 
 
-def test_select_waits_on_128_channels(several_here):
+def test_select_waits_on_128_channels(several_local):
     """C10."""
-    channels = several_here(128)
+    channels = several_local(128)
     with pytest.raises(NothingReady):
         select(channels, timeout=0.01)
     channels[77].put("there")
     assert select(channels).item == "there"
-    assert nobody_waits(*channels)
+    assert no_waiters(*channels)
 
 
-# now or later
+# now, and after a timeout
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: the error is an Empty and a Full, so both ways of catching it work."""
+    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause catches it."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
         with pytest.raises(kind):
             select([a], puts=[(b, "new")], timeout=timeout)
     assert (len(a), b.get()) == (0, "old")
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), "1", True])
-def test_invalid_select_timeout_is_refused(several, timeout):
+def test_invalid_select_timeout_raises(several, timeout):
     """C7, C10."""
     with pytest.raises(ValueError, match="timeout must be"):
         select(several(2), timeout=timeout)
@@ -225,7 +233,7 @@ def test_invalid_select_timeout_is_refused(several, timeout):
 # ends
 
 
-def test_drained_channels_are_left_out(several):
+def test_select_skips_drained_channels(several):
     """C4, C10."""
     a, b = several(2)
     a.close()
@@ -236,7 +244,7 @@ def test_drained_channels_are_left_out(several):
         select([a, b])
 
 
-def test_a_closed_channel_that_still_holds_items_is_read(several):
+def test_select_gets_items_left_in_a_closed_channel(several):
     """C3, C10."""
     a, b = several(2)
     a.put_many([1, 2])
@@ -246,7 +254,7 @@ def test_a_closed_channel_that_still_holds_items_is_read(several):
         select([a, b], timeout=0)
 
 
-def test_a_put_into_a_closed_channel_raises_closed(several):
+def test_select_to_put_into_a_closed_channel_raises_closed(several):
     """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
@@ -254,7 +262,7 @@ def test_a_put_into_a_closed_channel_raises_closed(several):
         select([a], puts=[(b, 1)])
 
 
-def test_a_broken_channel_raises_broken_from_its_cause(several):
+def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
     """C6, C10."""
     a, b = several(2)
     b.abort(LookupError("gone"))
@@ -265,7 +273,7 @@ def test_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it if no other operation is left, abort at once."""
+    """C3, C6, C10: close ends it only if no other operation is left; abort ends it at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -273,12 +281,12 @@ def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
     getattr(b, end)()
     with pytest.raises(raised):
         waiting.result()
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
 
 
-def test_a_closed_port_is_refused(several_here):
+def test_select_rejects_a_closed_port(several_local):
     """C5, C10."""
-    (ch,) = several_here(1)
+    (ch,) = several_local(1)
     check_that_a_closed_port_is_refused(ch)
 
 
@@ -287,7 +295,7 @@ def check_that_a_closed_port_is_refused(ch):
     reader.close()
     writer.close()
     for operations in ([reader], ()), ([], [(writer, 1)]):
-        with pytest.raises(ValueError, match="this port was closed"):
+        with pytest.raises(ValueError, match=r"this port of .* was closed"):
             select(*operations, timeout=0)
     keep.close()
 
@@ -296,22 +304,22 @@ def check_that_a_closed_port_is_refused(ch):
     "check",
     [check_that_no_list_is_refused, check_that_ends_are_not_mixed_up, check_that_a_closed_port_is_refused],
 )
-def test_select_refuses_the_same_mistakes_with_remote_ports(check):
+def test_select_rejects_the_same_mistakes_with_remote_ports(check):
     """C5, C10."""
     ch = Channel(across="hosts")
     HostPeer(check, ch).result()
 
 
-def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
+def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
     """C5, C10."""
-    a, b = several_here(2)
+    a, b = several_local(2)
     keep, reader = a.reader(), a.reader()
     waiting = ThreadPeer(select, [reader, b])
     wait_blocked(a, readers=1)
     reader.close()
-    with pytest.raises(ValueError, match="this port was closed"):
+    with pytest.raises(ValueError, match=r"this port of .* was closed"):
         waiting.result()
-    assert nobody_waits(a, b)
+    assert no_waiters(a, b)
     keep.close()
 
 
@@ -319,7 +327,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_here):
 
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a plain reader also waits, and must not sleep while the item that select did not take is
+    """C8, C10: a plain reader is also waiting, and must not sleep while an item that select left is
     available."""
     for _ in range(100):
         a, b = several(2)
@@ -334,14 +342,14 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
         if done.channel is a:
             a.put("a")
         assert plain.result() == "a"
-        assert nobody_waits(a, b)
+        assert no_waiters(a, b)
 
 
 # fairness and totals
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each share is 300 within eight standard deviations."""
+    """C10: 900 choices among three; each channel is chosen 300 times, within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -353,7 +361,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: two ready channels after empty ones have half of 900 choices each, within eight standard
+    """C10: two ready channels after empty ones get half of 900 choices each, within eight standard
     deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
@@ -362,16 +370,16 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
+def test_select_without_waiting_finds_an_item_that_moves(several, make_gate):
     """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
-    here, there = channels = several(2)
-    here.put("item")
+    first, second = channels = several(2)
+    first.put("item")
     gate = make_gate(1)
 
     def move():
         gate.arrive()
-        while not (here.closed or there.closed):
-            for source, target in ((here, there), (there, here)):
+        while not (first.closed or second.closed):
+            for source, target in ((first, second), (second, first)):
                 try:
                     target.put("item")
                     target.flush()
@@ -379,9 +387,9 @@ def test_select_without_waiting_does_not_miss_a_moving_item(several, make_gate):
                 except Closed:
                     return
 
-    mover = ThreadPeer(move) if here.across == "threads" or there.across == "threads" else ProcessPeer(move)
+    mover = ThreadPeer(move) if first.across == "threads" or second.across == "threads" else ProcessPeer(move)
     gate.open()
-    for _ in range(300 if hasattr(there, "is_remote") else 3_000):
+    for _ in range(300 if hasattr(second, "is_remote") else 3_000):
         done = select(channels, timeout=0)
         done.channel.put(done.item)
     for ch in channels:
@@ -421,4 +429,4 @@ def test_many_concurrent_selects_take_each_item_once(several, long_walk):
         ch.close()
     taken = Counter(item for reader in readers for item in reader.result())
     assert taken == dict.fromkeys(((number, i) for number in range(parties) for i in range(each)), 1)
-    assert nobody_waits(*channels)
+    assert no_waiters(*channels)

@@ -1,21 +1,21 @@
-"""C10: ``select(ready=...)`` chooses a channel on which a get would not wait, and takes nothing."""
+"""C10: ``select(ready=...)`` chooses a channel on which a get would not wait, without taking the item."""
 
 from __future__ import annotations
 
 import pytest
 from support.peers import ProcessPeer, ThreadPeer
-from support.waiting import nobody_waits, wait_blocked
+from support.waiting import no_waiters, wait_blocked
 
 from flowchan import Broken, Channel, NothingReady, Selected, select
 
 
 def moved(channel):
-    """Return the numbers of items that have gone in and out."""
+    """Return how many items have gone in and out."""
     stats = channel.stats()
     return stats.items_in, stats.items_out
 
 
-def test_ready_channel_keeps_its_item(make):
+def test_select_ready_leaves_the_item_in_the_channel(make):
     """C10."""
     a, b = make(1), make(1)
     with pytest.raises(NothingReady, match="none of 2 operations"):
@@ -27,7 +27,7 @@ def test_ready_channel_keeps_its_item(make):
 
 
 def test_drained_channel_is_ready_but_not_with_a_leased_item(make):
-    """C4, C10: the item is leased."""
+    """C4, C10: while an item is leased, the channel is not drained."""
     ch = make(1)
     keep, reader = ch.reader(), ch.reader()
     ch.put(1)
@@ -55,11 +55,11 @@ def test_closing_a_channel_ends_all_selects_on_ready(kind):
     stop.close()
     assert [peer.result() for peer in peers] == [None] * 5
     assert (moved(work), moved(full)) == ((0, 0), (1, 0))
-    assert nobody_waits(work, full, stop)
+    assert no_waiters(work, full, stop)
 
 
 def test_select_on_ready_leaves_the_item_to_a_reader(make):
-    """C8, C10: a plain reader does not sleep while an item that others have looked at is available."""
+    """C8, C10: a plain reader does not sleep while an item that selects have only seen is available."""
     for _ in range(30):
         ch = make(1)
         looking = [ThreadPeer(lambda ch=ch: select(ready=[ch])) for _ in range(2)]
@@ -68,10 +68,10 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
         wait_blocked(ch, readers=3)
         ch.put("item")
         assert plain.result() == "item"
-        ch.close()  # one select may not have looked before the item was taken
+        ch.close()  # one of the selects may not have seen the item before it was taken
         for looker in looking:
             looker.result()
-        assert nobody_waits(ch)
+        assert no_waiters(ch)
 
 
 def test_select_on_ready_raises_the_cause_of_a_break(make):
@@ -86,9 +86,9 @@ def test_select_on_ready_raises_the_cause_of_a_break(make):
 
 
 def test_ready_accepts_only_a_list_of_channels(make):
-    """C10: the next get of a port would finish its leased item; a channel would be iterated over."""
+    """C10: the next get on a port would finish its leased item, and iterating over a channel takes items."""
     ch = make(1)
     with ch.reader() as reader:
         for wrong in (ch, [reader], reader, ["channel"]):
-            with pytest.raises(TypeError, match="ready takes a list of channels"):
+            with pytest.raises(TypeError, match="ready must be a list of channels"):
                 select(ready=wrong)

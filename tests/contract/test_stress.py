@@ -1,4 +1,4 @@
-"""Many users start at a barrier and end in exact totals (C1, C3, C4, C5, C8, C14)."""
+"""Many users start together at a barrier, and their totals must be exact (C1, C3, C4, C5, C8, C14)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from support.waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS, FEWER = 8_000, 3_200  # of all writers together; the larger number with --long
+ITEMS, FEWER = 8_000, 3_200  # total over all writers; the larger number with --long
 
 
 def write(ch, gate, number, count, how):
-    """Put (number, 0), (number, 1), … through a port. The gate opens when all writers have one."""
+    """Put (number, 0), (number, 1), … through a port. The gate opens once all writers have a port."""
     with ch.writer() as out:
         gate.arrive()
         if how == "many":
@@ -27,7 +27,7 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how, in_order=True):
-    """Take items until the end, and return a count per writer and a sum.
+    """Take items until the channel ends, and return a count per writer and a sum.
 
     The order of each writer's items is checked, unless ``in_order`` is false.
     """
@@ -60,12 +60,12 @@ def into_batches(into):
 @pytest.mark.parametrize("how", ["single", "many"])
 @pytest.mark.parametrize("capacity", [1, 3, 1_000])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_item_is_got_once_and_in_its_writers_order(
+def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: channels of capacity 1 wake for each item, and large ones rarely.
+    """C1, C4, C5, C8: channels of capacity 1 wake a user for each item, and large channels rarely.
 
-    An item recalled from one of several remote readers may come after later items.
+    If there are several remote readers, an item recalled from one of them may arrive after later items.
     """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER
@@ -94,7 +94,7 @@ def test_every_item_is_got_once_and_in_its_writers_order(
 
 @pytest.mark.copying
 def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
-    """C1: several writers put sizes from nothing to many times the channel's memory."""
+    """C1: several writers put sizes from 0 bytes to many times the channel's memory."""
     ch = make(16)
     gate = make_gate(3)
     sizes = [0, 1, 100, 4_096, 70_000, 3, 1_000_000, 17, 65_536]
@@ -119,7 +119,7 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
 
 
 def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transport):
-    """C14: different users make, send, fill, close and drain channels, many times over."""
+    """C14: different users make, send, fill, close and drain channels many times."""
     rounds, items = 40, 25
     requests = make(4)
     gate = make_gate(3)
@@ -144,7 +144,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
     assert sum(server.result() for server in servers) == rounds
 
 
-def test_chain_of_stages_drains_from_its_first_channel(make, spawn_peer):
+def test_chain_of_channels_drains_after_its_first_one_closes(make, spawn_peer):
     """C1, C4, C5: a chain of small channels drains when its first one closes."""
     stages, items = 5, 1_000
     chain = [make(2) for _ in range(stages + 1)]

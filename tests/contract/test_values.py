@@ -1,4 +1,4 @@
-"""Between processes an equal copy of the same type arrives, and between threads the object itself."""
+"""Between processes an equal copy of the same type arrives; between threads the object itself arrives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
 
 
 class Text(str):
-    """Subclass of a built-in type, which must arrive as the same type."""
+    """Subclass of a built-in type; it must arrive as the subclass."""
 
 
 class Whole(int):
@@ -153,7 +153,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_arrive_as_they_were_sent(make, group):
-    """Each value alone: equal, and of the same type."""
+    """Each value is sent alone, and must arrive equal and with the same type."""
     ch = make(1)
     for sent in GROUPS[group]:
         ch.put(sent)
@@ -163,18 +163,18 @@ def test_values_arrive_as_they_were_sent(make, group):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("group", GROUPS)
-def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
-    """Both directions, in a row, with batches."""
-    there, back = make(8), make(8)
+def test_values_sent_to_a_peer_and_back_are_equal(make, spawn_peer, group):
+    """Values go in both directions, in a row and in batches."""
+    outward, inward = make(8), make(8)
 
     def echo():
-        for item in there:
-            back.put(item)
-        back.close()
+        for item in outward:
+            inward.put(item)
+        inward.close()
 
     peer = spawn_peer(echo)
-    writer = spawn_peer(lambda: (there.put_many(GROUPS[group]), there.close()))
-    arrived = list(back)
+    writer = spawn_peer(lambda: (outward.put_many(GROUPS[group]), outward.close()))
+    arrived = list(inward)
     writer.result()
     peer.result()
     assert len(arrived) == len(GROUPS[group])
@@ -182,7 +182,7 @@ def test_values_go_through_a_peer_and_back(make, spawn_peer, group):
 
 
 def test_singletons_keep_their_identity(make):
-    """None, True, False and other objects that exist once."""
+    """These are None, True, False and other objects that exist once."""
     ch = make()
     for value in (None, True, False, NotImplemented, ..., Colour.RED):
         ch.put(value)
@@ -191,14 +191,14 @@ def test_singletons_keep_their_identity(make):
         assert ch.get()[0] is value
 
 
-def test_a_bool_is_not_an_int(make):
+def test_bools_and_ints_arrive_with_their_types(make):
     ch = make()
     ch.put((True, 1, False, 0))
     assert [type(value) for value in ch.get()] == [bool, int, bool, int]
 
 
-def test_object_twice_in_an_item_arrives_as_one_object(make):
-    """The identity inside one item is kept for the objects for which pickle keeps it: mutable parts."""
+def test_object_used_twice_in_an_item_arrives_as_one(make):
+    """Identity inside one item is kept for the objects for which pickle keeps it: the mutable ones."""
     shared = [1]
     ch = make()
     ch.put({"first": shared, "second": shared})
@@ -216,7 +216,7 @@ def test_item_that_contains_itself_arrives(make):
 
 
 def test_tuple_that_contains_itself_through_a_list_arrives(make):
-    """This is not a small tuple of built-ins, so the direct encoding must not take it."""
+    """This is not a small tuple of built-ins, so the direct encoding must reject it."""
     ch = make()
     inner: list[Any] = []
     loop = (inner,)
@@ -227,8 +227,8 @@ def test_tuple_that_contains_itself_through_a_list_arrives(make):
 
 
 @pytest.mark.copying
-def test_excessively_nested_tuple_raises_a_readable_error(make):
-    """The put must raise a readable error and put nothing, and never crash."""
+def test_deeply_nested_tuple_raises_a_readable_error(make):
+    """The put must raise a readable error without putting anything, and never crash."""
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -237,12 +237,13 @@ def test_excessively_nested_tuple_raises_a_readable_error(make):
         ch.put(deep)
     assert len(str(caught.value)) < 2_000
     assert len(ch) == 0
-    while deep:  # taken apart from outside, because freeing it could overflow the interpreter's stack
+    # taken apart from the outside, because freeing it at once could overflow the interpreter's stack
+    while deep:
         deep = deep[0]
 
 
 def test_local_functions_arrive(make, spawn_peer):
-    """Lambdas, closures and local classes, which plain pickle refuses."""
+    """These are lambdas, closures and local classes, which plain pickle rejects."""
     calls, results = make(), make()
     factor = 3
 
@@ -279,7 +280,7 @@ def test_item_between_processes_is_a_copy(make):
 
 @pytest.mark.copying
 def test_received_array_stays_unchanged(make):
-    """It is read-only, and does not change while the channel continues or after its end."""
+    """The array is read-only, and stays the same while the channel continues and after it has ended."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()
@@ -292,8 +293,8 @@ def test_received_array_stays_unchanged(make):
         arrived[0] = 99
 
 
-def test_the_object_itself_crosses_between_threads(transport):
-    """No copy is made where none is needed."""
+def test_the_object_itself_is_passed_between_threads(transport):
+    """Nothing is copied where a copy is not needed."""
     ch = transport.make()
     sent = [object()] if not transport.copies else [1]
     ch.put(sent)
@@ -320,10 +321,10 @@ VALUES = st.recursive(
 
 
 def test_any_values_arrive_as_they_were_sent(transport, long_walk):
-    """Small built-ins with any nesting, one by one and in batches."""
-    examples = 150 if long_walk else 50
+    """These are small built-ins with any nesting, one by one and in batches."""
+    examples = 150 if long_walk else 20
 
-    slow = [HealthCheck.too_slow]  # it depends on the machine, not on the test
+    slow = [HealthCheck.too_slow]  # the speed depends on the machine, not on the test
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))

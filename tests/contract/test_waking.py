@@ -23,8 +23,8 @@ def test_each_item_wakes_one_reader(make, spawn_peer):
         peer.result()
 
 
-def test_k_items_at_once_wake_k_readers(make, spawn_peer):
-    """C8: single puts in a row, with no reader running in between."""
+def test_k_puts_in_a_row_wake_k_readers(make, spawn_peer):
+    """C8: the puts are single puts in a row, and no reader runs in between."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -34,7 +34,7 @@ def test_k_items_at_once_wake_k_readers(make, spawn_peer):
 
 
 def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
-    """C8: also by one batch put."""
+    """C8: one batch put wakes as many readers as single puts."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -112,8 +112,10 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets items while the others keep taking. The test ends when all have
-    some."""
+    """C8: each of several readers gets items while the others keep taking.
+
+    The test ends when every reader has an item.
+    """
     ch, served = make(2), make()
 
     def read():
@@ -136,8 +138,10 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers puts items while the others keep putting. The test ends when all have put
-    some."""
+    """C8: each of several writers puts items while the others keep putting.
+
+    The test ends when every writer has put an item.
+    """
     ch = make(2)
 
     def write(number):
@@ -156,8 +160,8 @@ def test_no_writer_starves(make, spawn_peer):
         writer.result()
 
 
-def test_get_after_an_own_put_never_blocks(make, spawn_peer, make_gate):
-    """C1, C8: after its own put a peer always finds an item, so no call ever waits for another peer."""
+def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
+    """C1, C8: after its own put, a peer always finds an item, so no call ever waits for another peer."""
     peers, rounds = 4, 300
     ch = make(peers)
     gate = make_gate(peers)
@@ -176,9 +180,9 @@ def test_get_after_an_own_put_never_blocks(make, spawn_peer, make_gate):
     assert len(ch) == 0
 
 
-@pytest.mark.one_machine("it would start forty programs")
+@pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
-    """C8: this holds for items of any writer, and however the wake-ups cross."""
+    """C8: this holds for items from any writer, and in whatever order the wake-ups arrive."""
     ch = make(1)
     for _ in range(20):
         gate = make_gate(2)
@@ -189,7 +193,7 @@ def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make
         writer.result()
 
 
-def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
+def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
     """C8, C15."""
     ch = make(1)
     reader = spawn_peer(ch.get)
@@ -201,7 +205,7 @@ def test_counts_of_waiting_parties_return_to_zero(make, spawn_peer):
 
 
 def test_writer_of_a_large_item_does_not_delay_small_ones(make, spawn_peer):
-    """C8: a large item waits for room that it never finds and wakes repeatedly; small ones pass it."""
+    """C8: a large item waits for room that it never finds and wakes repeatedly; small items overtake it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)
     large = spawn_peer(ch.put, bytes(90_000))

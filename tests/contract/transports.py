@@ -1,4 +1,4 @@
-"""Transports that the contract suite runs on. A new transport is one more entry here, and nothing else."""
+"""Transports that the contract suite runs on. A new transport needs only one more entry here."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flowchan import Channel
 class Transport:
     """Transport under test.
 
-    ``make(capacity=64, **options)`` makes a channel of it, like ``across`` in a user's program. ``peers``
-    names where the peer of a test may run ("thread", "process", "host"). ``copies`` states whether items
-    arrive as copies, and ``devices`` whether device memory does.
+    ``make(capacity=64, **options)`` makes a channel, as ``across`` does in a user's program. ``peers`` lists
+    where the peer of a test may run ("thread", "process", "host"). ``copies`` states whether items arrive as
+    copies, and ``devices`` whether device memory is supported.
     """
 
     name: str

@@ -13,23 +13,23 @@ class Deaths:
 
     def __init__(self, *points: object, times: int = 1) -> None:
         self.total = len(points) * times
-        self.left: dict[object, Channel[None]] = {}
+        self.pending: dict[object, Channel[None]] = {}
         for point in points:
-            self.left[point] = Channel(times, across="processes")
-            self.left[point].put_many([None] * times)
-            self.left[point].close()
+            self.pending[point] = Channel(times, across="processes")
+            self.pending[point].put_many([None] * times)
+            self.pending[point].close()
 
     def at(self, point: object) -> None:
-        left = self.left.get(point)
-        if left is None:
+        pending = self.pending.get(point)
+        if pending is None:
             return
         try:
-            left.get()
+            pending.get()
         except Closed:
             return
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stage_of(run: Run, name: str) -> StageStats:
-    """Return the present statistics of one stage."""
+    """Return the current statistics of one stage."""
     return next(stage for stage in run.stats().stages if stage.name == name)

@@ -42,8 +42,10 @@ Item = tuple[int, bytes]
 
 
 def payload_of(number: int) -> bytes:
-    """Return nothing for most items, a block in shared memory for every ninth, and a large one for every
-    50th."""
+    """Return an empty payload for most numbers.
+
+    Every ninth number has a block in shared memory, and every 50th a large one.
+    """
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
     )
@@ -95,7 +97,7 @@ def parted(rounds: Reduced) -> tuple[Item, ...]:
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the function with some extra work, so that many deaths come during an item."""
+    """Return the function with some extra work, so that many deaths happen during an item."""
 
     def work(item: Any) -> Any:
         until = time.perf_counter() + 0.000_5
@@ -130,7 +132,7 @@ class Case:
 
 
 def case(seed: int, number: int) -> Case:
-    """Return the graph of a number."""
+    """Return the graph with this number."""
     chance = random.Random(f"{seed} {number}")
     graph = Graph(f"soak{number}")
     count = chance.choice([0, 1, 50, 400, 1500])
@@ -221,7 +223,7 @@ class Totals:
 
 
 def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> Totals:
-    """Run graph after graph until the time is over, and finish the last one."""
+    """Run one graph after another until the time is over, and let the last graph finish."""
     totals = Totals()
     end = time.monotonic() + seconds
     number = first

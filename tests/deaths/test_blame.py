@@ -5,6 +5,7 @@ The report has the cause of each death.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import random
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from support.waiting import wait_until
 
-from flowchan import Channel, Failed, Graph, RunError, Unreadable, WorkerDied
+from flowchan import Channel, Failed, Graph, Run, RunError, Unreadable, WorkerDied
 from flowchan.run.policy import decisions
 
 
@@ -41,7 +42,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
     """Only a death in user code counts, not one while a finished output waits for room. The slow reader of
     the results makes the workers wait for room most of the time."""
-    kills, items = 30, 5_000
+    kills, items = 30, 1_000
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
     once = graph.source(range(items)).map(same, name="once", **options)
@@ -62,7 +63,7 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use all defaults except the limits on restarts of a worker that dies all the time."""
+    """All defaults apply, except the limits on restarts of a worker that keeps dying."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it begins
@@ -104,6 +105,26 @@ def test_poison_item_is_blamed_with_each_workers_death() -> None:
     assert "was killed by SIGKILL" in str(failure.error)
 
 
+def test_service_survives_any_number_of_poison_requests() -> None:
+    """The default is 10 restarts, and each poison request costs three workers."""
+
+    async def main(run: Run) -> None:
+        for _ in range(2):
+            calls = (run.ask(questions, number) for number in (-1, 1, -1, 2, -1))
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert [answers[1], answers[3]] == [1, 2]
+            assert all(isinstance(answer, WorkerDied) for answer in answers[::2])
+
+    graph = Graph("service")
+    questions = graph.input("questions")
+    questions.map(kill_worker_at(-1), on="process", name="work").collect()
+    with graph.start() as run:
+        asyncio.run(main(run))
+    work = run.stats().stages[1]
+    assert (work.failed, work.items_out, work.restarts) == (6, 4, 18)
+    assert run.state == "done"
+
+
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
     """The second worker must be able to finish all other items before the first one's third replacement
@@ -115,7 +136,7 @@ def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
     def work(item: int) -> int:
         if item == 0:
             pids.put(os.getpid())
-            if len(others) < 40:  # not before the other worker has done all other items
+            if len(others) < 40:  # not before the other worker has finished all other items
                 wait_until(lambda: len(others) >= 40)
             os.kill(os.getpid(), signal.SIGKILL)
         others.put(item)

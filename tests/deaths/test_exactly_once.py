@@ -1,4 +1,4 @@
-"""C11, R4: workers killed by SIGKILL at a chosen point lose and repeat nothing, and keep the order."""
+"""C11, R4: if workers are killed by SIGKILL at a chosen point, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -227,14 +227,14 @@ def test_c11_failed_items_reach_the_errors_stream_once() -> None:
         deaths.at(item)
         return item
 
-    def told(failed: Any) -> Any:
+    def reported(failed: Any) -> Any:
         deaths.at(failed.item)
         return failed.item
 
     graph = Graph("c11")
     worked = graph.source(range(ITEMS), capacity=4).map(work, on="process", workers=2, capacity=4)
     out = worked.collect()
-    failed = worked.errors.map(told, on="process").collect()
+    failed = worked.errors.map(reported, on="process").collect()
     results = graph.run()
     assert results[out] == list(range(0, ITEMS, 2))
     assert sorted(results[failed]) == list(range(1, ITEMS, 2))
@@ -299,6 +299,26 @@ def test_r4_poison_item_without_an_errors_reader_ends_the_run() -> None:
 
 
 def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
+    graph = Graph("limit")
+    graph.input().map(abs, on="process", restarts=3, name="work").sink(id)
+    run = graph.start()
+    channel = run._ports.channels["input"]
+    for _ in range(3):
+        wait_until(lambda: channel.stats().waiting_readers == 1)
+        kill_one(run, "work")
+    wait_until(lambda: channel.stats().waiting_readers == 1)
+    os.kill(stage_of(run, "work").pids[0], signal.SIGKILL)
+    with pytest.raises(RunError) as caught:
+        run.wait()
+    (error,) = caught.value.exceptions
+    assert error.stage == "work"
+    assert "killed by SIGKILL" in str(error)
+    assert "3 of 3 restarts are used in 60 s" in str(error)
+    assert stage_of(run, "work").restarts == 3
+    assert "has used 2 of 3 restarts in 60 s" in run.report()
+
+
+def test_r4_deaths_over_items_use_no_restarts() -> None:
     deaths = Deaths(*range(9))
 
     def work(item: int) -> int:
@@ -306,22 +326,18 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
         return item
 
     graph = Graph("limit")
-    graph.source(range(9)).map(work, on="process", restarts=3, name="work").sink(id)
-    run = graph.start()
-    with pytest.raises(RunError) as caught:
-        run.wait()
-    (error,) = caught.value.exceptions
-    assert error.stage == "work"
-    assert "killed by SIGKILL" in str(error)
-    assert "3 of 3 restarts are used" in str(error)
-    assert stage_of(run, "work").restarts == 3
+    out = graph.source(range(9)).map(work, on="process", restarts=3, name="work").collect()
+    run, results = ended(graph)
+    assert results[out] == list(range(9))
+    assert stage_of(run, "work").restarts == deaths.total == 9
+    assert run.stats().warnings == ()
 
 
 def kill_one(run: Run, name: str) -> None:
     """Kill the process of the first worker of a stage, once it exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
-        with contextlib.suppress(RuntimeError, ValueError):  # one is being replaced just now
+        with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced just now
             processes = run._crew.local.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []
@@ -359,7 +375,7 @@ def test_c11_worker_killed_while_it_waits_for_room() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """A death without a leased item does not show that a worker cannot begin."""
+    """A death without a leased item does not show that a worker cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
@@ -371,3 +387,23 @@ def test_r4_idle_worker_may_use_all_its_restarts() -> None:
         run[numbers].put(-1)
         run[numbers].close()
         assert run.wait()[out] == [1]
+
+
+def test_counter_that_restarts_in_a_replacement_is_reported() -> None:
+    class Count:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def __call__(self, item: int) -> int:
+            deaths.at(item)
+            self.seen += 1
+            return self.seen
+
+    deaths = Deaths(50)
+    graph = Graph("counted")
+    counted = graph.source(range(100)).map(Count, on="process", name="work").collect()
+    run, results = ended(graph)
+    assert results[counted] == [*range(1, 51), *range(1, 51)]
+    (warning,) = run.stats().warnings
+    assert warning.startswith("worker work 1 was replaced and has a new Count, without anything")
+    assert f"warning: {warning}" in run.report().splitlines()

@@ -1,4 +1,4 @@
-"""R13: workers killed while their stage is scaled lose and repeat nothing, and keep the order."""
+"""R13: if workers are killed while their stage is scaled, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong arguments of operators raise at once, with the allowed values."""
+"""Wrong arguments of operators raise at once. The errors name the allowed values."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ def stream(graph: Blueprint) -> Stream:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda s: s.map(int, workers=0), ValueError, "map: workers must be at least 1, not 0"),
+        (lambda s: s.map(int, workers=0), ValueError, "map: workers must be at least 1, got 0"),
         (
             lambda s: s.map(int, workers=True),
             TypeError,
-            "map: workers must be an int of at least 1, not True (bool)",
+            "map: workers must be an int of at least 1, got True (bool)",
         ),
         (
             lambda s: s.map(int, workers=1.5),
             TypeError,
-            "map: workers must be an int of at least 1, not 1.5 (float)",
+            "map: workers must be an int of at least 1, got 1.5 (float)",
         ),
         (
             lambda s: s.map(int, on="gpu"),
             ValueError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not \'gpu\' (str)',
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got \'gpu\' (str)',
         ),
         (
             lambda s: s.map(int, on=None),
             TypeError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not None (NoneType)',
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got None (NoneType)',
         ),
         (
             lambda s: s.map(int, on=[]),
             TypeError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, not [] (list)',
+            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got [] (list)',
         ),
-        (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, not 0"),
+        (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, got 0"),
         (
             lambda s: s.map(int, capacity="9"),
             TypeError,
-            "map: capacity must be an int of at least 1, not '9' (str)",
+            "map: capacity must be an int of at least 1, got '9' (str)",
         ),
-        (lambda s: s.map(int, retries=-1), ValueError, "map: retries must be at least 0, not -1"),
-        (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, not 1 (int)"),
+        (lambda s: s.map(int, retries=-1), ValueError, "map: retries must be at least 0, got -1"),
+        (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, got 1 (int)"),
         (lambda s: s.map(int, name=""), ValueError, "map: name must not be empty"),
-        (lambda s: s.map(int, name=3), TypeError, "map: name must be a string, not 3 (int)"),
-        (lambda s: s.map(3), TypeError, "map: function must be a function or a callable class, not 3 (int)"),
+        (lambda s: s.map(int, name=3), TypeError, "map: name must be a string, got 3 (int)"),
+        (lambda s: s.map(3), TypeError, "map: function must be a function or a callable class, got 3 (int)"),
         (
             lambda s: s.partition(3, 2),
             TypeError,
-            "partition: key must be a function or a callable class, not 3 (int)",
+            "partition: key must be a function or a callable class, got 3 (int)",
         ),
-        (lambda s: s.partition(hash, 0), ValueError, "partition: n must be at least 1, not 0"),
-        (lambda s: s.batch(0), ValueError, "batch: size must be at least 1, not 0"),
+        (lambda s: s.partition(hash, 0), ValueError, "partition: n must be at least 1, got 0"),
+        (lambda s: s.batch(0), ValueError, "batch: size must be at least 1, got 0"),
         (lambda s: s.batch(2, timeout=-1), ValueError, "batch: timeout must be greater than 0 seconds"),
         (
             lambda s: s.batch(2, timeout=float("nan")),
@@ -73,32 +73,32 @@ def stream(graph: Blueprint) -> Stream:
             "batch: timeout must be greater than 0 seconds",
         ),
         (lambda s: s.batch(2, timeout="1"), TypeError, "batch: timeout must be a number of seconds or None"),
-        (lambda s: s.take(-1), ValueError, "take: n must be at least 0, not -1"),
-        (lambda s: s.tee(0), ValueError, "tee: n must be at least 1, not 0"),
-        (lambda s: s.buffer(0), ValueError, "buffer: capacity must be at least 1, not 0"),
+        (lambda s: s.take(-1), ValueError, "take: n must be at least 0, got -1"),
+        (lambda s: s.tee(0), ValueError, "tee: n must be at least 1, got 0"),
+        (lambda s: s.buffer(0), ValueError, "buffer: capacity must be at least 1, got 0"),
         (
             lambda s: s.zip([1]),
             TypeError,
-            "zip: argument 2 must be a stream, not [1] (list); write zip(*streams)",
+            "zip: argument 2 must be a stream, got [1] (list); write zip(*streams)",
         ),
-        (lambda s: s.graph.merge(), TypeError, "merge: give at least one stream"),
-        (lambda s: s.graph.merge([s]), TypeError, "merge: argument 1 must be a stream, not [<Stream 'start'"),
-        (lambda s: s.graph.stage(split, 3), TypeError, "stage: argument 1 must be a stream, not 3 (int)"),
+        (lambda s: s.graph.merge(), TypeError, "merge: streams must have at least one stream, got none"),
+        (lambda s: s.graph.merge([s]), TypeError, "merge: argument 1 must be a stream, got [<Stream 'start'"),
+        (lambda s: s.graph.stage(split, 3), TypeError, "stage: argument 1 must be a stream, got 3 (int)"),
         (
             lambda s: s.graph.source(3),
             TypeError,
-            "source: items must be an iterable or a callable that gives one",
+            "source: items must be an iterable or a callable that returns one",
         ),
         (
             lambda s: s.graph.source([1], 2),
             TypeError,
-            "source: items is not callable, so it takes no more arguments: [1]",
+            "source: items must be a callable if it has arguments, got [1]",
         ),
-        (lambda s: s.graph.input(capacity=0), ValueError, "input: capacity must be at least 1, not 0"),
+        (lambda s: s.graph.input(capacity=0), ValueError, "input: capacity must be at least 1, got 0"),
         (lambda s: Blueprint(""), ValueError, "Graph: name must not be empty"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_once(stream: Stream, call: Any, error: Any, message: str) -> None:
+def test_wrong_argument_raises_at_once(stream: Stream, call: Any, error: Any, message: str) -> None:
     with pytest.raises(error) as raised:
         call(stream)
     assert message in str(raised.value)
@@ -111,6 +111,6 @@ def test_argument_with_failing_repr_is_rejected_clearly(stream: Stream) -> None:
             raise RuntimeError("no")
 
     with pytest.raises(
-        TypeError, match="take: n must be an int of at least 0, not <Silent whose repr raises RuntimeError>"
+        TypeError, match="take: n must be an int of at least 0, got <Silent whose repr raises RuntimeError>"
     ):
         stream.take(Silent())  # type: ignore[arg-type]

@@ -1,22 +1,25 @@
-"""Declaring a graph: what the operators leave in it, and what they refuse at once."""
+"""Declare a graph: what operators record in it, and what they reject at once."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import operator
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# named in annotations that are strings
+# used in annotations that are strings
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar  # noqa: F401
 
 import pytest
 
 from flowchan import In, Out
 from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.callables import class_with_state
 from flowchan.declare.stream import Stream
 from flowchan.errors import Where
 
@@ -57,7 +60,7 @@ def stream(graph: Blueprint) -> Stream:
 
 
 def line() -> int:
-    """The line of the caller."""
+    """Return the line number of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None
@@ -77,7 +80,7 @@ def test_stages_keep_the_order_of_declaration(graph: Blueprint) -> None:
     ]
 
 
-def test_every_operator_notes_the_users_line(graph: Blueprint, stream: Stream) -> None:
+def test_every_operator_records_the_users_line(graph: Blueprint, stream: Stream) -> None:
     here = line()
     stream.map(to_text)
     graph.input()
@@ -86,11 +89,11 @@ def test_every_operator_notes_the_users_line(graph: Blueprint, stream: Stream) -
     assert [stage.where for stage in graph.stages[1:]] == [Where(__file__, here + n) for n in (1, 2, 3, 4)]
 
 
-def test_a_graph_notes_its_line() -> None:
+def test_a_graph_records_its_line() -> None:
     assert Blueprint("here").where == Where(__file__, line())
 
 
-def test_declaring_runs_nothing(graph: Blueprint) -> None:
+def test_declaring_a_graph_does_not_run_functions(graph: Blueprint) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("called")
 
@@ -145,12 +148,12 @@ def test_automatic_names_that_clash_are_numbered(graph: Blueprint) -> None:
     ]
 
 
-def test_an_automatic_name_steps_aside_for_a_given_one(stream: Stream) -> None:
+def test_automatic_name_changes_if_a_stage_is_given_it(stream: Stream) -> None:
     stream.map(to_text, name="to_text-2")
     assert [stream.map(to_text).name for _ in range(2)] == ["to_text", "to_text-3"]
 
 
-def test_duplicate_names_are_left_to_the_check(graph: Blueprint, stream: Stream) -> None:
+def test_declaring_duplicate_names_does_not_raise(graph: Blueprint, stream: Stream) -> None:
     first, second = stream.map(to_text, name="same"), stream.batch(3, name="same")
     second.buffer(5)
     assert [stage.name for stage in graph.stages] == ["start", "same", "same"]
@@ -162,18 +165,18 @@ def test_duplicate_names_are_left_to_the_check(graph: Blueprint, stream: Stream)
 # Streams
 
 
-def test_streams_of_one_port_are_equal_and_hash_alike(graph: Blueprint, stream: Stream) -> None:
+def test_streams_of_one_port_are_equal_and_have_equal_hashes(graph: Blueprint, stream: Stream) -> None:
     again = Stream(graph, "start", "out", "start")
     assert again == stream
     assert {stream: 1}[again] == 1
     assert Stream(Blueprint("other"), "start", "out", "start") != stream
 
 
-def test_a_stream_shows_its_name_its_items_and_its_graph(stream: Stream) -> None:
+def test_repr_of_a_stream_shows_name_item_type_and_graph(stream: Stream) -> None:
     assert repr(stream) == "<Stream 'start' of int in graph 'test'>"
 
 
-def test_buffer_changes_the_channel_and_adds_no_stage(graph: Blueprint, stream: Stream) -> None:
+def test_buffer_changes_the_channel_without_adding_a_stage(graph: Blueprint, stream: Stream) -> None:
     mapped = stream.map(to_text, capacity=5)
     assert mapped.buffer(1000) is mapped
     assert [output.capacity for output in graph.stage_named("to_text").outputs] == [1000]
@@ -224,7 +227,7 @@ def test_other_operators_have_no_errors_stream(stream: Stream) -> None:
 # Options
 
 
-def test_options_reach_the_stage(graph: Blueprint, stream: Stream) -> None:
+def test_options_are_stored_in_the_stage(graph: Blueprint, stream: Stream) -> None:
     stream.map(to_text, name="m", on="process", workers=3, capacity=9, retries=2, ordered=False)
     stage = graph.stage_named("m")
     assert (stage.placement.name, stage.workers, stage.retries, stage.ordered) == ("process", 3, 2, False)
@@ -252,7 +255,7 @@ def test_source_accepts_iterable_or_callable_with_arguments(graph: Blueprint) ->
     assert (called.function, called.args, dict(called.kwargs)) == (numbers, (5,), {"step": 2})
 
 
-def test_general_stages_have_the_ports_of_their_signature(graph: Blueprint, stream: Stream) -> None:
+def test_general_stages_have_the_ports_in_their_signature(graph: Blueprint, stream: Stream) -> None:
     graph.stage(split, stream, limit=5)
     stage = graph.stage_named("split")
     assert stage.input_ports == ("items",)
@@ -274,7 +277,7 @@ def test_general_stage_returns_one_stream_per_output(graph: Blueprint, stream: S
     assert [out.item for out in graph.stage(functools.partial(split, limit=1), stream)] == [int, str]
 
 
-def test_ports_are_known_when_only_the_type_checker_imports_them(graph: Blueprint, stream: Stream) -> None:
+def test_port_annotations_that_are_not_imported_are_recognized(graph: Blueprint, stream: Stream) -> None:
     namespace: dict[str, Any] = {}
     exec("def late(items: 'In[int]', out: 'Out[str]'): ...", namespace)
     assert graph.stage(namespace["late"], stream).item is str
@@ -283,7 +286,7 @@ def test_ports_are_known_when_only_the_type_checker_imports_them(graph: Blueprin
 # Item types
 
 
-def test_item_types_follow_the_operators(graph: Blueprint, stream: Stream) -> None:
+def test_item_types_follow_from_the_operators(graph: Blueprint, stream: Stream) -> None:
     text = stream.map(to_text)
     assert stream.item is int
     assert text.item is str
@@ -332,7 +335,7 @@ def test_the_item_type_is_the_element_type_or_unknown(stream: Stream, annotation
 
 
 def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> None:
-    class Spiteful:
+    class RaisesOnRepr:
         def __eq__(self, other: object) -> bool:
             raise RuntimeError("compared")
 
@@ -340,11 +343,11 @@ def test_unresolvable_annotation_leaves_item_type_unknown(stream: Stream) -> Non
 
     def function(item: Any) -> Any: ...
 
-    function.__annotations__["return"] = Spiteful()
+    function.__annotations__["return"] = RaisesOnRepr()
     assert stream.map(function).item is None
 
 
-# Links
+# Edges
 
 
 def test_edges_name_both_ends_and_transport(graph: Blueprint, stream: Stream) -> None:
@@ -364,7 +367,7 @@ def test_edges_name_both_ends_and_transport(graph: Blueprint, stream: Stream) ->
     ]
 
 
-def test_error_stream_has_edge_once_it_is_read(graph: Blueprint, stream: Stream) -> None:
+def test_error_stream_has_an_edge_only_if_read(graph: Blueprint, stream: Stream) -> None:
     mapped = stream.map(to_text)
     mapped.sink(print)
     assert not any(edge.errors for edge in graph.edges)
@@ -380,7 +383,7 @@ def test_each_reader_of_a_stream_has_an_edge(graph: Blueprint, stream: Stream) -
     assert [edge.reader for edge in graph.edges] == ["print", "print-2"]
 
 
-# The whole
+# The whole graph
 
 
 def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:
@@ -400,3 +403,39 @@ def test_declaring_loads_no_heavy_package() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+class Adder:
+    total = 0
+
+    def __call__(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def add(self, number: int) -> int:
+        return self(number)
+
+    @classmethod
+    def of(cls, number: int) -> int:
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    factor: int
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (Adder, "Adder"), (Adder(), "Adder"), (Adder().add, "Adder"), (functools.partial(Adder), "Adder"),
+        (functools.partial(Adder(), 1), "Adder"), (Scale(2), ""), (Scale, ""), (Adder.of, ""), (abs, ""),
+        (int, ""), ([].append, ""), (lambda _: _, ""), (functools.lru_cache(abs), ""),
+        (operator.itemgetter(0), ""), (functools.partial(pow, 2), ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_class_with_state_names_classes_of_mutable_callables(function: Any, name: str) -> None:
+    assert class_with_state(function) == name

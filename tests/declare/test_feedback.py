@@ -1,4 +1,4 @@
-"""A declared feedback: the one way in which a graph may lead back, and what the check says of it."""
+"""A declared feedback is the only edge that may lead back in a graph. The check has rules for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """Return a loop whose feedback is not yet fed, and the stream that will feed it."""
+    """Return a feedback that has no writer yet, and the stream that will feed it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)
@@ -37,7 +37,7 @@ def test_a_closed_loop_has_no_problem(graph: Blueprint) -> None:
     assert check(graph) == ()
 
 
-def test_reader_of_feedback_reads_the_fed_stream(graph: Blueprint) -> None:
+def test_reader_of_a_feedback_reads_the_stream_that_feeds_it(graph: Blueprint) -> None:
     again, work = looped(graph)
     before = graph.stage_named("steer")
     again.feed(work)
@@ -47,7 +47,7 @@ def test_reader_of_feedback_reads_the_fed_stream(graph: Blueprint) -> None:
     assert before.feedback == after.feedback == {"again"}
 
 
-def test_only_the_edge_that_leads_back_is_feedback(graph: Blueprint) -> None:
+def test_only_the_edge_that_leads_back_is_marked_feedback(graph: Blueprint) -> None:
     again, work = looped(graph)
     assert not any(edge.feedback for edge in graph.edges)
     again.feed(work)
@@ -80,7 +80,7 @@ def test_a_stage_that_reads_only_feedback_begins_the_graph(graph: Blueprint) -> 
     assert graph.stage_named("turn").begins
 
 
-def test_loop_next_to_a_feedback_is_still_a_cycle(graph: Blueprint) -> None:
+def test_loop_without_feedback_next_to_one_is_a_cycle(graph: Blueprint) -> None:
     again, work = looped(graph)
     again.feed(work)
     graph.merge(Stream(graph, "b", "out", "b"), name="a").map(step, name="b")
@@ -110,7 +110,7 @@ def test_feedback_without_writer_and_reader_is_reported(graph: Blueprint) -> Non
     assert [(problem.rule, problem.stage) for problem in check(graph)] == [("loop", "")]
 
 
-def test_feedback_without_reader_leaves_its_writer_unread(graph: Blueprint) -> None:
+def test_feedback_without_reader_is_reported_as_unread_output(graph: Blueprint) -> None:
     graph.feedback().feed(graph.source(range(3)))
     assert rules(graph) == ["unread"]
 
@@ -133,7 +133,7 @@ def test_no_other_operator_reads_a_feedback(graph: Blueprint, operator: str) -> 
     assert f"{operator} reads a feedback" in problems[0].message
 
 
-def test_the_items_that_come_back_are_checked_against_the_port(graph: Blueprint) -> None:
+def test_type_of_items_fed_back_is_checked_against_the_port(graph: Blueprint) -> None:
     again = graph.feedback()
     work, done = graph.stage(steer, graph.source(range(3)), again)
     again.feed(work.map(to_text))
@@ -141,7 +141,7 @@ def test_the_items_that_come_back_are_checked_against_the_port(graph: Blueprint)
     assert (only(graph).rule, only(graph).stage) == ("type", "steer")
 
 
-def test_a_stream_of_another_graph_that_is_fed_is_foreign(graph: Blueprint) -> None:
+def test_feeding_a_stream_of_another_graph_is_reported(graph: Blueprint) -> None:
     again, work = looped(graph)
     work.sink(print)
     again.feed(Blueprint("other").source(range(3)))
@@ -155,14 +155,14 @@ def test_a_stream_that_is_fed_and_read_has_two_readers(graph: Blueprint) -> None
     assert rules(graph) == ["read-twice"]
 
 
-def test_feeding_twice_is_refused_at_once(graph: Blueprint) -> None:
+def test_feeding_twice_raises_at_once(graph: Blueprint) -> None:
     again, work = looped(graph)
     again.feed(work)
     with pytest.raises(ValueError, match=r"again.* is already fed by .*step"):
         again.feed(work)
 
 
-def test_only_a_stream_of_a_stage_can_be_fed(graph: Blueprint) -> None:
+def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
     with pytest.raises(TypeError, match="feed: argument 1 must be a stream"):
         graph.feedback().feed([1, 2])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be the stream of a stage"):
@@ -171,11 +171,11 @@ def test_only_a_stream_of_a_stage_can_be_fed(graph: Blueprint) -> None:
         graph.feedback(7)  # type: ignore[arg-type]
 
 
-def test_feedback_has_no_own_channel(graph: Blueprint) -> None:
+def test_feedback_cannot_be_buffered_and_has_no_errors(graph: Blueprint) -> None:
     again = graph.feedback("again")
-    with pytest.raises(ValueError, match=r"'again'.* has no stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
         again.buffer(3)
-    with pytest.raises(ValueError, match=r"'again'.* has no stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
         _ = again.errors
 
 
@@ -186,7 +186,7 @@ def test_feedbacks_with_equal_names_differ(graph: Blueprint) -> None:
     assert repr(first) == "<Stream 'feedback' in graph 'test'>"
 
 
-def test_feedback_with_surplus_streams_is_a_ports_problem(graph: Blueprint) -> None:
+def test_surplus_streams_with_a_feedback_are_reported(graph: Blueprint) -> None:
     source, again = graph.source(range(3)), graph.feedback()
     again.feed(graph.stage(pass_on, source, again, limit=1))
     assert rules(graph) == ["ports"]

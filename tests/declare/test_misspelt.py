@@ -1,4 +1,4 @@
-"""A misspelt option is refused where it stands, with the operator's name and the option that was meant."""
+"""A misspelt option raises at once, with the operator's name and the closest option."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ CALLS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "meant", "call", "given"), CALLS)
-def test_other_calls_name_the_closest_option(
+def test_error_of_other_calls_names_the_closest_option(
     name: str, meant: str, call: Callable[..., Any], given: tuple[Any]
 ) -> None:
     misspelt = f"{meant[0]}{meant}"
@@ -98,7 +98,7 @@ def test_other_calls_name_the_closest_option(
         call(*given, **{misspelt: 1})
 
 
-def test_group_operations_name_the_closest_option() -> None:
+def test_error_of_group_operations_names_the_closest_option() -> None:
     (alone,) = members(1)
     with (
         alone,
@@ -112,7 +112,7 @@ def test_help_shows_the_options_that_a_call_has() -> None:
     assert list(inspect.signature(Channel).parameters) == ["capacity", "across", "max_bytes"]
 
 
-def test_unknown_option_of_native_call_lists_known_options() -> None:
+def test_unknown_option_of_a_native_call_lists_known_options() -> None:
     with pytest.raises(TypeError, match=r"^put: has no option 'colour'; it has item, timeout$"):
         Channel(1).put(1, colour=1)  # type: ignore[call-arg]
 
@@ -128,7 +128,7 @@ OPERATORS = [
     if inspect.isfunction(operator) and operator.__name__[0] != "_"
 ]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
-SHARED |= {"elastic": False, "per_worker": ()}  # those of stages alone
+SHARED |= {"elastic": False, "per_worker": ()}  # options that only stages have
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_help_lists_every_option_by_name(operator: Callable[..., Any]) -> None:
     )
 
 
-def test_arguments_of_users_function_are_not_options() -> None:
+def test_arguments_of_a_users_function_are_not_checked_as_options() -> None:
     def read(worker: int = 0, **rest: int) -> list[int]:
         return [worker, *rest.values()]
 
@@ -160,7 +160,7 @@ SECONDS = [Fraction(1, 1000), Decimal("0.001"), np.float32(0.001), np.float64(0.
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("timeout", SECONDS, ids=repr)
-def test_a_timeout_is_any_real_number(timeout: Any, across: Any) -> None:
+def test_timeout_accepts_any_real_number(timeout: Any, across: Any) -> None:
     channel: Channel[int] = Channel(2, across=across)
     with pytest.raises(Empty):
         channel.get(timeout=timeout)
@@ -169,7 +169,7 @@ def test_a_timeout_is_any_real_number(timeout: Any, across: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [10**400, Fraction(10**400), Decimal("1e400"), float("inf")], ids=type)
-def test_a_timeout_may_be_longer_than_any_wait(timeout: Any) -> None:
+def test_very_large_timeout_is_accepted(timeout: Any) -> None:
     channel: Channel[int] = Channel(1)
     channel.put(1)
     assert channel.get(timeout=timeout) == 1
@@ -179,7 +179,7 @@ def test_a_timeout_may_be_longer_than_any_wait(timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [Fraction(60), Decimal(60), np.float32(60), np.int64(60)], ids=repr)
-def test_a_batch_waits_for_any_real_number_of_seconds(timeout: Any) -> None:
+def test_batch_wait_accepts_any_real_number(timeout: Any) -> None:
     graph = Graph("g")
     batches = graph.source([1, 2, 3]).batch(2, timeout=timeout).collect()
     assert graph.run()[batches] == [[1, 2], [3]]

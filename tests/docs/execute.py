@@ -1,12 +1,11 @@
-"""Executes the code blocks of Markdown files, in order, and compares what they print: ``python execute.py
-FILE.md …``.
+"""Execute the code blocks of Markdown files and compare their output: ``python execute.py FILE.md …``.
 
-- A ``python`` block runs in the namespace of its file, as part of ``__main__``. If ``<!-- file: NAME -->``
-  stands above it, it is also written to that file, for the commands that follow.
+- A ``python`` block runs alone, as ``__main__``: it has everything that a reader needs to paste. If
+  ``<!-- file: NAME -->`` is above it, it is also written to that file, which later blocks can import or run.
 - In an ``sh`` block, the lines that begin with ``flowchan`` are run.
-- ``# → text`` ending a Python line is a line that the block prints; with such comments, they are all its
-  output.
-- A ``text`` block directly below is the output of the block above it, exactly.
+- ``# → text`` at the end of a Python line is a line that the block prints. All these comments together are
+  the whole output.
+- A ``text`` block directly below another block is that block's exact output.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Fenced block of a page.
+    """Fenced block on a page.
 
     It has a language, a text, its first line, the file that it must be written to, and its expected output or
     ``None``.
@@ -61,7 +60,7 @@ def blocks(markdown: str) -> Iterator[Block]:
 def run_python(block: Block, path: str, main: ModuleType) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
-    # Empty lines before it, so that a traceback shows the line of the Markdown file.
+    # Empty lines come first, so that a traceback shows the line in the Markdown file.
     exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
 
 
@@ -88,14 +87,15 @@ def printed_by(action: Callable[[], None]) -> str:
 
 
 def run_page(path: str) -> None:
-    user = ModuleType("__main__")
-    # This module's own names must not be seen by the blocks; it stays alive in the variable.
-    ours, sys.modules["__main__"] = sys.modules["__main__"], user
+    # The names of this module must not be visible to the blocks, so each block gets another ``__main__``.
+    ours = sys.modules["__main__"]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):
             continue
         if block.language == "python":
+            user = sys.modules["__main__"] = ModuleType("__main__")
             printed = printed_by(partial(run_python, block, path, user))
+            multiprocessing.set_start_method(None, force=True)
         else:
             printed = printed_by(partial(run_commands, block))
         if block.expected is not None and printed != block.expected:
@@ -103,12 +103,12 @@ def run_page(path: str) -> None:
                 f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}"
             )
     sys.modules["__main__"] = ours
-    multiprocessing.set_start_method(None, force=True)
 
 
 def main() -> None:
     pages = sys.argv[1:]
     del sys.argv[1:]
+    sys.path.insert(0, "")  # blocks import the files of blocks above
     for page in pages:
         run_page(page)
 

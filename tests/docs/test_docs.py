@@ -1,9 +1,12 @@
-"""Every code block of the README and of the guide runs and prints what the text says; ``execute.py`` has the
-rules. The site names everything that is public."""
+"""Every code block of the README and the guide runs and prints the stated output.
+
+``execute.py`` describes the rules. The site lists every public name.
+"""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import shutil
@@ -31,6 +34,8 @@ PAGES = [
 ]
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
+STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|BackgroundTask|dataset)\(")
+"""Calls that start the workers of a sample."""
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",
@@ -64,8 +69,9 @@ def test_code_on_a_page_prints_the_stated_output(
         "```python\nprint(1)  # → 1\nprint(2)\n```\n",
         "```python\n1 / 0\n```\n",
         "```sh\nflowchan check nothing.py\n```\n",
+        "```python\nx = 1\n```\n\n```python\nprint(x)\n```\n",
     ],
-    ids=["text", "comment", "unmentioned", "exception", "command"],
+    ids=["text", "comment", "unmentioned", "exception", "command", "name of another block"],
 )
 def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(page)
@@ -73,7 +79,22 @@ def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
+def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
+    """The new processes of spawn and forkserver import the script. A notebook has no script."""
+    unguarded = [
+        block.line
+        for block in blocks(page.read_text())
+        if 'on="process"' in block.text
+        and STARTS.search(block.text)
+        and 'if __name__ == "__main__":' not in block.text
+        and block.language == "python"
+        and page.name != "notebooks.md"
+    ]
+    assert unguarded == []
+
+
+@pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
+def test_every_link_and_picture_on_a_page_exists(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for left, right in re.findall(r"\]\(([^)\s]+)|src=\"([^\"]+)\"", text):
         target, _, anchor = (left or right).partition("#")
@@ -85,15 +106,16 @@ def test_every_link_and_picture_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page: of its headings, as GitHub and the site make them, and ``<a id>``."""
+    """Return the anchors on a page: those of its headings, as GitHub and the site make them, and ``<a
+    id>``."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # where a heading has been renamed
+    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # for headings that have been renamed
     return {*kept, *(re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings)}
 
 
 def shown_by(file: str) -> list[str]:
-    """The names in ``__all__``, read without an import."""
+    """Return the names in ``__all__``, read without an import."""
     (names,) = re.findall(r"^__all__ = [\[(](.*?)[\])]", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)"', names)
 
@@ -116,7 +138,9 @@ def test_reference_lists_all_public_members_in_class_order(name: str) -> None:
     )
     graph = flowchan.Graph("graph")
     made = {"Graph": graph, "Stream": graph.source("abc")}[name]
-    assert {name for name in dir(made) if not name.startswith("_")} == set(listed.split(", "))
+    # the section "Attributes" of the docstring has the fields of a dataclass
+    fields = {field.name for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
+    assert {name for name in dir(made) if not name.startswith("_")} - fields == set(listed.split(", "))
 
 
 def test_every_exception_has_an_entry_in_troubleshooting() -> None:
@@ -130,7 +154,7 @@ def test_every_exception_has_an_entry_in_troubleshooting() -> None:
 
 
 def template(node: ast.expr) -> str:
-    """A message as the table of messages has it: what is put in is an ellipsis."""
+    """Return a message as the troubleshooting table has it, with an ellipsis for each inserted value."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -149,7 +173,7 @@ def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """Yield the possible texts of an argument; a name may have any value that was assigned to it."""
+    """Yield the possible texts of an argument. A variable may have any value that was assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)
@@ -160,7 +184,7 @@ def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield the messages of flowchan's own exceptions and of a graph's problems, with their places.
+    """Yield the messages of flowchan's own exceptions and of a graph's problems, with their source lines.
 
     Messages with almost no fixed text are left out.
     """
@@ -199,11 +223,11 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
 
 
 NEVER_SHOWN = {"unknown port number ", "the run is over"}
-"""A mistake of the core's own, and a sign from one thread of flowchan to another."""
+"""Messages for a bug in the core, and for a signal between two of flowchan's threads."""
 
 
 def says(one: str, other: str) -> bool:
-    """Return whether the second text contains the first one, whose ellipsis matches any text."""
+    """Return whether the second text contains the first. The first text's ellipsis matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 
@@ -212,7 +236,7 @@ def test_troubleshooting_has_a_row_for_every_message() -> None:
     rows = [text for text in quoted if len(text.replace("…", " ").split()) > 1]
     native = dict(messages_of_the_core())
     found = dict(messages())
-    assert len(found) > 90  # it looks where they are
+    assert len(found) > 90  # the search finds messages at all
     assert len(native) > 10
     missing = {
         place: text
@@ -231,7 +255,7 @@ PICTURES = [
 
 @pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
 def test_picture_on_a_page_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
-    """A renderer may move a label, so only the texts of both pictures are compared."""
+    """A renderer may move a label, so only the texts of the two pictures are compared."""
     text = (ROOT / page).read_text()
     *_, block = (block for block in blocks(text) if block.file == program)
     (tmp_path / program).write_text(block.text)
@@ -246,6 +270,6 @@ def labels(picture: Path) -> list[str]:
     return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
 
 
-def test_picture_of_the_layers_has_every_layer() -> None:
+def test_picture_of_the_layers_shows_every_layer() -> None:
     shown = labels(DOCS / "images" / "layers.svg")
     assert {part for parts in LAYERS for part in parts} <= set(shown)

@@ -1,5 +1,7 @@
-"""Run every example like a user, in its own process, and compare its output with a plain sequential
-computation."""
+"""Run every example as a user would, in its own process.
+
+Its output is compared with a plain sequential computation.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def test_producer_consumer_graph_receives_all_source_items() -> None:
 
 
 def counted_words(directory: Path) -> list[str]:
-    """Return the output expected from wordcount, counted file by file. Words of equal count have any
-    order."""
+    """Return the expected output of wordcount, counted file by file.
+
+    Words with equal counts may be in any order.
+    """
     counts: Counter[str] = Counter()
     for file in directory.rglob("*.py"):
         counts.update(re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower()))
@@ -88,7 +92,7 @@ def test_wordcount_takes_its_directory_from_the_command_line(real_files: Path) -
     assert counted_words(real_files)[0] in run(FLOWCHAN, "run", EXAMPLES / "wordcount.py", "--", real_files)
 
 
-def test_wordcount_of_no_files_is_zero(tmp_path: Path) -> None:
+def test_wordcount_without_files_is_zero(tmp_path: Path) -> None:
     assert python("wordcount.py", tmp_path).startswith("0 words, 0 different ones")
 
 
@@ -110,7 +114,7 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
             (tmp_path / "a" / file.name).write_bytes(content)
         if number % 6 == 0:
             (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
-        if number % 5 == 0:  # equal in size, but not in content
+        if number % 5 == 0:  # the same size but different content
             (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)
@@ -125,7 +129,7 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
     assert head == f"{len(expected):,} groups of equal files, {wasted:,} bytes could be saved"
 
 
-def test_duplicates_finds_those_of_the_standard_library(real_files: Path) -> None:
+def test_duplicates_finds_duplicates_in_the_standard_library(real_files: Path) -> None:
     expected = equal_files(real_files.parent / "encodings")
     output = run(FLOWCHAN, "run", EXAMPLES / "duplicates.py", "--", real_files.parent / "encodings")
     assert f"{len(expected):,} groups of equal files" in output
@@ -151,14 +155,14 @@ for command in (["check", file], ["viz", file, "-o", picture]):
     except SystemExit as end:
         assert not end.code, command
 """
-"""Both commands, by one program."""
+"""A program that runs both commands."""
 
 PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in enumerate(ALL)]
-"""One of each; every format of every graph is a matter of tests/viz."""
+"""One example per format; tests/viz tests every format."""
 
 
 @pytest.mark.parametrize(("example", "kind"), PICTURES)
-def test_every_example_passes_the_check_and_is_drawn_without_running(
+def test_every_example_can_be_checked_and_drawn_without_running(
     torch_programs: Template, example: str, kind: str, tmp_path: Path
 ) -> None:
     picture = tmp_path / f"picture.{kind}"
@@ -171,7 +175,7 @@ def test_every_example_passes_the_check_and_is_drawn_without_running(
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])
-def test_a_directory_that_is_not_there_is_one_clear_line(example: str, tmp_path: Path) -> None:
+def test_missing_directory_is_reported_in_one_line(example: str, tmp_path: Path) -> None:
     command = [FLOWCHAN, "run", EXAMPLES / example, "--", tmp_path / "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2

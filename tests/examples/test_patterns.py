@@ -1,5 +1,7 @@
-"""The examples of the patterns, run as a user runs them; their output is compared with a plain sequential
-computation."""
+"""Run the examples of the patterns as a user would.
+
+Their output is compared with a plain sequential computation.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 def python(example: str, *args: object) -> list[str]:
-    """The lines that an example prints; it must succeed and have nothing to complain about."""
+    """Return the lines that an example prints. It must succeed and print no errors."""
     code, out, err = ended(example, *args)
     assert (code, err) == (0, "")
     return out.splitlines()
 
 
 def ended(example: str, *args: object) -> tuple[int, str, str]:
-    """Its exit code, and what it prints."""
+    """Return the exit code, the output and the errors of an example."""
     with scripts.start(EXAMPLES / example, *map(str, args)) as program:
         out, err = program.communicate(timeout=100)
     return program.returncode, out, err
@@ -50,7 +52,7 @@ def test_map_over_files_counts_every_line_once(on: str) -> None:
     ]
 
 
-def test_map_over_files_reads_the_standard_library_by_itself() -> None:
+def test_map_over_files_reads_the_standard_library_by_default() -> None:
     assert python("map_files.py")[-1].startswith("together: ")
 
 
@@ -91,7 +93,7 @@ def test_a_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
         }
 
 
-def test_a_background_task_that_fails_raises_to_the_program(tmp_path: Path) -> None:
+def test_failed_background_task_raises_in_the_program(tmp_path: Path) -> None:
     code, _, err = ended("background_task.py", "-o", tmp_path / "nowhere" / "packed.zip")
     assert code == 1
     assert "FileNotFoundError" in err

@@ -1,4 +1,4 @@
-"""The examples over real input, run as a user runs them, each on a little of it."""
+"""Run the examples for real input as a user would, each on a small part of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def python(example: str, directory: Path, *args: object) -> list[str]:
-    """The lines that an example prints; it must succeed."""
+    """Return the lines that an example prints. It must succeed."""
     command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def python(example: str, directory: Path, *args: object) -> list[str]:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Read without threads of Arrow's, which would be left behind."""
+    """Read the rows without Arrow's threads, which would not end."""
     table = pq.ParquetFile(pa.BufferReader(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     return list(table.to_pylist())
 
@@ -34,11 +34,11 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "example", ["thumbnails", "logs_to_parquet", "crawler", "web_service", "training_loop"]
 )
-def test_an_example_over_real_input_is_short_enough_to_read(example: str) -> None:
+def test_example_with_real_input_is_short(example: str) -> None:
     assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 80
 
 
-def test_thumbnails_of_all_pictures_stand_on_one_sheet(tmp_path: Path) -> None:
+def test_thumbnails_of_all_pictures_are_on_one_sheet(tmp_path: Path) -> None:
     for place, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (400, 300), colour).save(tmp_path / f"{place}.png")
     (tmp_path / "none.png").write_text("no picture")
@@ -61,7 +61,7 @@ def test_logs_become_rows_of_a_parquet_file(tmp_path: Path) -> None:
     assert lines[1].split()[0] == f"{slowest:,}"
 
 
-def test_the_crawler_asks_for_each_page_once(tmp_path: Path) -> None:
+def test_the_crawler_requests_each_page_once(tmp_path: Path) -> None:
     lines = python("crawler.py", tmp_path, 8)
     assert re.fullmatch(r"8 pages, \d links lead nowhere", lines[0])
     assert all(re.fullmatch(r" +\d+ pages lead to [\w.]+\.html", line) for line in lines[1:])
@@ -72,7 +72,7 @@ def test_the_crawler_asks_for_each_page_once(tmp_path: Path) -> None:
     ("example", "arguments", "share"),
     [("web_service.py", [200], 0.9), ("training_loop.py", ["--epochs", 2], 0.5)],
 )
-def test_a_model_knows_most_digits_that_it_has_not_seen(
+def test_model_recognizes_most_held_out_digits(
     torch_programs: Template, example: str, arguments: list[object], share: float, tmp_path: Path
 ) -> None:
     done = torch_programs.run(EXAMPLES / example, *arguments, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Run the example like a user: replicas learn together in one graph, which ends as a whole."""
+"""Run the example as a user would: replicas learn together in one graph, and the graph ends as a whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCHES = 44  # per epoch
 
 
 def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -> None:
-    """Each batch goes to one replica: both take part in each step until one has no batches left."""
+    """Each batch goes to one replica. Both take part in each step until one has no batches left."""
     done = torch_programs.run(EXAMPLE, "--epochs", 6)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -35,7 +35,7 @@ def test_replicas_learn_together_until_the_data_ends(torch_programs: Template) -
 
 
 def test_ctrl_c_lets_the_graph_finish_items_in_flight(torch_programs: Template) -> None:
-    """The weights that were learned until then are saved."""
+    """The weights that were learned so far are saved."""
     command = ("-c", COMMAND, "run", EXAMPLE, "--", 2, 1000000)
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with torch_programs.popen(

@@ -1,4 +1,4 @@
-"""Run the example like a user, and compare its output with the answers of the plain network."""
+"""Run the example as a user would, and compare its output with the answers of the plain network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "sequential_inference.py"
 
 @pytest.fixture(scope="module")
 def plain_share(one_compute_thread: None) -> str:
-    """Return the share of right answers without a pipeline."""
+    """Return the share of correct answers without a pipeline."""
     example = runpy.run_path(str(EXAMPLE))
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -27,7 +27,7 @@ def plain_share(one_compute_thread: None) -> str:
 
 
 @pytest.mark.parametrize(("on", "parts"), [("process", 2), ("thread", 3)])
-def test_sequential_inference_gives_the_answers_of_the_plain_network(
+def test_sequential_inference_matches_the_plain_network(
     torch_programs: Template, on: str, parts: int, plain_share: str
 ) -> None:
     done = torch_programs.run(EXAMPLE, "--batches", 3, "--on", on, "--parts", parts)

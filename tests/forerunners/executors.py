@@ -16,7 +16,7 @@ class Thing:
 
 
 def cancelled(told: bool) -> Future[Any]:
-    """Return a cancelled future; ``told`` tells its waiters about the cancellation."""
+    """Return a cancelled future. If ``told`` is true, its waiters are notified of the cancellation."""
     future: Future[Any] = Future()
     future.cancel()
     if told:

@@ -2,7 +2,7 @@
 
 They run on threads and on processes. Tasks that crash, exit or cannot be pickled, and ``wait`` and
 ``as_completed``, have their own files. Each test has the name of the original but none of its code. These
-tests have no counterpart or another result:
+tests have no counterpart or a different result:
 
 ``test_max_workers_too_large``
     The test is only for Windows.
@@ -17,9 +17,9 @@ tests have no counterpart or another result:
 ``test_killed_child``
     A task fails with ``WorkerDied`` if its worker died; the pool continues, while CPython's is broken.
 ``test_traceback``
-    The worker's traceback is a note of the exception instead of its cause.
+    The worker's traceback is a note on the exception instead of its cause.
 ``FutureTests``
-    They test ``Future``, which is Python's own class here.
+    They test ``Future``, and flowchan uses Python's own class.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from flowchan.pipelines import TaskPool
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
-# Defines a task that lasts until the program's own lines are over.
+# Defines a task that is still running when the program's own code has ended.
 LATE = """
 import threading
 from flowchan import Channel
@@ -119,7 +119,7 @@ def test_cancel_futures(pool: TaskPool, gate: Gate) -> None:
     gate.open()
     pool.shutdown()
     left = [future for future in asked if not future.cancelled()]
-    assert WORKERS <= len(left) <= WORKERS + 2  # on processes, two more are on the way to a worker
+    assert WORKERS <= len(left) <= WORKERS + 2  # on processes, two more tasks are on their way to a worker
     assert all(future.done() and future.exception() is None for future in left)
 
 
@@ -180,7 +180,7 @@ def initialised(channel: Channel[Any], *words: str) -> None:
 
 @everywhere
 def test_initializer(on: Any) -> None:
-    """Each worker calls it once, before its first task."""
+    """Each worker calls the initializer once, before its first task."""
     calls: Channel[Any] = Channel(9, across="processes")
     with TaskPool(2, on=on, initializer=initialised, initargs=(calls, "a", "b")) as pool:
         assert list(pool.map(abs, range(-20, 0))) == list(range(20, 0, -1))
@@ -216,7 +216,7 @@ def test_initializer_also_runs_in_a_replacement_worker() -> None:
 
 
 def test_default_workers() -> None:
-    """All workers meet at a barrier; one more task would not find a worker."""
+    """All workers wait at a barrier; another task would not find a worker."""
     workers = min(32, len(os.sched_getaffinity(0)) + 4)
     meeting = threading.Barrier(workers)
     with TaskPool() as pool:
@@ -276,7 +276,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
     passed = Channel[None](8, across="processes")
     results = pool.map(held, [False, False, True], timeout=0.5)
     passed.get(), passed.get()
-    wait_until(lambda: pool._tasks.keys() == {3})  # both results have arrived before the iterator asks
+    wait_until(lambda: pool._tasks.keys() == {3})  # both results have arrived before the iterator is advanced
     assert [next(results), next(results)] == [None, None]
     with pytest.raises(futures.TimeoutError):
         next(results)
@@ -284,7 +284,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
 
 @everywhere
 def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
-    """When the iterator times out, tasks that have not begun are cancelled."""
+    """When the iterator times out, tasks that have not started are cancelled."""
     called = Channel[int](64, across="processes")
 
     def held(number: int) -> None:
@@ -297,7 +297,7 @@ def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
         with pytest.raises(futures.TimeoutError):
             next(results)
         gate.open()
-    # On processes, two more are on the way to a worker.
+    # On processes, two more tasks are on their way to a worker.
     assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])
 
 
@@ -309,7 +309,7 @@ def test_shutdown_race_issue12456(on: Any) -> None:
 
 
 def test_no_stale_references(pool: TaskPool) -> None:
-    """No caller waits for the task."""
+    """No caller is waiting for the task."""
     thing = Thing()
     gone = weakref.ref(thing)
     pool.submit(thing.method)
@@ -371,18 +371,20 @@ def test_map_chunksize(processes: TaskPool) -> None:
 
 
 def fails() -> None:
-    raise RuntimeError(123)  # this line is shown
+    raise RuntimeError(123)  # the traceback shows this line
 
 
 def test_traceback(pool: TaskPool) -> None:
     error = pool.submit(fails).exception()
     assert type(error) is RuntimeError
     assert error.args == (123,)
-    assert "raise RuntimeError(123)  # this line is shown" in "".join(traceback.format_exception(error))
+    assert "raise RuntimeError(123)  # the traceback shows this line" in "".join(
+        traceback.format_exception(error)
+    )
 
 
 class Told:
-    """Object that reports its collection in a process other than its maker's."""
+    """Object that reports when it is collected, in any process except the one that made it."""
 
     def __init__(self, told: Channel[int]) -> None:
         self.told, self.home = told, os.getpid()

@@ -1,8 +1,8 @@
 """Test ``TaskPool`` on processes with the cases of CPython 3.11's ``ExecutorDeadlockTest``.
 
 Tasks crash their worker, exit, or cannot be pickled or unpickled. Each test has the name of the original but
-none of its code. CPython's pools are broken afterwards, or fail other tasks; a TaskPool continues. The
-results are:
+none of its code. CPython's pool is broken afterwards, or fails other tasks; a TaskPool continues. The results
+are:
 
 the worker dies
     ``WorkerDied``.
@@ -42,7 +42,7 @@ class Bad:
 
 
 def crash() -> None:
-    faulthandler.disable()  # prints nothing
+    faulthandler.disable()  # to print nothing
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -114,7 +114,7 @@ def test_shutdown_deadlock_pickle() -> None:
 
 
 def test_crash_big_data(processes: TaskPool) -> None:
-    """The worker dies while tasks larger than any pipe wait for it."""
+    """The worker dies while tasks larger than any pipe are waiting for it."""
     data = "a" * 8_192_000
     asked = [processes.submit(crash), processes.submit(len, data), processes.submit(len, data)]
     with pytest.raises(WorkerDied):

@@ -79,7 +79,7 @@ def test_timeout(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_pending_calls_race() -> None:
-    """The interpreter switches between many threads very often while each waits for all futures."""
+    """The interpreter switches very often between many threads, each of which waits for all futures."""
     interval, event = sys.getswitchinterval(), threading.Event()
     with TaskPool(5) as pool:
         sys.setswitchinterval(1e-6)

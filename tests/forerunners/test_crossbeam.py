@@ -22,7 +22,7 @@ These cases are left out:
 ``same_channel.rs``
     Python's ``is`` does this.
 ``mpsc.rs``, ``golang.rs``
-    They repeat the tests with the names of the standard library and of Go, which has its own file here.
+    They repeat the tests under the names of the standard library and of Go; Go has its own file here.
 ``panic_on_drop``, ``stack_overflow``
     They are specific to Rust.
 """
@@ -203,7 +203,7 @@ def test_stress_oneshot(go: Any) -> None:
 
 @kinds
 def test_stress_iter(kind: str, go: Any) -> None:
-    """The answers already in the channel are taken without waiting."""
+    """The answers that are already in the channel are taken without waiting."""
     requests, answers = made(kind, 100), made(kind, 100)
 
     def serve() -> None:
@@ -245,7 +245,7 @@ def test_stress_timeout_two_threads(go: Any) -> None:
 
 @kinds
 def test_drops(kind: str) -> None:
-    """This includes ``drop_unreceived``."""
+    """This test covers ``drop_unreceived``."""
     ch, things = made(kind), [Thing() for _ in range(20)]
     ch.put_many(things)
     gone = [weakref.ref(thing) for thing in things]
@@ -260,7 +260,7 @@ def test_drops(kind: str) -> None:
 
 @kinds
 def test_linearizable(kind: str, go: Any) -> None:
-    """A thread that has put an item finds one."""
+    """A thread that has put an item can always get one."""
     ch = made(kind, 4)
 
     def both() -> None:
@@ -275,7 +275,7 @@ def test_linearizable(kind: str, go: Any) -> None:
 
 @across
 def test_fairness(across: Any) -> None:
-    """The bounds are eight standard deviations apart from the mean."""
+    """The bounds are eight standard deviations from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     for ch in (first, second):
         ch.put_many(range(600))

@@ -166,7 +166,7 @@ def test_send_recv_same_channel_and_matching(across: Any, go: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 0.01], ids=["try", "timeout"])
 def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> None:
-    """A select finds the item that its thread has put, even if other threads take items."""
+    """A select finds the item that its thread has put, even if other threads also take items."""
     ch = Channel[int](4)
 
     def both() -> None:
@@ -224,7 +224,7 @@ def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
 
 @across
 def test_ready_fairness1(across: Any) -> None:
-    """The bounds are eight standard deviations apart from the mean."""
+    """The bounds are eight standard deviations from the mean."""
     first, second = Channel[int](1, across=across), Channel[int](1, across=across)
     first.put(1)
     second.put(2)

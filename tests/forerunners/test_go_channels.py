@@ -8,7 +8,7 @@ These cases are spelled differently:
 ``TestChan``
     A closed channel raises ``Drained`` instead of yielding zeros; a capacity is at least 1.
 ``TestNonblockSelectRace2``, ``TestSelectStackAdjust``
-    ``ready=`` selects on the close of a channel.
+    ``ready=`` waits for a channel to close.
 ``TestSelfSelect``
     Without rendezvous, a select may get the item that it has put.
 ``doubleselect``
@@ -25,9 +25,9 @@ These cases are left out:
 ``perm``, ``zerosize``, ``select5``, ``sendstmt``, ``TestChanSendInterface``
     They test the compiler and its types; a port here either reads or writes.
 ``TestShrinkStackDuringBlockedSend``, ``TestNoShrinkStackWhileParking``
-    They test stacks of goroutines.
+    They test the stacks of goroutines.
 ``powser1``, ``powser2``, ``select8``
-    They are whole programs, like ``sieve1``; a ``break`` leaves Python's ``for`` in the usual way.
+    They are whole programs, like ``sieve1``; ``break`` in a Python ``for`` loop needs no test.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_chan(across: Any, capacity: int, go: Any) -> None:
 
 @across
 def test_chan_of_many(across: Any, go: Any) -> None:
-    """The last part of ``TestChan``: four readers get the items of four writers, each item once."""
+    """This is the last part of ``TestChan``: four readers get the items of four writers, each item once."""
     ch = Channel[int](3, across=across)
     readers = [go(lambda: Counter(ch.get() for _ in range(200))) for _ in range(4)]
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_nonblock_recv_race(go: Any) -> None:
             try:
                 ch.get_nowait()
             except Drained:
-                pass  # but never Empty
+                pass  # but it never raises Empty
 
         looking = go(look)
         ch.close()
@@ -117,7 +117,7 @@ def test_nonblock_recv_race(go: Any) -> None:
 
 
 def test_nonblock_select_race(go: Any) -> None:
-    """One of the two channels is ready at every moment, so a select that does not wait finds it."""
+    """One of the two channels is always ready, so a select that does not wait finds it."""
     for _ in range(200):
         first, second = Channel[int](1), Channel[int](1)
         first.put(1)
@@ -126,7 +126,7 @@ def test_nonblock_select_race(go: Any) -> None:
         try:
             first.get_nowait()
         except Empty:
-            pass  # the select took it
+            pass  # the select took the item
         looking.result()
 
 
@@ -187,7 +187,7 @@ def _count(left: dict[int, int], number: int) -> None:
 
 @across
 def test_select_fairness(across: Any) -> None:
-    """The bounds are eight standard deviations apart from the mean."""
+    """The bounds are eight standard deviations from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     first.put_many(range(600))
     second.put_many(range(600))
@@ -398,7 +398,7 @@ def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
 
 
 def test_close_wakes_all_selects(go: Any) -> None:
-    """``TestSelectStackAdjust``: closing a channel ends every select that waits for it."""
+    """``TestSelectStackAdjust``: closing a channel ends every select that is waiting for it."""
     ready, work = Channel[int](1), Channel[int](1)
     waiting = [go(lambda: select([work], ready=[ready]).channel) for _ in range(3)]
     wait_blocked(ready, readers=3)

@@ -1,7 +1,7 @@
 """Test groups and ``Gradients`` with the cases of pytorch_ps_mpi's tests.
 
 Each test has the name of the original but none of its code. The members are threads; the original has two
-processes. These tests have no counterpart or another result:
+processes. These tests have no counterpart or a different result:
 
 ``Igatherv`` with oversized slots, padding, ``trim_msg``
     They test buffers that must be as large as the largest message. Here sizes may differ by any factor: one
@@ -45,7 +45,7 @@ def test_gather() -> None:
 
 
 def test_bcast() -> None:
-    """The other members need no value of the same size."""
+    """The other members need not pass a value of the same size."""
 
     def body(g: Any) -> None:
         for root in range(g.size):
@@ -64,7 +64,8 @@ def test_iallgather_and_async_diff_sizes_and_sync_same_size() -> None:
 
 
 def test_code_decodes_the_gradients_of_all_members() -> None:
-    """``MPI_PS(…, code=…)`` has no original test. The codes have any size, and the mean replaces the sum."""
+    """``MPI_PS(…, code=…)`` has no original test. The codes may have any size, and the mean replaces the
+    sum."""
     torch = pytest.importorskip("torch")
     from flowchan.collective.training.gradients import Gradients
 

@@ -2,20 +2,20 @@
 
 There are 33 cases from Python, and some of the C++ tests of its channels. The members are threads. Each test
 has the name of the original without ``_sum``, ``_product``, ``_min`` and ``_max``, but none of its code.
-``_group`` repeats each case in a part of the members. These tests have no counterpart or another result:
+``_group`` repeats each case for a subgroup. These tests have no counterpart or a different result:
 
 ``*_cuda``, ``*_multigpu``
-    CUDA tensors use NCCL: tests/collective/test_torch_ways.py.
+    CUDA tensors use NCCL: tests/collective/test_torch_algorithms.py.
 ``irecv``
     flowchan has no asynchronous receive.
 ``DistributedDataParallel``, ``DistributedDataParallelCPU``
     They run on the backend ``flowchan``: tests/collective/test_torch_backend.py.
 ``tensors_are_not_the_same``
-    Gathered values may differ in size; only an output that is given must fit.
+    Gathered values may differ in size; only an output that is passed in must fit.
 ``command_channel_smoke``, ``rpc_serialization``, ``tensor_smoke``
     flowchan has no remote tensors.
 slow master, accept timeout
-    They are in tests/collective/test_group_meeting.py and test_linked_groups.py.
+    They are in tests/collective/test_group_rendezvous.py and test_linked_groups.py.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def each_root(g: Any) -> Iterator[tuple[int, Any]]:
-    """Yield each root with a tensor whose side grows with the root, filled with this member's rank plus
-    one."""
+    """Yield each root with a tensor filled with this member's rank plus one.
+
+    The tensor's side grows with the root.
+    """
     for root in range(g.size):
         yield root, np.full((root + 1, root + 1), g.rank + 1.0)
 
@@ -65,7 +67,7 @@ def test_get_rank() -> None:
 
 
 def test_send_recv_and_isend(run: Run) -> None:
-    """Each member sends to each other; a send needs no waiting receiver."""
+    """Each member sends to every other member; a send needs no waiting receiver."""
 
     def body(g: Any) -> None:
         for to in range(g.size):
@@ -100,7 +102,7 @@ def test_broadcast(run: Run) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_reduce(run: Run, op: str) -> None:
-    """Only the root's tensor changes; in THD, others could get parts of the result."""
+    """Only the root's tensor changes; in THD, other members could get parts of the result."""
 
     def body(g: Any) -> None:
         for root, x in each_root(g):
@@ -192,7 +194,7 @@ def test_tensors_do_not_match_group_size_or_are_not_the_same() -> None:
     def body(g: Any) -> None:
         with pytest.raises(ValueError, match="one part for each of the 3 members, got 2"):
             g.alltoall(np.zeros(2))
-        with pytest.raises(ValueError, match="one part for each of the 3 members, not 4"):
+        with pytest.raises(ValueError, match="one part for each of the 3 members, got 4"):
             g.allgather(np.zeros(2), out=[np.zeros(2)] * 4)
         with pytest.raises(
             ValueError, match="out must have room for the 8 bytes from rank 0, got room for 24"

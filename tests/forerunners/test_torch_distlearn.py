@@ -1,6 +1,6 @@
 """Test ``flowchan.collective.training.gradients`` with the cases of torch-distlearn's tests.
 
-The members are threads, like in the original. Each test has the name of the original but none of its code.
+The members are threads, as in the original. Each test has the name of the original but none of its code.
 ``synchronizeParameters`` and ``synchronizeCenter`` are ``join`` here: a member without steps left takes part
 in the steps of the others. So no member has to send out its state. The centres of elastic averaging have the
 same bits; in the original they differ by a millionth.
@@ -32,7 +32,7 @@ def bits(module: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_sgd(size: int) -> None:
-    """The members make different numbers of steps in each epoch and then have equal parameters."""
+    """The members make different numbers of steps in each epoch; after that their parameters are equal."""
 
     def body(g: Any) -> Any:
         chance, (module, optimizer) = random.Random(g.rank), replica()
@@ -56,7 +56,7 @@ def test_all_reduce_sgd(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_ea(size: int) -> None:
-    """Each member walks on its own in ever smaller steps; every third step moves it towards the centre."""
+    """Each member makes ever smaller steps alone; every third step moves it towards the centre."""
 
     def body(g: Any) -> Any:
         chance, (module, _) = random.Random(g.rank), replica()

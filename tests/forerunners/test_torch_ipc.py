@@ -7,7 +7,7 @@ trees in ``test_torch_ipc_trees.py``, clients and servers in ``tests/pipelines/t
 These cases are spelled differently:
 
 ``map``: ``testMultiple``, ``testMultipleWithN``
-    A worker returns one value, for example a tuple; ``join()`` returns a list of them.
+    A worker returns one value, for example a tuple; ``join()`` returns a list of these values.
 ``map``: ``testUpvalueError``, ``workqueue``: ``testClosures``, ``marshal``: ``testClosure``
     Closures are sent like other functions.
 ``channel``: ``statusEnumsSet``, ``flagsOnClosedChannel``
@@ -26,7 +26,7 @@ These cases are left out:
 ``sharedtable``: ``testSize``
     ``sharedtable_size`` has no counterpart.
 ``marshal``: ``testSize``
-    Buffers have no given size.
+    Buffers have no fixed size.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_map_big_arguments_and_big_returns(on: Any) -> None:
     assert map(1, lambda table, worker: table, table, on=on).join() == [table]
 
 
-# --- test_workqueue.lua ---
+# --- test_work_queue.lua ---
 
 
 class Kind:
@@ -188,7 +188,7 @@ def test_workqueue_drain_and_multi_write(on: Any) -> None:
 
 @everywhere
 def test_workqueue_dual_stalls(on: Any) -> None:
-    """The owner puts all items before it gets any, and no worker is stuck."""
+    """The owner puts all items before it gets any, and no worker blocks forever."""
     queue = workqueue(across=across(on), capacity=2)
     worker = map(1, echo, queue, on=on)
     queue.put_many(range(100))
@@ -261,7 +261,7 @@ def test_send_channel_in_channel(on: Any) -> None:
 
 @everywhere
 def test_channel_closed_while_producers_waiting(on: Any) -> None:
-    """In the original, the waiting threads are readers too."""
+    """In the original, the waiting threads also read."""
     number = 10 if on == "thread" else 3
     ch = Channel[Any](across=across(on))
     readers = map(number, lambda ch, worker: list(ch), ch, on=on)
@@ -332,7 +332,7 @@ def test_sharedtable_multiple_writes_and_table_increment(on: Any) -> None:
     assert table["inner"]["n"] == 30
 
 
-# --- test_marshal.lua ---
+# --- test_marshalled.lua ---
 
 
 @everywhere

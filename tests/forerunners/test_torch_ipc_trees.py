@@ -1,12 +1,12 @@
 """Test groups with the cases of torch-ipc's tests of its ``Tree``.
 
-They use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, like in the original. Each
-test has the name of the original but none of its code. These tests have no counterpart or another result:
+They use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, as in the original. Each
+test has the name of the original but none of its code. These tests have no counterpart or a different result:
 
 ``base``, ``buildTree``
-    A group needs no shape of a tree. On one host, members read each other's values in shared memory; between
-    hosts, one member of each host does. The original lost nodes with bases 4 and 8; the
-    sizes here are larger than that.
+    A group needs no tree shape. On one host, members read each other's values in shared memory; between
+    hosts, one member on each host does. The original lost nodes with bases 4 and 8; the sizes here are larger
+    than that.
 results in place
     ``allreduce_with`` leaves its arguments unchanged and returns the result.
 ``zero``
@@ -84,8 +84,10 @@ def test_uneven_number_of_steps(run: Run) -> None:
 
 
 def test_scatter(run: Run) -> None:
-    """All members get the root's value; here that is ``broadcast``. ``scatter`` gives each member another
-    part."""
+    """All members get the root's value, which is ``broadcast`` here.
+
+    flowchan's ``scatter`` gives each member a different part.
+    """
 
     def body(g: Any) -> Any:
         x = np.full(10, g.rank + 1)
@@ -96,8 +98,10 @@ def test_scatter(run: Run) -> None:
 
 
 def test_walk_table(run: Run) -> None:
-    """The original has no test. Leaves are paired by their place in nested tables, whatever the order of the
-    keys."""
+    """The original has no test. Leaves are paired by their position in nested tables.
+
+    The order of the keys does not matter.
+    """
 
     def body(g: Any) -> Any:
         items = [("w", [g.rank, (g.rank, {"deep": g.rank})]), ("b", str(g.rank)), (3, {})]
@@ -108,8 +112,11 @@ def test_walk_table(run: Run) -> None:
 
 
 def test_constructors() -> None:
-    """These are ``NullTree``, ``LocalhostTree`` and ``StaticTree``; ``DiscoveredTree`` corresponds to any
-    other way to find an address. The way of Slurm is in tests/collective/test_group_meeting.py."""
+    """These are ``NullTree``, ``LocalhostTree`` and ``StaticTree``.
+
+    ``DiscoveredTree`` corresponds to any other way to find an address. Slurm's is in
+    tests/collective/test_group_rendezvous.py.
+    """
     with collective.group() as alone:
         assert (alone.allreduce_with("x", add), alone.broadcast("x"), alone.rank) == (("x", 1), "x", 0)
 

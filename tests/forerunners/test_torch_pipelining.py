@@ -6,7 +6,7 @@ its ``trainer(schedule=…)``. Each test has the name of the original but none o
 These cases are spelled differently:
 
 ``test_grad_with_manual``, ``test_manual``
-    Modules that were cut by hand are the layers of an ``nn.Sequential``.
+    Modules that were split by hand are the layers of an ``nn.Sequential``.
 ``test_tracer_kwargs``, ``test_kwargs_with_tracer``, ``test_zero_bubble_with_model_kwargs``
     A trainer's step takes one value; a loss of ``pipe(x, y=y)`` takes several.
 ``test_forward_only``, ``test_eval_inference_mode``
@@ -25,7 +25,7 @@ These cases are spelled differently:
 These cases are left out:
 
 ``test_unshard_reshard``, ``test_reduce_grad``
-    A trainer refuses sharded parameters.
+    A trainer rejects sharded parameters.
 ``test_custom_dw_with_fb_schedule``, ``test_custom_dw_errors``, ``test_schedule_with_weight_update_mlp_e2e``
     The two halves of a backward step come from autograd's graph instead of user functions.
 ``test_zero_bubble_schedule_errors_with_compile``
@@ -33,7 +33,7 @@ These cases are left out:
 ``test_split_block_mask``
     Batches are tensors in tuples, lists and dictionaries.
 ``test_csv_compare``
-    ``tests/sequential/test_schedule.py`` compares the schedules with those of their papers.
+    ``tests/sequential/test_schedule.py`` compares the schedules with those in their papers.
 ``test_output_chunks_memory_usage``, ``test_unflatten``, ``test_ir``
     They test internals of torch.
 """
@@ -79,7 +79,7 @@ def blocks(number: int) -> nn.Sequential:
 
 
 class Example(nn.Module):
-    """Module with its own forward and a skip connection across the cut."""
+    """Module with its own forward and a skip connection across the split point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def test_csv() -> None:
 
 
 def test_grad_with_v_schedule() -> None:
-    """One worker has both parts, so nothing is sent."""
+    """One worker runs both parts, so nothing is sent."""
     assert_trained(blocks(2), 2, steps=2, schedule="zbv", workers=1, chunks=2)
 
 
@@ -372,7 +372,7 @@ def test_non_symmetric_stage_ids(schedule: Any) -> None:
 
 
 def test_zero_bubble_with_model_kwargs() -> None:
-    """The loss is computed from the output of the pipe, whose backward pass uses no schedule."""
+    """The loss is computed from the pipe's output, and its backward pass uses no schedule."""
     module, (x, y) = nn.Sequential(BlockWithKwargs(), Block()), batch()
     twin = copy.deepcopy(module)
     with Sequential(module, [1, 1], chunks=4) as pipe:

@@ -7,9 +7,9 @@ balance and skips are in ``test_torchgpipe_balance.py``.
 These cases are spelled differently:
 
 ``test_public_attrs``
-    ``balance`` and ``devices`` are in ``parts``; numbers are not given as text and are checked.
+    ``balance`` and ``devices`` are in ``parts``; numbers are not passed as strings, and are checked.
 ``test_too_few_devices``, ``test_devices``
-    ``devices`` must be as many as parts, or ``ValueError`` is raised.
+    ``devices`` must have one entry per part, or ``ValueError`` is raised.
 ``test_checkpoint_mode``, ``test_checkpoint_mode_when_chunks_1``
     ``recompute=`` is always or never.
 ``test_checkpoint_eval``
@@ -17,7 +17,7 @@ These cases are spelled differently:
 ``test_exception``, ``test_exception_no_hang``
     A ``StageError`` names part and micro-batch; the original exception is its cause.
 ``test_input_varargs``
-    Several arguments go to the first layer, which may refuse them.
+    Several arguments go to the first layer, which may reject them.
 ``test_deny_moving``
     The parts share the module's tensors: their types and values may change, but not their devices.
 ``test_named_children``
@@ -30,7 +30,7 @@ These cases are left out:
 ``test_exception_early_stop_asap``
     The progress of other parts at a failure is not specified.
 ``test_recommend_auto_balance``
-    The cut is measured by default.
+    By default, layers are measured to balance the parts.
 ``test_tuple_wait``, ``test_copy``, ``test_stream``
     They test CUDA streams; a part has one stream.
 ``test_phony``, ``test_dependency``, ``test_pipeline``, ``test_worker``, ``test_microbatch``

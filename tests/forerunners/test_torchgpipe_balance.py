@@ -51,7 +51,7 @@ pytestmark = [
 
 
 def cut(pipe: Sequential) -> list[int]:
-    """Return the number of layers of each part."""
+    """Return the number of layers in each part."""
     return [len(part.module) for part in pipe.parts]
 
 
@@ -80,7 +80,7 @@ def test_blockpartition_wrong(parts: int) -> None:
 
 
 class Works(nn.Module):
-    """Layer that takes ``times`` as long as one with ``times`` of 1."""
+    """Layer that takes ``times`` as long as a layer whose ``times`` is 1."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -94,8 +94,10 @@ class Works(nn.Module):
 
 
 def test_balance_by_time() -> None:
-    """CPU time counts, so a sleeping layer would be fast. Any other cut takes nearly twice as long, because
-    measurements on a busy machine are not exact."""
+    """CPU time counts, so a sleeping layer would be fast.
+
+    Any other cut takes nearly twice as long, so that inexact measurements on a busy machine do not matter.
+    """
     module = nn.Sequential(*[Works(times) for times in (6, 5, 1)])
     pipe = Sequential(module, 2, balance="time", sample=torch.rand(64, 64), chunks=1)
     assert cut(pipe) == [1, 2]

@@ -6,12 +6,12 @@ name of the original but none of its code.
 These cases are spelled differently:
 
 ``test_inplace_*``
-    Inputs are not changed, so all three give the results of the plain module.
+    Inputs are not changed, so all three cases give the results of the plain module.
 
 These cases are left out:
 
 ``test_convert_deferred_batch_norm``, ``test_optimize``
-    No layer is replaced by another kind.
+    No layer is replaced by a layer of another type.
 ``test_detect_checkpointing_recomputing*``
     A layer cannot detect that it is called again.
 """
@@ -142,7 +142,7 @@ def test_serial_checkpoints() -> None:
     layers = [LogsItself("a", log), LogsItself("b", log)]
     with Sequential(layers, [1, 1], chunks=1, recompute=True) as pipe:
         pipe(torch.rand(1, requires_grad=True)).backward()
-    # The last part may run backward at once with its stored activations.
+    # The last part may run its backward pass at once, with its stored activations.
     assert log in (
         ["a:forward", "b:forward", "b:forward", "b:backward", "a:forward", "a:backward"],
         ["a:forward", "b:forward", "b:backward", "a:forward", "a:backward"],

@@ -1,14 +1,15 @@
 """Test groups with the cases of TorchMPI's scripts.
 
 The scripts are ``startstop``, ``hierarchical_communicators``, ``collectives_all`` and
-``mnist_modelparallel``. The members are threads, except for one case of each operation. Each test has the
-name of the original but none of its code. These tests have no counterpart or another result:
+``mnist_modelparallel``. The members are threads, except for one case per operation. Each test has the name of
+the original but none of its code. These tests have no counterpart or a different result:
 
 ``customBarrier``
     It was disabled because it hung. ``mpiBarrier`` replaces both.
 ``selector``, ``allselector``, and each case repeated with ``p2p``, ``nccl``, ``gloo``
-    The algorithm depends on size, type and placement. ``explain`` reports it, and each size here is on
-    another side of its limits. ``set_algorithm`` chooses another one: tests/collective/test_torch_ways.py.
+    The algorithm depends on size, type and placement. ``explain`` reports it, and the sizes here are on both
+    sides of its limits. ``set_algorithm`` chooses a different one:
+    tests/collective/test_torch_algorithms.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
     In TorchMPI they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
     ``broadcast``, ``barrier``, ``allgather`` and ``gather``.
@@ -46,7 +47,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def test_startstop() -> None:
-    """32 members meet twice; unlike in TorchMPI, a second group may follow the first."""
+    """32 members form a group twice; unlike in TorchMPI, a second group may follow the first."""
     for _ in range(2):
         found = raised(in_threads(32, lambda g: (g.barrier(), g.rank, g.size)[1:]))
         assert found == [(rank, 32) for rank in range(32)]
@@ -58,7 +59,7 @@ def test_startstop() -> None:
 def by_levels(x: Any, *groups: Any) -> Any:
     """Return the sum over all members, reduced level by level from the innermost group and broadcast back.
 
-    None replaces groups without this member.
+    If a group does not contain this member, None takes its place.
     """
     if groups and groups[0] is not None:
         groups[0].reduce(x)
@@ -69,8 +70,10 @@ def by_levels(x: Any, *groups: Any) -> Any:
 
 @pytest.mark.parametrize("size", range(1, 38))
 def test_hierarchical_communicators(size: int) -> None:
-    """Groups have the key rank mod 3, and two uneven groups within each. They have the expected members and
-    leaders, and a sum by levels equals the flat sum."""
+    """Groups have the key rank mod 3, and each is split into two uneven groups.
+
+    They have the expected members and leaders, and a sum by levels equals the flat sum.
+    """
 
     def body(g: Any) -> None:
         of_third = range(g.rank % 3, g.size, 3)
@@ -103,7 +106,7 @@ def test_hierarchical_communicators(size: int) -> None:
 
 
 def test_hierarchical_communicators_over_hosts() -> None:
-    """The keys cut across the hosts."""
+    """Each group has members on several hosts."""
 
     def body(g: Any) -> Any:
         with g.split(g.rank // 3) as third:
@@ -167,8 +170,10 @@ def test_allreduce(run: Run, starts: bool, apart: bool) -> None:
 
 
 def test_allreduce_of_scalars(run: Run) -> None:
-    """These are ``allreduce_double``, ``broadcast_long`` and similar calls, with ``reduce`` and
-    ``sendreceive``, which did not work in TorchMPI."""
+    """These are ``allreduce_double``, ``broadcast_long`` and similar calls.
+
+    ``reduce`` and ``sendreceive`` are tested too; neither worked in TorchMPI.
+    """
 
     def body(g: Any) -> Any:
         around = {"to": (g.rank + 1) % g.size, "source": (g.rank - 1) % g.size}
@@ -185,7 +190,7 @@ def test_allreduce_of_scalars(run: Run) -> None:
 
 
 def test_sendreceivenext(run: Run) -> None:
-    """The values shift along a ring of ranks."""
+    """The values are shifted along a ring of ranks."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():
@@ -197,7 +202,8 @@ def test_sendreceivenext(run: Run) -> None:
 
 
 def test_allgather(run: Run) -> None:
-    """The inputs grow with the rank. They go into a table of their total size, and into a new result."""
+    """The inputs grow with the rank. They are gathered into a table of their total size, and into a new
+    result."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():
@@ -214,7 +220,7 @@ def test_allgather(run: Run) -> None:
 
 
 def test_mpi_barrier(run: Run) -> None:
-    """In many rounds, no member passes before all have arrived."""
+    """In each of many rounds, no member passes before all have arrived."""
 
     def body(g: Any) -> None:
         for number in range(50):
@@ -233,8 +239,11 @@ def test_mpi_barrier(run: Run) -> None:
 
 
 def test_mnist_modelparallel() -> None:
-    """Each member has the weights of its share of the inputs of two linear layers. Outputs and gradients
-    equal those of the whole layers with one bias; in TorchMPI, each member added the bias once."""
+    """Each member has the weights for its share of the inputs of two linear layers.
+
+    Outputs and gradients equal those of the whole layers with one bias; in TorchMPI, each member added the
+    bias.
+    """
     chance = np.random.default_rng(0)
     x, weights = chance.integers(-9, 9, (5, 12)).astype(float), []
     for rows, columns in ((12, 8), (8, 4)):

@@ -1,6 +1,6 @@
-"""Requirements of an installation: all missing ones are named at once, with their Debian packages.
+"""Requirements of an installation: all missing ones are listed at once, with their Debian packages.
 
-Nothing half-made remains. ``make fresh`` proves the same in a real bare Debian.
+No partial installation remains. ``make fresh`` checks the same in a real bare Debian.
 """
 
 from __future__ import annotations

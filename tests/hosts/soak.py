@@ -153,14 +153,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--items", type=int, default=3000)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     deeds: Counter[str] = Counter()
-    until, runs = time.monotonic() + 60 * asked.minutes, 0
+    until, runs = time.monotonic() + 60 * arguments.minutes, 0
     with patch.object(decisions, "HOPELESS", 10**6):  # a worker may be killed several times before it begins
         while time.monotonic() < until:
             faulthandler.dump_traceback_later(HANG, exit=True)
-            print(f"seed {asked.seed + runs}", end="\r", flush=True)
-            one_run(asked.seed + runs, asked.items, deeds)
+            print(f"seed {arguments.seed + runs}", end="\r", flush=True)
+            one_run(arguments.seed + runs, arguments.items, deeds)
             runs += 1
     print(f"{runs} runs exact; {', '.join(f'{count} {deed}' for deed, count in sorted(deeds.items()))}")
 

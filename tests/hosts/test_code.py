@@ -14,7 +14,7 @@ from flowchan.hosts.code import lacking, own_modules, pack_stage
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Create a user module that only this process can import, and return its name."""
     (tmp_path / "only_mine.py").write_text(
         "import json\nclass Number(int): pass\ndef use(item): return json.dumps(Number(item))\n"
@@ -25,7 +25,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "only_mine"
 
 
-def elsewhere(packed: bytes, folder: Path, call: str) -> str:
+def other_folder(packed: bytes, folder: Path, call: str) -> str:
     """Return the output of ``call``, applied to the stage in a program without the module."""
     (folder / "packed").write_bytes(packed)
     program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
@@ -34,34 +34,34 @@ def elsewhere(packed: bytes, folder: Path, call: str) -> str:
     return done.stdout.strip()
 
 
-def test_only_the_users_modules_are_listed(mine: str) -> None:
-    own = sys.modules[mine]
-    assert own_modules(pack_stage((own.use, json.dumps, cloudpickle.dumps), ())) == (mine,)
+def test_only_the_users_modules_are_listed(own_module: str) -> None:
+    own = sys.modules[own_module]
+    assert own_modules(pack_stage((own.use, json.dumps, cloudpickle.dumps), ())) == (own_module,)
 
 
-def test_missing_modules_are_found_without_importing_them(mine: str, tmp_path: Path) -> None:
+def test_missing_modules_are_found_without_importing_them(own_module: str, tmp_path: Path) -> None:
     (tmp_path / "explodes.py").write_text("raise AssertionError")
-    assert lacking([mine, "json", "explodes", "no_such_module", "no_such.at_all"]) == (
+    assert lacking([own_module, "json", "explodes", "no_such_module", "no_such.at_all"]) == (
         "no_such_module", "no_such.at_all",
     )  # fmt: skip
     assert "explodes" not in sys.modules
 
 
 @pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
-def test_missing_attribute_of_a_sent_module_is_named(what: str, mine: str, tmp_path: Path) -> None:
+def test_missing_attribute_of_a_sent_module_is_named(what: str, own_module: str, tmp_path: Path) -> None:
     """Only the classes of the module were sent, so a function that imports it later finds nothing else."""
     folder = tmp_path / "there"
     folder.mkdir()
-    packed = pack_stage(sys.modules[mine].Number, [mine])
+    packed = pack_stage(sys.modules[own_module].Number, [own_module])
     call = f"exec({what!r})"
-    with pytest.raises(AssertionError, match=r"'use'.*not on this host; its|not on this host; its.*'use'"):
-        elsewhere(packed, folder, call)
+    with pytest.raises(AssertionError, match=r"without 'use'|'use' from 'only_mine' .not on this host; its"):
+        other_folder(packed, folder, call)
 
 
-def test_module_is_sent_by_value_with_its_classes(mine: str, tmp_path: Path) -> None:
+def test_module_is_sent_by_value_with_its_classes(own_module: str, tmp_path: Path) -> None:
     folder = tmp_path / "there"
     folder.mkdir()
-    packed = pack_stage(sys.modules[mine].use, [mine])
-    assert elsewhere(packed, folder, "stage(3)") == "3"
-    assert elsewhere(packed, folder, "sys.modules['only_mine'].Number(4)") == "4"
-    assert mine not in cloudpickle.list_registry_pickle_by_value()
+    packed = pack_stage(sys.modules[own_module].use, [own_module])
+    assert other_folder(packed, folder, "stage(3)") == "3"
+    assert other_folder(packed, folder, "sys.modules['only_mine'].Number(4)") == "4"
+    assert own_module not in cloudpickle.list_registry_pickle_by_value()

@@ -135,13 +135,13 @@ def test_groups_lost_without_a_death_count_as_restarts(tmp_path: Path) -> None:
 
 
 def test_worker_that_waits_for_a_group_ends_with_the_run(tmp_path: Path) -> None:
-    bereft = tmp_path / "bereft"
+    without_group = tmp_path / "bereft"
 
     def work(items: In[int], group: Group) -> None:
         if items.get() == 1:
-            bereft.touch()
+            without_group.touch()
             raise MemberDied("so it says")
-        wait_until(bereft.exists)
+        wait_until(without_group.exists)
         raise ValueError("mine")
 
     graph = Graph("fails")

@@ -87,7 +87,7 @@ def test_run_continues_when_the_fork_server_is_killed() -> None:
     assert run.wait()[result] == [0, 1, 2, 3]
     deaths = [death for host in run.stats().hosts for death in host.deaths]
     assert [death.partition(" was ")[2] for death in deaths] == [
-        "lost with the process that forks agents here, which was killed by SIGKILL"
+        "lost with the server process that forks agents, which was killed by SIGKILL"
     ] * 2
     assert seed() != lost
 
@@ -258,9 +258,9 @@ def test_run_still_active_at_exit_is_aborted_with_its_agents(tmp_path: Path) -> 
     while not held.exists():
         pass
     """
-    said = program(tmp_path, text)
-    assert said.count("a seed") == 1
-    assert "graph 'goes on' is aborted after" in said
+    output = program(tmp_path, text)
+    assert output.count("a seed") == 1
+    assert "graph 'goes on' is aborted after" in output
 
 
 def test_agents_end_with_a_killed_program_despite_its_forked_child(tmp_path: Path) -> None:
@@ -284,8 +284,8 @@ def test_agents_end_with_a_killed_program_despite_its_forked_child(tmp_path: Pat
     with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
         assert process.stdout is not None
         child = psutil.Process(int(process.stdout.readline()))
-        here = psutil.Process(process.pid)
-        family = [*seeds_of(here), *agents_of(here), *map(workers_of, agents_of(here))]
+        current = psutil.Process(process.pid)
+        family = [*seeds_of(current), *agents_of(current), *map(workers_of, agents_of(current))]
         assert len(family) == 3
         *others, workers = family
         process.kill()
@@ -315,7 +315,7 @@ def test_python_that_fails_to_start_is_reported_with_its_error(tmp_path: Path) -
     """
     with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
         out, err = process.communicate()
-    assert "lost with the process that forks agents here, which exited with code 1" in out
+    assert "lost with the server process that forks agents, which exited with code 1" in out
     assert "encodings" in err
 
 

@@ -24,8 +24,8 @@ def _three(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(_: Any = None) -> tuple[str, int, str]:
-    here = worker()
-    return here.host, here.number, os.environ["CUDA_VISIBLE_DEVICES"]
+    info = worker()
+    return info.host, info.number, os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 everywhere = pytest.mark.parametrize("on", ["process", local(1)], ids=str)
@@ -93,17 +93,17 @@ def test_threads_share_the_devices_of_the_program() -> None:
     graph = Graph("gpus")
     with pytest.raises(ValueError, match="map: gpus=1 needs on='process' or a pool"):
         graph.source(range(8)).map(seen, gpus=1)
-    with pytest.raises(ValueError, match="gpus must be at least 0, not -1"):
+    with pytest.raises(ValueError, match="gpus must be at least 0, got -1"):
         graph.source(range(8)).map(seen, on="process", gpus=-1)
 
 
 @pytest.mark.parametrize(
-    ("told", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
+    ("listed", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
 )
 def test_present_uses_the_environment_variable(
-    monkeypatch: pytest.MonkeyPatch, told: str, those: list[str]
+    monkeypatch: pytest.MonkeyPatch, listed: str, those: list[str]
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert present() == those
 
 

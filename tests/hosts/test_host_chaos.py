@@ -51,7 +51,7 @@ class Shaking:
         self.done = {"cuts": 0, "agents": 0, "workers": 0}
         self.turn, self.over = threading.Condition(), threading.Event()
         self.given = 0
-        self.thread = threading.Thread(target=self._shake)
+        self.thread = threading.Thread(target=self._disturb)
 
     def __enter__(self) -> Shaking:
         self.thread.start()
@@ -76,7 +76,7 @@ class Shaking:
     def _is_due(self, item: int) -> bool:
         return bool(self.due) and self.due[-1][0] <= item
 
-    def _shake(self) -> None:
+    def _disturb(self) -> None:
         while True:
             with self.turn:
                 self.turn.wait_for(lambda: self.over.is_set() or self._is_due(self.given))
@@ -106,18 +106,18 @@ class Shaking:
         return False
 
 
-def shaken(
+def run_disturbed(
     items: int, function: Any, ordered: bool, cuts: int, killed: int, workers: int
 ) -> tuple[list[Any], Shaking]:
-    shaking = Shaking(items, cuts, killed, workers, seed=1)
-    graph = Graph("shaken")
-    source = graph.source(shaking.source)
+    disturbance = Shaking(items, cuts, killed, workers, seed=1)
+    graph = Graph("run_disturbed")
+    source = graph.source(disturbance.source)
     options: dict[str, Any] = {"on": local(3), "workers": 4, "restarts": 10_000, "ordered": ordered}
-    far = source.map(function, **options) if function is double else source.flat_map(function, **options)
-    result = far.collect()
-    with graph.start() as run, shaking:
+    remote = source.map(function, **options) if function is double else source.flat_map(function, **options)
+    result = remote.collect()
+    with graph.start() as run, disturbance:
         found = list(run.iter(result))
-    return found, shaking
+    return found, disturbance
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
@@ -126,14 +126,14 @@ def test_outputs_arrive_once_despite_breaks_and_deaths(
     function: Any, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
-    found, shaking = shaken(8_000, function, ordered, cuts=20, killed=4, workers=10)
+    found, disturbance = run_disturbed(8_000, function, ordered, cuts=20, killed=4, workers=10)
     want = (
         [double(item) for item in range(8_000)]
         if function is double
         else [pair for item in range(8_000) for pair in pairs(item)]
     )
     assert (found if ordered else sorted(found)) == want
-    assert shaking.done == {"cuts": 20, "agents": 4, "workers": 10}
+    assert disturbance.done == {"cuts": 20, "agents": 4, "workers": 10}
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["", "elastic"])
@@ -142,28 +142,28 @@ def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
 ) -> None:
     """R11: the gang is restarted or, if elastic, continues."""
     monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
-    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
+    monkeypatch.setattr(worker_ports, "MAX_UNCONNECTED", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
-    shaking = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
-    graph, pool = Graph("shaken"), local(2)
-    stream = graph.source(shaking.source).map(
+    disturbance = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
+    graph, pool = Graph("run_disturbed"), local(2)
+    stream = graph.source(disturbance.source).map(
         lambda item: frozenset([item]), on=pool, workers=2, restarts=10_000
     )
     rounds = stream.allreduce("or").map(lambda found: list(found.value)).unbatch()
     gang: Any = {"on": pool, "workers": 2, "restarts": 10_000, "restartable": True, "elastic": elastic}
     result = graph.stage(in_step, rounds, **gang).collect()
-    with graph.start() as run, shaking:
+    with graph.start() as run, disturbance:
         found = list(run.iter(result))
     assert sorted(found) == list(range(2_000))
-    assert shaking.done == {"cuts": 5, "agents": 10, "workers": 5}
+    assert disturbance.done == {"cuts": 5, "agents": 10, "workers": 5}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_300_000_items_survive_breaks_and_agent_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
-    monkeypatch.setattr(worker_ports, "MOST_UNMET", 1_000)
+    monkeypatch.setattr(worker_ports, "MAX_UNCONNECTED", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
-    found, shaking = shaken(300_000, double, True, cuts=1_000, killed=200, workers=200)
+    found, disturbance = run_disturbed(300_000, double, True, cuts=1_000, killed=200, workers=200)
     assert found == list(range(0, 600_000, 2))
-    assert shaking.done == {"cuts": 1_000, "agents": 200, "workers": 200}
+    assert disturbance.done == {"cuts": 1_000, "agents": 200, "workers": 200}

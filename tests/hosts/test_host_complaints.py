@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from hosted import agents, workers_of
-from support.listed_tests import there_is
+from support.listed_tests import is_listed_test
 from support.network_proxy import Wire, wired
 
 from flowchan import Graph, Run
@@ -37,7 +37,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "pytorch#173909": (
         "asked for loopback, it listens everywhere",
-        ("transport/test_tcp.py::test_listening_on_loopback_opens_no_other_address",),
+        ("transport/test_tcp.py::test_listener_on_loopback_uses_no_other_address",),
     ),
     "vllm#17197, LightLLM#1413": (
         "a port unpickles what anybody sends",
@@ -72,7 +72,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_outputs_cut_in_the_middle_arrive_once",
+            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_inside",
         ),
     ),
     "akka-core#24576, sparkrun#240": (
@@ -91,10 +91,10 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 @pytest.mark.parametrize("source", COMPLAINTS)
 def test_each_complaint_has_its_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
-        assert there_is(name), name
+        assert is_listed_test(name), name
 
 
-def lives_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
+def incarnations_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
     """Return for each host its number of agents, its number of breaks, and the deaths."""
     return [(host.agents, host.breaks, host.deaths) for host in run.stats().hosts]
 
@@ -119,8 +119,8 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
             assert len(block) == SIZE
             del block
             if len(numbers) % 100 == 1:  # measuring takes longer than those items
-                there = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
-                most = max(most, sum(map(memory_of, (psutil.Process(), *there))))
+                processes = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
+                most = max(most, sum(map(memory_of, (psutil.Process(), *processes))))
     assert numbers == list(range(ITEMS))
     assert most - before < SIZE * ITEMS // 2, f"{most - before:,} bytes"
 
@@ -137,17 +137,17 @@ def hold_the_gil(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-@pytest.mark.parametrize("who", ["worker", "program"])
-def test_process_that_holds_the_gil_is_not_fenced(who: str) -> None:
+@pytest.mark.parametrize("role", ["worker", "program"])
+def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
     """It holds the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
-        if number == 5 and who == "worker":
+        if number == 5 and role == "worker":
             hold_the_gil(3)
         return number
 
     def take(number: int) -> None:
-        if number == 5 and who == "program":
+        if number == 5 and role == "program":
             hold_the_gil(3)
         found.append(number)
 
@@ -157,7 +157,7 @@ def test_process_that_holds_the_gil_is_not_fenced(who: str) -> None:
     with graph.start() as run:
         run.wait()
     assert found == list(range(10))
-    assert lives_of(run) == [(1, 0, ())]
+    assert incarnations_of(run) == [(1, 0, ())]
 
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
@@ -170,4 +170,4 @@ def test_large_item_on_a_slow_wire_fences_no_host(function: Callable[[Any], Any]
         with graph.start() as run:
             found = run.wait()[result]
     assert found == [function(item), function(item[:7])]
-    assert lives_of(run) == [(1, 0, ())]
+    assert incarnations_of(run) == [(1, 0, ())]

@@ -118,16 +118,17 @@ def test_dead_agents_are_released_during_the_run() -> None:
         gc.collect()
         return sum(isinstance(one, AgentHandle) for one in gc.get_objects())
 
-    gate = Gate()
+    gate, kills = Gate(), 4
     graph = Graph("lasting")
-    result = graph.source(range(2)).map(gate.wait, on=local(1)).collect()
+    # An item that many workers held when they died would count as failed.
+    result = graph.source(range(2)).map(gate.wait, on=local(1), max_deaths=kills + 1).collect()
     run = graph.start()
 
     def is_at_work(agent: int) -> bool:
         (host,) = run.stats().hosts or (None,)
         return host is not None and (host.agents, host.state) == (agent, "connected") and len(agents()) == 1
 
-    for number in range(1, 5):
+    for number in range(1, kills + 1):
         wait_until(lambda number=number: is_at_work(number))
         gate.wait_held(1)
         agents()[0].kill()
@@ -215,7 +216,7 @@ def test_silent_agent_is_fenced_and_replaced(tmp_path: Path) -> None:
     found, stats, _ = both(local(2, peer_timeout=1), once(tmp_path, 50, stop_agent))
     assert found == list(range(ITEMS))
     (death,) = (death for host in stats.hosts for death in host.deaths)
-    assert "nothing was heard of it" in death
+    assert "it sent nothing" in death
 
 
 def test_restartable_source_resumes_after_its_published_items(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from flowchan.transport import versions
 
 
 @pytest.fixture(autouse=True)
-def all_gone() -> Iterator[list[psutil.Process]]:
+def all_ended() -> Iterator[list[psutil.Process]]:
     """Check that the processes that a test puts here have ended after it."""
     seen: list[psutil.Process] = []
     yield seen
@@ -35,7 +35,7 @@ def all_gone() -> Iterator[list[psutil.Process]]:
     wait_ended(*seen)
 
 
-def everybody() -> list[psutil.Process]:
+def all_processes() -> list[psutil.Process]:
     return [one for agent in agents() for one in (agent, *workers_of(agent))]
 
 
@@ -58,39 +58,39 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     assert run.stats().state == "stopped"
 
 
-def test_abort_ends_workers_that_never_end(all_gone: list[psutil.Process]) -> None:
+def test_abort_ends_workers_that_never_end(all_ended: list[psutil.Process]) -> None:
     gate = Gate()
     graph = Graph("aborted")
     graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
     run = graph.start()
     gate.wait_held(2)
-    all_gone += everybody()
-    assert len(all_gone) == 4
+    all_ended += all_processes()
+    assert len(all_ended) == 4
     run.abort()
     run.wait()
     assert run.stats().state == "aborted"
 
 
-def test_exception_in_the_with_block_ends_all_processes(all_gone: list[psutil.Process]) -> None:
+def test_exception_in_the_with_block_ends_all_processes(all_ended: list[psutil.Process]) -> None:
     gate = Gate()
     graph = Graph("left")
     graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
 
     def meanwhile() -> None:
         gate.wait_held(2)
-        all_gone.extend(everybody())
+        all_ended.extend(all_processes())
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"), graph.start():
         meanwhile()
 
 
-def test_failure_on_this_host_ends_remote_workers(all_gone: list[psutil.Process]) -> None:
+def test_failure_on_this_host_ends_remote_workers(all_ended: list[psutil.Process]) -> None:
     gate = Gate()
 
     def fail(_: int) -> None:
         gate.wait_held(2)
-        all_gone.extend(everybody())
+        all_ended.extend(all_processes())
         raise ValueError("here")
 
     graph = Graph("failed")
@@ -139,7 +139,7 @@ def test_channel_aborted_by_a_worker_ends_the_run(whose: str) -> None:
 
 
 def test_ctrl_c_stops_the_run_and_returns_finished_results(
-    tmp_path: Path, all_gone: list[psutil.Process]
+    tmp_path: Path, all_ended: list[psutil.Process]
 ) -> None:
     text = """
         import itertools, os, pathlib, sys
@@ -163,14 +163,14 @@ def test_ctrl_c_stops_the_run_and_returns_finished_results(
     """
     with start(script(tmp_path, text), tmp_path) as process:
         wait_until((tmp_path / "going").exists)
-        all_gone += psutil.Process(process.pid).children(recursive=True)
+        all_ended += psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
     assert (out, process.returncode) == ("True\n", 0), err
     assert err.count("flowchan: stopping") == 1
 
 
-def test_agents_end_when_the_driver_is_killed(tmp_path: Path, all_gone: list[psutil.Process]) -> None:
+def test_agents_end_when_the_driver_is_killed(tmp_path: Path, all_ended: list[psutil.Process]) -> None:
     text = """
         import itertools, os, pathlib, sys, threading
         from flowchan import Graph
@@ -188,8 +188,8 @@ def test_agents_end_when_the_driver_is_killed(tmp_path: Path, all_gone: list[psu
     """
     with start(script(tmp_path, text), tmp_path) as process:
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
-        all_gone += psutil.Process(process.pid).children(recursive=True)
-        assert len(all_gone) == 5  # one fork server, two agents, two workers
+        all_ended += psutil.Process(process.pid).children(recursive=True)
+        assert len(all_ended) == 5  # one fork server, two agents, two workers
         process.kill()
 
 
@@ -262,9 +262,9 @@ def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
     graph.source([5_000_000]).map(filled, on=local(1), name="far").sink(len)
     with pytest.raises(RunError) as caught:
         graph.run(memory=4_000_000)
-    told = str(caught.value.exceptions[0].__cause__ or caught.value.exceptions[0])
-    assert "'far'" in told
-    assert "takes items of at most max_bytes=4000000" in told
+    message = str(caught.value.exceptions[0].__cause__ or caught.value.exceptions[0])
+    assert "'far'" in message
+    assert "item must have at most max_bytes=4000000" in message
 
 
 def test_item_beyond_the_hosts_memory_ends_the_run(
@@ -275,4 +275,4 @@ def test_item_beyond_the_hosts_memory_ends_the_run(
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "host 'local-1' has no place for an item of channel" in str(caught.value.exceptions[0])
+    assert "half of the memory of host 'local-1', got 2" in str(caught.value.exceptions[0])

@@ -48,8 +48,8 @@ def test_each_worker_has_its_member_of_one_group() -> None:
 
     for pool, hosts in ((local(2), 2), (local(2)["local-2"], 1)):
         graph = Graph("gang")
-        told = graph.stage(tell, on=pool, workers=3, name="tell").collect()
-        found = sorted(graph.run()[told])
+        reported = graph.stage(tell, on=pool, workers=3, name="tell").collect()
+        found = sorted(graph.run()[reported])
         assert [one[:5] for one in found] == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
         assert len({one[5] for one in found}) == hosts
 
@@ -66,14 +66,14 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
 def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
-    usual = AgentHandle.say
+    usual = AgentHandle.send
 
-    def say(self: AgentHandle, message: Any) -> None:
+    def send(self: AgentHandle, message: Any) -> None:
         if isinstance(message, Recover):
             recovered[message.worker.number] = message.blame
         usual(self, message)
 
-    monkeypatch.setattr(AgentHandle, "say", say)
+    monkeypatch.setattr(AgentHandle, "send", send)
 
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:
@@ -132,12 +132,12 @@ def test_worker_that_starts_after_a_peer_died_does_not_wait(
     send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
-    def send_late(crew: HostsPart, told: Lacking, line: WorkerPorts) -> None:
-        if told.worker.number == 2 and not may.exists():
-            late.append((told, line))
+    def send_late(crew: HostsPart, reported: Lacking, line: WorkerPorts) -> None:
+        if reported.worker.number == 2 and not may.exists():
+            late.append((reported, line))
             may.touch()
         else:
-            send(crew, told, line)
+            send(crew, reported, line)
 
     def end_early(crew: HostsPart, id: WorkerId, force: bool) -> None:
         end(crew, id, force)

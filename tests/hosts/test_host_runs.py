@@ -76,7 +76,7 @@ def test_items_and_results_may_use_classes_missing_on_hosts() -> None:
 
 
 def test_users_module_is_sent_by_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine_only.py").write_text(
+    (tmp_path / "own_only.py").write_text(
         textwrap.dedent("""
             FACTOR = 3
 
@@ -92,14 +92,14 @@ def test_users_module_is_sent_by_value(tmp_path: Path, monkeypatch: pytest.Monke
         """)
     )
     monkeypatch.syspath_prepend(tmp_path)
-    import mine_only  # type: ignore[import-not-found]
+    import own_only  # type: ignore[import-not-found]
 
     graph = Graph("mine")
-    numbers = graph.source([mine_only.Number(n) for n in range(5)])
-    found = results(graph, numbers.map(mine_only.triple, on=local(2), workers=2).collect())
+    numbers = graph.source([own_only.Number(n) for n in range(5)])
+    found = results(graph, numbers.map(own_only.triple, on=local(2), workers=2).collect())
     assert [number.value for number in found] == [0, 3, 6, 9, 12]
-    assert all(type(number) is mine_only.Number for number in found)
-    del sys.modules["mine_only"]
+    assert all(type(number) is own_only.Number for number in found)
+    del sys.modules["own_only"]
 
 
 def test_module_missing_on_a_host_is_named() -> None:
@@ -247,7 +247,7 @@ def test_item_that_cannot_leave_the_driver_ends_the_run() -> None:
     items.map(abs, on=local(1), name="far").sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "channel 'items' can't go to host 'local-1'" in str(caught.value.exceptions[0])
+    assert "channel 'items' can't be sent to host 'local-1'" in str(caught.value.exceptions[0])
 
 
 def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
@@ -256,18 +256,18 @@ def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
     made.sink(abs)
     with pytest.raises(RunError) as caught:
         graph.run()
-    assert "channel 'made' can't go from host 'local-1'" in str(caught.value.exceptions[0])
+    assert "channel 'made' can't be sent from host 'local-1'" in str(caught.value.exceptions[0])
 
 
 def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:
     """A greeting has room for some hundred hosts."""
     hellos = []
 
-    def door(listener: Any, secret: bytes, hello: Any, tls: bool) -> AuthenticatedListener:
+    def open_listener(listener: Any, secret: bytes, hello: Any, tls: bool) -> AuthenticatedListener:
         hellos.append(hello)
         return AuthenticatedListener(listener, secret, hello, tls=tls)
 
-    monkeypatch.setattr(hosts_part, "AuthenticatedListener", door)
+    monkeypatch.setattr(hosts_part, "AuthenticatedListener", open_listener)
     graph = Graph("greeted")
     found = graph.source(range(4)).map(abs, on=local(2), workers=2).collect()
     assert results(graph, found) == [0, 1, 2, 3]

@@ -1,6 +1,6 @@
 """Test deadlock detection over hosts.
 
-A run in which no worker can ever move again ends with the reason, as on one machine. A remote worker that
+A run in which no worker can continue ends with the reason, as on one machine. A remote worker that
 works, or waits for an item on a slow wire, does not count as stuck.
 """
 
@@ -41,10 +41,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
     real = HostsPart.waits
 
     def ask(self: HostsPart, alive: Any) -> Waits | None:
-        told = real(self, alive)
-        if told is not None:
-            found.append(told)
-        return told
+        waits = real(self, alive)
+        if waits is not None:
+            found.append(waits)
+        return waits
 
     monkeypatch.setattr(HostsPart, "waits", ask)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
@@ -82,7 +82,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     right = right.map(same, on=POOL["local-2"], name="right", capacity=1)
     left.batch(300_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
     error, text = deadlock_of(graph.start())
-    assert "no worker can ever move again" in str(error)
+    assert "no worker can continue" in str(error)
     assert "every worker waits and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
@@ -90,7 +90,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     assert "'pairs' waits for an item from 'all' (0 of 64)" in text
 
 
-def give_left_only(left: Out[int], right: Out[int]) -> None:
+def read_left_only(left: Out[int], right: Out[int]) -> None:
     for number in itertools.count():
         left.put(number)
 
@@ -100,13 +100,13 @@ def ask_right_only(left: In[int], right: In[int], out: Out[int]) -> None:
         out.put(number)
 
 
-@pytest.mark.parametrize("asker", ["local-1", "local-2"])
-def test_stages_that_deadlock_on_hosts_are_reported(asker: str) -> None:
+@pytest.mark.parametrize("questioner", ["local-1", "local-2"])
+def test_stages_that_deadlock_on_hosts_are_reported(questioner: str) -> None:
     graph = Graph("stuck")
-    left, right = graph.stage(give_left_only, name="giver", on=POOL["local-1"])
-    graph.stage(ask_right_only, left, right, name="asker", on=POOL[asker]).sink(same)
+    left, right = graph.stage(read_left_only, name="giver", on=POOL["local-1"])
+    graph.stage(ask_right_only, left, right, name="questioner", on=POOL[questioner]).sink(same)
     _, text = deadlock_of(graph.start())
-    assert f"'asker' on {asker} waits for an item from 'giver.right' (0 of 64)" in text
+    assert f"'questioner' on {questioner} waits for an item from 'giver.right' (0 of 64)" in text
     assert "'giver' on local-1 waits to put into 'giver.left' (64 of 64)" in text
 
 
@@ -116,7 +116,7 @@ def test_deadlock_of_readers_names_put_as_the_remedy() -> None:
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
     back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
     _, text = deadlock_of(graph.start())
-    assert "no stage puts: let one stage of the loop put before it gets, or end by returning" in text
+    assert "no stage puts an item; let one stage of the loop put before it gets, or return" in text
     assert "stream.buffer" not in text
 
 
@@ -145,8 +145,8 @@ def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None
     gate = Gate()
     graph = Graph("working")
     found: list[int] = []
-    far = graph.source([0]).map(gate.wait, on=POOL, workers=2)
-    far.map(same, on=POOL, workers=2).sink(found.append)
+    remote = graph.source([0]).map(gate.wait, on=POOL, workers=2)
+    remote.map(same, on=POOL, workers=2).sink(found.append)
     run = graph.start()
     gate.wait_held(1)
     assert goes_on(run, looks)
@@ -214,13 +214,13 @@ def round_and_round(wire: Wire, times: int, then: Any = lambda run: None) -> Any
         graph = Graph("round")
         back = graph.feedback()
         out, done = graph.stage(begin, graph.source([times]), back, on=pool["local-1"], name="begin")
-        far = out.map(lambda number: number - 1, on=pool["local-2"], name="far")
+        remote = out.map(lambda number: number - 1, on=pool["local-2"], name="far")
 
         def pass_by(number: int) -> int:
             then(run)
             return number
 
-        back.feed(far.map(pass_by, name="here"))
+        back.feed(remote.map(pass_by, name="here"))
         result = done.collect()
         run = graph.start()
         return run.wait()[result]

@@ -48,14 +48,14 @@ Starting = Callable[..., StartedAgent]
 def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starting:
     """Return a function that starts the agent of one of the hosts ``local-1``, ``local-2`` and so on."""
 
-    def by_local(said: Launch, number: int = 0) -> StartedAgent:
-        started.append(local(number + 1).start(number, said))
+    def by_local(output: Launch, number: int = 0) -> StartedAgent:
+        started.append(local(number + 1).start(number, output))
         return started[-1]
 
-    def by_child(said: Launch, number: int = 0) -> StartedAgent:
+    def by_child(output: Launch, number: int = 0) -> StartedAgent:
         host = local(number + 1).hosts[number]
-        command = (sys.executable, *said.arguments)
-        started.append(Child(host, command, said, lambda code, _: f"the agent {host} {exit_text(code)}"))
+        command = (sys.executable, *output.arguments)
+        started.append(Child(host, command, output, lambda code, _: f"the agent {host} {exit_text(code)}"))
         return started[-1]
 
     return by_local if request.param == "local" else by_child
@@ -65,12 +65,12 @@ def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starti
 def processes() -> Callable[[], list[psutil.Process]]:
     """Return a function that lists the processes of this test and their children, without the fork
     servers."""
-    here = psutil.Process()
-    before = here.children(recursive=True)
+    current = psutil.Process()
+    before = current.children(recursive=True)
 
     def found() -> list[psutil.Process]:
-        others = [*before, *seeds_of(here)]
-        return [child for child in here.children(recursive=True) if child not in others]
+        others = [*before, *seeds_of(current)]
+        return [child for child in current.children(recursive=True) if child not in others]
 
     return found
 
@@ -195,21 +195,22 @@ BY_CHILD = 'Child("gpu1", (sys.executable, *said.arguments), said, lambda code, 
 
 
 @pytest.mark.parametrize(
-    ("how", "told", "output"),
+    ("how", "message", "output"),
     [
         (BY_LOCAL, "the agent local-1 exited with code 0 without finishing", "hello"),
         (
             BY_CHILD,
-            "gpu1: ended, and nobody knows how, because the program ignores SIGCHLD or collects its children",
+            "gpu1: ended with an unknown exit code, because the program ignores SIGCHLD "
+            "or collects its children",
             "[gpu1] hello",
         ),
     ],
     ids=["local", "child"],
 )
-def test_agent_end_is_reported_when_the_program_ignores_sigchld(how, told, output):
+def test_agent_end_is_reported_when_the_program_ignores_sigchld(how, message, output):
     program = IGNORING.format(start=how)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"{told}\n"
+    assert done.stdout == f"{message}\n"
     assert done.stderr == f"{output}\n"
 
 

@@ -26,7 +26,7 @@ def test_pool_indexed_by_names_has_only_those_hosts() -> None:
     pool = local(3)
     assert pool["local-2"].hosts == ("local-2",)
     assert pool["local-1", "local-3"].hosts == ("local-1", "local-3")
-    assert pool["local-2"].is_beside(pool)
+    assert pool["local-2"].has_same_host(pool)
 
 
 def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
@@ -34,7 +34,7 @@ def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
     pool = local(3)
     uneven = pool[{"local-3": 1, "local-1": 3}]
     assert (uneven.hosts, uneven.shares) == (("local-3", "local-1"), (1, 3))
-    assert uneven.is_beside(pool)
+    assert uneven.has_same_host(pool)
     assert pickle.loads(pickle.dumps(uneven)) == uneven != pool["local-3", "local-1"]
     for workers, on_first in ((1, 1), (2, 2), (4, 3), (8, 6), (9, 7)):
         graph = Graph("uneven")
@@ -57,10 +57,10 @@ def test_stages_spread_over_hosts_by_shares() -> None:
 @pytest.mark.parametrize(
     ("shares", "error", "message"),
     [
-        ({"local-1": 0}, ValueError, r"local\(2\): the share of local-1 must be at least 1, not 0"),
+        ({"local-1": 0}, ValueError, r"local\(2\): the share of local-1 must be at least 1, got 0"),
         ({"local-1": 0.5}, TypeError, "the share of local-1 must be an int"),
         ({"gpu1": 1}, KeyError, "has no host 'gpu1'"),
-        ({}, KeyError, "needs a host"),
+        ({}, KeyError, "needs at least one host"),
     ],
 )
 def test_invalid_share_is_refused(shares: object, error: type[Exception], message: str) -> None:

@@ -50,14 +50,14 @@ def odd(*programs: str) -> Odd:
 
 TELLING = """
 from flowchan.hosts import probe
-truly = probe._about_us()
-probe._about_us = lambda: {{**truly, {what!r}: "0.0.1"}}
+truly = probe._own_facts()
+probe._own_facts = lambda: {{**truly, {what!r}: "0.0.1"}}
 probe.main()
 """
 
 
 def test_probe_reports_host_facts_and_measures_the_connection():
-    one, two = probe.look(local(2))
+    one, two = probe.check_hosts(local(2))
     assert (one.host, two.host) == ("local-1", "local-2")
     for facts in (one, two):
         assert facts.problem == ""
@@ -74,36 +74,36 @@ def test_probe_reports_host_facts_and_measures_the_connection():
     [
         ("", "local-2 is closed today"),
         ("raise SystemExit(7)", "the agent local-2 exited with code 7 without finishing"),
-        (TELLING.format(what="flowchan"), "local-2 has flowchan 0.0.1, and this program has "),
-        (TELLING.format(what="python"), "local-2 has Python 0.0.1, and this program has "),
+        (TELLING.format(what="flowchan"), "local-2 has flowchan 0.0.1, but this program has "),
+        (TELLING.format(what="python"), "local-2 has Python 0.0.1, but this program has "),
     ],
 )
 def test_probe_reports_an_unusable_host_and_measures_the_others(program, problem):
-    one, two = probe.look(odd(program))
+    one, two = probe.check_hosts(odd(program))
     assert (one.problem, two.problem[: len(problem)]) == ("", problem)
     assert one.rate > 0
 
 
 def test_probe_reports_an_unknown_name_next_to_other_hosts():
     """A host whose name is unknown is reported like one that refuses to start."""
-    one, two, three = probe.look(odd("", ""))
+    one, two, three = probe.check_hosts(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
-    assert three.problem.startswith("odd: local-3 can't be found from this machine (")
-    assert "check how it is written" in three.problem
+    assert three.problem.startswith("odd: local-3: the host '")
+    assert "check its spelling" in three.problem
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="ssh is not here: apt-get install openssh-client")
 def test_probe_reports_each_of_several_unknown_names():
-    found = probe.look(ssh("one.invalid", "two.invalid"))
+    found = probe.check_hosts(ssh("one.invalid", "two.invalid"))
     for facts, host in zip(found, ("one.invalid", "two.invalid"), strict=True):
-        assert facts.problem.startswith(f"ssh: {host} can't be found from this machine (")
+        assert facts.problem.startswith(f"ssh: the host {host!r} can't be resolved (")
 
 
 def test_probe_gives_up_on_a_host_that_does_not_dial():
-    _, two = probe.look(odd("import signal; signal.pause()"), host_timeout=5.0)
-    assert two.problem.startswith("local-2 did not dial 127.0.0.1:")
-    assert two.problem.endswith("say another address of this machine with address=")
+    _, two = probe.check_hosts(odd("import signal; signal.pause()"), host_timeout=5.0)
+    assert two.problem.startswith("local-2 did not connect to 127.0.0.1:")
+    assert two.problem.endswith("set address= to another address of this machine")
     assert " within 5 s; " in two.problem
 
 
@@ -113,8 +113,8 @@ QUITTING = (
 
 
 def test_probe_reports_a_host_that_exits_during_measurement():
-    _, two = probe.look(odd(QUITTING))
-    assert two.problem.startswith("local-2 did not answer while it was measured: ")
+    _, two = probe.check_hosts(odd(QUITTING))
+    assert two.problem.startswith("local-2 did not answer during the measurement: ")
     assert two.python == platform.python_version()
 
 
@@ -147,10 +147,10 @@ def test_command_refuses_invalid_hosts(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     code, lines, errors = check("local:none")
     assert (code, lines) == (2, [])
-    assert "hosts are given as local:2, " in errors
+    assert "hosts must be like local:2, " in errors
     code, lines, errors = check("slurm")
     assert (code, lines) == (2, [])
-    assert errors.startswith("flowchan: slurm: this program runs in no allocation of Slurm")
+    assert errors.startswith("flowchan: slurm: this program does not run in an allocation of Slurm")
 
 
 def test_probe_launch_keeps_the_secret_out_of_arguments():
@@ -161,7 +161,7 @@ def test_probe_launch_keeps_the_secret_out_of_arguments():
             seen.append(launch)
             raise HostError("no")
 
-    probe.look(Seeing(1))
-    told = json.loads(seen[0].stdin)
-    assert len(bytes.fromhex(told["secret"])) == 32
+    probe.check_hosts(Seeing(1))
+    launch = json.loads(seen[0].stdin)
+    assert len(bytes.fromhex(launch["secret"])) == 32
     assert seen[0].arguments == ("-m", "flowchan.hosts.probe")

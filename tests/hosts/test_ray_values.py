@@ -29,7 +29,7 @@ def test_agent_takes_one_core_by_default():
 
 @pytest.mark.parametrize("amount", [-1, "1", True, None])
 def test_invalid_resource_amount_is_refused(amount):
-    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a number of at least 0, not"):
+    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a number of at least 0, got"):
         ray(1, resources={"GPU": amount})
 
 
@@ -41,7 +41,7 @@ def test_invalid_count_is_refused(count, error):
 
 def test_use_without_ray_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(HostError, match=r"Ray can't be imported here .*: pip install ray"):
+    with pytest.raises(HostError, match=r"Ray can't be imported here .*; pip install 'flowchan"):
         ray(2).listen_at()
 
 
@@ -60,21 +60,24 @@ NODES = [
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ("INFEASIBLE", "Ray calls that infeasible: it waits for the cluster to grow"),
-        ("NO_RESOURCES", "it waits until others give back what they have of it"),
+        ("INFEASIBLE", "Ray calls this infeasible, and it waits for the cluster to grow"),
+        ("NO_RESOURCES", "it waits until other jobs free their resources"),
     ],
 )
 def test_late_reservation_logs_requested_and_available_resources(monkeypatch, caplog, state, why):
     placement = SimpleNamespace(placement_group_table=lambda _: {"stats": {"scheduling_state": state}})
     monkeypatch.setitem(sys.modules, "ray.util.placement_group", placement)
     cluster = SimpleNamespace(nodes=lambda: NODES)
-    asked = _Reservation(None)
-    asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+    reservation = _Reservation(None)
+    reservation.warn_if_late(cluster, ray(3, resources={"GPU": 1}))
     assert not caplog.messages
-    asked.say_at = 0.0
+    reservation.warn_at = 0.0
     for _ in range(2):
-        asked.say_if_late(cluster, ray(3, resources={"GPU": 1}))
+        reservation.warn_if_late(cluster, ray(3, resources={"GPU": 1}))
     assert caplog.messages == [
-        "ray(3, resources={'GPU': 1.0}) has no place yet: it asks for 1 CPU, 1 GPU on each of 3 different "
-        f"nodes, and of the 2 in the cluster 10.0.0.1 has 8 CPU, 10.0.0.2 has 4 CPU; {why}"
+        (
+            f"ray(3, resources={{'GPU': 1.0}}) is waiting for resources: it needs 1 CPU, 1 GPU on "
+            "each of 3 different nodes; of the 2 nodes in the cluster 10.0.0.1 has 8 CPU, "
+            f"10.0.0.2 has 4 CPU; {why}"
+        )
     ]

@@ -89,11 +89,11 @@ def test_only_channels_across_hosts_have_an_address():
 
 
 def test_open_channel_and_serve_reject_invalid_keywords():
-    with pytest.raises(TypeError, match="open_channel: tls must be True or False, not 'x'"):
+    with pytest.raises(TypeError, match="open_channel: tls must be True or False, got 'x'"):
         open_channel("127.0.0.1:1/1", bytes(32), tls="x")
-    with pytest.raises(TypeError, match="serve: tls must be True or False, not 1"):
+    with pytest.raises(TypeError, match="serve: tls must be True or False, got 1"):
         serve(tls=1)
-    with pytest.raises(ValueError, match="serve: peer_timeout must be greater than 0 seconds, not -1"):
+    with pytest.raises(ValueError, match="serve: peer_timeout must be greater than 0 seconds, got -1"):
         serve(peer_timeout=-1)
 
 

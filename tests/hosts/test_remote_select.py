@@ -61,7 +61,7 @@ def test_remote_select_takes_1_to_128_operations():
     def look():
         with pytest.raises(NothingReady):
             select(channels, timeout=0.01)
-        with pytest.raises(ValueError, match="1 to 128 operations, not 129"):
+        with pytest.raises(ValueError, match="1 to 128 operations, got 129"):
             select([*channels, channels[0]], timeout=0)
         channels[77].put("there")
         return select(channels).item

@@ -35,7 +35,8 @@ def test_given_address_is_used():
 def test_use_outside_an_allocation_names_the_remedy():
     for use in (lambda: slurm().hosts, slurm().listen_at):
         with pytest.raises(
-            HostError, match=r"no allocation of Slurm \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'"
+            HostError,
+            match=r"not run in an allocation of Slurm \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'",
         ):
             use()
 
@@ -54,9 +55,9 @@ def test_graph_outside_an_allocation_is_drawn_but_cannot_run():
     assert repr(pool) == "slurm()"
     graph.source(range(3)).map(abs, on=pool, name="far").sink(abs, on=pool["node1"])
     assert "hosts of slurm()" in to_mermaid(graph)
-    far, _ = check(graph)
-    assert (far.rule, far.stage) == ("hosts", "far")
+    remote, _ = check(graph)
+    assert (remote.rule, remote.stage) == ("hosts", "far")
     with pytest.raises(
-        GraphError, match=r"no allocation of Slurm .*start it with 'sbatch' or within 'salloc'"
+        GraphError, match=r"not run in an allocation of Slurm .*start it with 'sbatch' or within 'salloc'"
     ):
         graph.run()

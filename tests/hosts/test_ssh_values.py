@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.shell import around, as_text, explainer
 from flowchan.hosts.providers.ssh import ssh
 from flowchan.transport import addresses
@@ -27,16 +27,16 @@ def test_provider_compares_and_pickles_by_value():
 @pytest.mark.parametrize(
     ("hosts", "error", "message"),
     [
-        ((), ValueError, "ssh: it takes at least one host"),
+        ((), ValueError, "ssh: hosts must have at least one host"),
         (
             ("-oProxyCommand=reboot",),
             ValueError,
-            "ssh: a host is a name, an address or user@name, not '-oProxy",
+            "ssh: a host must be a name, an address or user@name, got '-oProxy",
         ),
-        (("a b",), ValueError, "not 'a b'"),
+        (("a b",), ValueError, "got 'a b'"),
         (("",), ValueError, "ssh: a host must not be empty"),
-        ((1,), TypeError, "ssh: a host must be a string, not 1"),
-        (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: 'gpu1' is there twice"),
+        ((1,), TypeError, "ssh: a host must be a string, got 1"),
+        (("gpu1", "gpu2", "gpu1"), ValueError, "ssh: hosts must be different, got 'gpu1' twice"),
     ],
 )
 def test_invalid_host_is_refused(hosts, error, message):
@@ -91,8 +91,10 @@ ENDS = [
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
     """The end of ssh says nothing about the agent unless the wrapper script has reported it."""
-    told = explainer("gpu1", "nopy", "get one", lambda code, said: "not reached")(255, Said(lines, marks))
-    assert told is None if why is None else told is not None and told.startswith(why)
+    message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
+        255, ProcessOutput(lines, marks)
+    )
+    assert message is None if why is None else message is not None and message.startswith(why)
 
 
 ROUTES = {"here": "127.0.0.1", "six": "::1", "near": "10.0.0.1", "near2": "10.0.0.1", "far": "192.168.0.9"}
@@ -126,7 +128,8 @@ def test_missing_common_address_names_the_remedy():
         towards("near", "here", "far")
     assert raised.value.host == ""
     with pytest.raises(
-        HostError, match=r"ssh: the address at which lost .*Name or service not known.*; set address="
+        HostError,
+        match=r"ssh: no address of this machine is known that lost .*not known.*; set address=",
     ):
         towards("near", "lost")
 

@@ -24,7 +24,7 @@ from flowchan.hosts.providers.provider import Launch
 
 
 @dataclass(frozen=True)
-class Apart:
+class LaunchedElsewhere:
     """Provider with one agent in each of the namespaces ``hosts``."""
 
     hosts: tuple[str, ...]
@@ -35,7 +35,7 @@ class Apart:
     def start(self, number: int, launch: Launch) -> Child:
         host = self.hosts[number]
         command = ("ip", "netns", "exec", host, sys.executable, *launch.arguments)
-        return Child(host, command, launch, lambda code, said: f"{host} ended with code {code}")
+        return Child(host, command, launch, lambda code, output: f"{host} ended with code {code}")
 
 
 def pull(head: str) -> None:
@@ -46,7 +46,7 @@ def pull(head: str) -> None:
 def main() -> None:
     head, *hosts, folder = sys.argv[1:]
     first = hosts[0]
-    pool = pool_of("apart", Apart(tuple(hosts)), peer_timeout=2)
+    pool = pool_of("apart", LaunchedElsewhere(tuple(hosts)), peer_timeout=2)
     run = run_over(pool, Path(folder), partial(pull, head), lambda: worker().host == first)
     print(run.report())
 

@@ -138,8 +138,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Put the test into an allocation of both nodes, and return the job id."""
     command = ("salloc", "--no-shell", "--nodes=2", "--job-name=flowchan-test")
-    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
-    job = told.split("Granted job allocation")[1].split()[0]
+    report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
+    job = report.split("Granted job allocation")[1].split()[0]
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     yield job

@@ -48,31 +48,31 @@ def end_of(one: StartedAgent) -> str:
     return one.ended() or ""
 
 
-def assert_agents_run_and_tell_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
+def assert_agents_run_and_report_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
     """Start the agents of two hosts, let one exit and kill one, and return what they reported about
     themselves."""
     for number in (0, 1):
         driver.start(number)
-    told = {one["number"]: one for one in (driver.hear(), driver.hear())}
-    assert sorted(told) == [0, 1]
-    assert {one["python"] for one in told.values()} == {python}
-    assert {one["secret"] for one in told.values()} == {SECRET}
-    assert {one["rest"] for one in told.values()} == {""}
+    report = {one["number"]: one for one in (driver.receive(), driver.receive())}
+    assert sorted(report) == [0, 1]
+    assert {one["python"] for one in report.values()} == {python}
+    assert {one["secret"] for one in report.values()} == {SECRET}
+    assert {one["rest"] for one in report.values()} == {""}
     assert [driver.started[number].ended() for number in (0, 1)] == [None, None]
     first, second = driver.provider.hosts
     driver.order(0, "3")
     assert end_of(driver.started[0]) == f"the agent {first} exited with code 3 without finishing"
     driver.order(1, "kill")
     assert end_of(driver.started[1]) == f"the agent {second} was killed by SIGKILL"
-    return told
+    return report
 
 
 def assert_the_secret_is_hidden(driver: Driver) -> None:
     """Check the command lines and environments of an agent and its parent, and all command lines on this
     machine."""
     driver.start(0)
-    told = driver.hear()
-    assert SECRET not in told["arguments"] + told["environment"]
+    report = driver.receive()
+    assert SECRET not in report["arguments"] + report["environment"]
     for process in psutil.process_iter():
         try:
             assert SECRET not in " ".join(process.cmdline())
@@ -93,29 +93,29 @@ class Driver:
         self._lines: dict[int, socket.socket] = {}
 
     def launch(self, number: int) -> Launch:
-        told = {
+        report = {
             "address": f"{self.address}:{self._listener.getsockname()[1]}",
             "number": number,
             "secret": SECRET,
         }
-        return Launch(("-c", self._agent), json.dumps(told).encode() + b"\n")
+        return Launch(("-c", self._agent), json.dumps(report).encode() + b"\n")
 
     def start(self, number: int) -> StartedAgent:
         self.started[number] = self.provider.start(number, self.launch(number))
         return self.started[number]
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """Wait for the next agent, and return its description of itself."""
         line, _ = self._listener.accept()
         line.settimeout(60)
-        told = json.loads(line.makefile().readline())
-        self._lines[told["number"]] = line
-        return dict(told)
+        report = json.loads(line.makefile().readline())
+        self._lines[report["number"]] = line
+        return dict(report)
 
     def order(self, number: int, order: str) -> None:
         self._lines[number].sendall(f"{order}\n".encode())
 
-    def gone(self, number: int) -> bool:
+    def has_ended(self, number: int) -> bool:
         """Wait until the agent has ended its connection, and return True; return False if it sends data."""
         try:
             return self._lines[number].recv(1) == b""

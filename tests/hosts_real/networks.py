@@ -37,7 +37,7 @@ class Networks:
             ip(f"-n {name} addr add {self.address(name)}/24 dev cable")
             ip(f"-n {name} link set cable up")
 
-    def slow_way(self, first: str, second: str, rate: str) -> None:
+    def slow_link(self, first: str, second: str, rate: str) -> None:
         """Route the traffic between two namespaces through a new router that limits it to ``rate``."""
         router = f"{first}-router"
         self.names += (router,)

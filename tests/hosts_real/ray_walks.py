@@ -25,42 +25,42 @@ from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.ray import ray
 
 
-def say(*words: object) -> None:
+def print_line(*words: object) -> None:
     with open(sys.argv[2], "a") as file:
         print(*words, file=file)
 
 
 def spread() -> None:
     with Driver(ray(3)) as driver:
-        say("listening at", driver.address)
+        print_line("listening at", driver.address)
         for number in range(3):
             driver.start(number)
-        told = {one["number"]: one for one in (driver.hear() for _ in range(3))}
-        say("agents on", *sorted(one["peer"] for one in told.values()))
-        assert {one["secret"] for one in told.values()} == {SECRET}
-        assert {one["rest"] for one in told.values()} == {""}
-        for one in told.values():
+        report = {one["number"]: one for one in (driver.receive() for _ in range(3))}
+        print_line("agents on", *sorted(one["peer"] for one in report.values()))
+        assert {one["secret"] for one in report.values()} == {SECRET}
+        assert {one["rest"] for one in report.values()} == {""}
+        for one in report.values():
             assert SECRET not in one["arguments"] + one["environment"]
         assert [driver.started[number].ended() for number in range(3)] == [None] * 3
         driver.order(0, "3")
-        say(end_of(driver.started[0]))
+        print_line(end_of(driver.started[0]))
         driver.order(1, "kill")
-        say(end_of(driver.started[1]))
+        print_line(end_of(driver.started[1]))
         driver.start(1)
-        assert driver.hear()["peer"] == told[1]["peer"], "its place is still reserved"
-    say_what_is_held()
+        assert driver.receive()["peer"] == report[1]["peer"], "its place is still reserved"
+    print_descriptors()
 
 
 def killed() -> None:
     with Driver(ray(2)) as driver:
         for number in range(2):
             driver.start(number)
-        agents = {one["number"]: psutil.Process(one["pid"]) for one in (driver.hear(), driver.hear())}
+        agents = {one["number"]: psutil.Process(one["pid"]) for one in (driver.receive(), driver.receive())}
         driver.started[0].kill()
-        assert driver.gone(0)
-        say(end_of(driver.started[0]))
+        assert driver.has_ended(0)
+        print_line(end_of(driver.started[0]))
     wait_until(lambda: not any(one.is_running() for one in agents.values()))
-    say_what_is_held()
+    print_descriptors()
 
 
 def node_killed() -> None:
@@ -68,28 +68,28 @@ def node_killed() -> None:
     with Driver(ray(2)) as driver:
         for number in range(2):
             driver.start(number)
-        told = {one["number"]: one for one in (driver.hear(), driver.hear())}
-        lost = next(number for number, one in told.items() if one["peer"] != driver.address)
-        address = told[lost]["peer"]
+        report = {one["number"]: one for one in (driver.receive(), driver.receive())}
+        lost = next(number for number, one in report.items() if one["peer"] != driver.address)
+        address = report[lost]["peer"]
         raylet_of(address).kill()
-        assert driver.gone(lost)
+        assert driver.has_ended(lost)
         why = end_of(driver.started[lost])
-        assert re.fullmatch(rf"ray-{lost + 1} is lost, as Ray says: .*\bnode\b.*", why), why
-        wait_until(lambda: not psutil.pid_exists(told[lost]["pid"]))
+        assert re.fullmatch(rf"ray-{lost + 1} is lost: .*\bnode\b.* \(from Ray\)", why), why
+        wait_until(lambda: not psutil.pid_exists(report[lost]["pid"]))
         driver.start(lost)
-        again = driver.hear()
+        again = driver.receive()
         assert again["number"] == lost
-        assert again["peer"] not in (address, told[1 - lost]["peer"])
-    say(address)
+        assert again["peer"] not in (address, report[1 - lost]["peer"])
+    print_line(address)
 
 
 def graph() -> None:
     """Kill a node in the middle of a run; the third node does its work."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_over(flowchan.hosts.ray(2), Path(folder), kill_node, not_on_the_head)
-    say(*deaths(run))
-    say(sorted(host.agents for host in run.stats().hosts))
-    say_what_is_held()
+    print_line(*deaths(run))
+    print_line(sorted(host.agents for host in run.stats().hosts))
+    print_descriptors()
 
 
 def raylet_of(address: str) -> psutil.Process:
@@ -103,14 +103,14 @@ def no_flowchan() -> None:
     with Driver(ray(1, resources={"CPU": 2})) as driver:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = driver.provider.start(0, launch)
-        say(end_of(driver.started[0]))
+        print_line(end_of(driver.started[0]))
 
 
 def killed_driver() -> None:
     driver = Driver(ray(2), STAYING)
     for number in range(2):
         driver.start(number)
-    say(*(driver.hear()["pid"] for _ in range(2)))
+    print_line(*(driver.receive()["pid"] for _ in range(2)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -118,16 +118,16 @@ def no_cluster() -> None:
     try:
         ray(2).listen_at()
     except HostError as error:
-        say(error)
+        print_line(error)
 
 
-def say_what_is_held() -> None:
-    import ray as theirs
+def print_descriptors() -> None:
+    import ray as api
     from ray.util import placement_group_table
 
     states = {group["state"] for group in placement_group_table().values()}
-    wait_until(lambda: theirs.available_resources().get("CPU") == theirs.cluster_resources()["CPU"])
-    say("held:", *sorted(states - {"REMOVED"}))
+    wait_until(lambda: api.available_resources().get("CPU") == api.cluster_resources()["CPU"])
+    print_line("held:", *sorted(states - {"REMOVED"}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,6 @@ def test_graph_continues_when_one_of_three_networks_loses_its_cable(networks: Ne
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
-    assert f"host {first}: nothing was heard of it for " in done.stdout
+    assert f"host {first}: it sent nothing for " in done.stdout
     assert f"host {second}: " not in done.stdout
-    assert f"[{first}] flowchan agent 1: has not heard the driver for " in done.stderr
+    assert f"[{first}] flowchan agent 1: has received nothing from the driver for " in done.stderr

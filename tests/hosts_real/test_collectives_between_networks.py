@@ -52,7 +52,7 @@ def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
     """The data that the middle member forwards arrives whole."""
     head, _, second = networks.names
     names = networks.names
-    networks.slow_way(head, second, "20mbit")
+    networks.slow_link(head, second, "20mbit")
     ranks = [start(UNLIKE, where, rank) for rank, where in enumerate(names)]
     assert [one.communicate()[0] for one in ranks] == ["0 to 1, 1 to 2\nTrue\n", "None\n", "True\n"]
 
@@ -62,8 +62,10 @@ def test_group_reports_the_member_that_loses_its_cable(networks: Networks) -> No
     ranks = [start(RANK, where, rank) for rank, where in enumerate((head, head, first, second))]
     for one in ranks:
         assert one.stdout is not None
-        said = one.stdout.readline()
-        assert said == "[0, 1, 2, 3] 6.0 6.0 over connections between the 3 hosts' leaders, a word of each\n"
+        output = one.stdout.readline()
+        assert (
+            output == "[0, 1, 2, 3] 6.0 6.0 over connections between the 3 hosts' leaders, a word of each\n"
+        )
     ip(f"-n {head} link set cable3 down")
     found = [one.communicate()[0] for one in ranks]
     assert found[:3] == ["(3,)\n"] * 3

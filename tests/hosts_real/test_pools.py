@@ -58,9 +58,9 @@ graph.run()
 @pytest.mark.usefixtures("sshd")
 def test_agent_over_ssh_ends_when_its_program_is_killed():
     program = subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True)
-    with program, program.stderr as said:
-        told = next(line for line in said if line.startswith("[gpu1] agent "))
-        agent = psutil.Process(int(told.split()[-1]))
+    with program, program.stderr as output:
+        report = next(line for line in output if line.startswith("[gpu1] agent "))
+        agent = psutil.Process(int(report.split()[-1]))
         family = [agent, *agent.children(recursive=True)]
         program.kill()
     wait_until(lambda: not any(process.is_running() for process in family))
@@ -76,7 +76,7 @@ def test_graph_runs_over_slurm(tmp_path):
 def test_agent_is_replaced_when_its_job_step_is_cancelled(tmp_path):
     run = run_over(slurm(), tmp_path, cancel_step)
     (death,) = deaths(run)
-    assert "was ended by Slurm" in death
+    assert "Slurm ended the agent" in death
     assert sum(host.agents for host in run.stats().hosts) == 3
 
 
@@ -90,9 +90,9 @@ graph.source(range(20)).sink(lambda item: print("item", item, "on", worker().hos
 
 @pytest.mark.usefixtures("sshd")
 def test_command_gives_hosts_to_a_graph(tmp_path):
-    (tmp_path / "told.py").write_text(FILE)
+    (tmp_path / "report.py").write_text(FILE)
     flowchan = Path(sys.executable).with_name("flowchan")
-    command = (flowchan, "run", "told.py", "--hosts", f"ssh:gpu1,gpu2,python={sys.executable}")
+    command = (flowchan, "run", "report.py", "--hosts", f"ssh:gpu1,gpu2,python={sys.executable}")
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     printed = sorted(line for line in done.stderr.splitlines() if "item" in line)

@@ -39,12 +39,12 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
 def test_use_without_a_cluster_names_the_remedy(tmp_path):
     """This test is the first of the file, because Ray finds any cluster that runs on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
-    said = tmp_path / "said"
+    output = tmp_path / "said"
     subprocess.run(
-        (sys.executable, WALKS, "no_cluster", said), check=True, env={**os.environ, "RAY_ADDRESS": ""}
+        (sys.executable, WALKS, "no_cluster", output), check=True, env={**os.environ, "RAY_ADDRESS": ""}
     )
     assert re.fullmatch(
-        r"ray: no cluster is reached from here \(.*\): start one with 'ray start.*\n", said.read_text()
+        r"ray: no cluster can be reached from here \(.*\); use 'ray start.*\n", output.read_text()
     )
 
 
@@ -60,7 +60,7 @@ def test_each_agent_has_its_own_node_and_reports_its_end(walk):
 
 def test_killed_agent_ends_and_releases_its_resources(walk):
     assert walk("killed") == [
-        "ray-1 is lost, as Ray says: The actor is dead because it was killed by `ray.kill`.",
+        "ray-1 is lost: The actor is dead because it was killed by `ray.kill`. (from Ray)",
         "held:",
     ]
 
@@ -78,7 +78,7 @@ def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
 def test_python_without_flowchan_is_named_with_its_host(walk):
     assert walk("no_flowchan") == [
         f"the Python at {sys.executable} on ray-1 has no flowchan: "
-        "the environment of Ray's workers must bring it"
+        "install the same environment for the workers of Ray"
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 from driver import (
     STAYING,
     Driver,
-    assert_agents_run_and_tell_their_ends,
+    assert_agents_run_and_report_their_ends,
     assert_the_secret_is_hidden,
     end_of,
 )
@@ -31,9 +31,9 @@ def test_each_allocated_node_runs_its_agent_and_reports_its_end():
     with Driver(slurm()) as driver:
         assert driver.provider.hosts == ("node1", "node2")
         assert driver.address == "127.0.0.1"
-        told = assert_agents_run_and_tell_their_ends(driver, sys.executable)
+        report = assert_agents_run_and_report_their_ends(driver, sys.executable)
         nodes = [
-            told[number]["environment"].partition("SLURMD_NODENAME=")[2].split("\0")[0] for number in (0, 1)
+            report[number]["environment"].partition("SLURMD_NODENAME=")[2].split("\0")[0] for number in (0, 1)
         ]
         assert nodes == ["node1", "node2"]
 
@@ -48,7 +48,7 @@ def test_secret_is_absent_from_command_lines_and_environments():
 def test_output_reaches_stderr_with_the_node_name(capfd):
     with Driver(slurm()) as driver:
         driver.start(1)
-        driver.hear()
+        driver.receive()
         driver.order(1, "1")
         end_of(driver.started[1])
     out, err = capfd.readouterr()
@@ -59,28 +59,28 @@ def test_output_reaches_stderr_with_the_node_name(capfd):
 def test_killed_agent_ends_with_its_job_step(allocation):
     with Driver(slurm()) as driver:
         one = driver.start(0)
-        agent = psutil.Process(driver.hear()["pid"])
+        agent = psutil.Process(driver.receive()["pid"])
         one.kill()
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
-        assert driver.gone(0)
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
+        assert driver.has_ended(0)
         wait_until(lambda: not agent.is_running() and steps(allocation) == [])
 
 
 def test_agent_ends_when_its_job_step_is_cancelled(allocation):
     with Driver(slurm()) as driver:
         one = driver.start(0)
-        driver.hear()
+        driver.receive()
         (step,) = (step for step in steps(allocation) if step.split(".")[1].isdigit())
         subprocess.run(("scancel", step), check=True)
-        assert end_of(one).startswith("the agent node1 was ended by Slurm (")
-        assert driver.gone(0)
+        assert end_of(one).startswith("Slurm ended the agent node1 (")
+        assert driver.has_ended(0)
 
 
 def test_close_leaves_no_job_step(allocation):
     with Driver(slurm(), STAYING) as driver:
         for number in (0, 1):
             driver.start(number)
-        agents = [psutil.Process(driver.hear()["pid"]) for _ in range(2)]
+        agents = [psutil.Process(driver.receive()["pid"]) for _ in range(2)]
     wait_until(lambda: not any(agent.is_running() for agent in agents) and steps(allocation) == [])
 
 
@@ -89,7 +89,7 @@ def test_refusal_by_srun_is_reported_with_the_node():
     with Driver(slurm()) as driver:
         subprocess.run(("scancel", "--name=flowchan-test"), check=True)
         why = end_of(driver.start(1))
-        assert why.startswith("node2 could not start the agent: srun ended with code 1 before it (srun: ")
+        assert why.startswith("node2 could not start the agent: srun ended with code 1 first (srun: ")
 
 
 @pytest.mark.usefixtures("allocation")

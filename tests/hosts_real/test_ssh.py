@@ -12,7 +12,7 @@ import psutil
 import pytest
 from driver import (
     Driver,
-    assert_agents_run_and_tell_their_ends,
+    assert_agents_run_and_report_their_ends,
     assert_the_secret_is_hidden,
     end_of,
 )
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("sshd")
 def test_each_host_runs_its_agent_and_reports_its_end():
     with Driver(ssh("gpu1", "root@gpu2", python=sys.executable)) as driver:
         assert driver.address == "127.0.0.1"
-        assert_agents_run_and_tell_their_ends(driver, sys.executable)
+        assert_agents_run_and_report_their_ends(driver, sys.executable)
 
 
 def test_secret_is_absent_from_command_lines_and_environments():
@@ -43,7 +43,7 @@ def test_python_in_the_home_folder_can_use_a_tilde(tmp_path):
     try:
         with Driver(ssh("gpu1", python=f"~/{name}")) as driver:
             driver.start(0)
-            assert driver.hear()["number"] == 0
+            assert driver.receive()["number"] == 0
     finally:
         os.unlink(f"{home}/{name}")
 
@@ -51,7 +51,7 @@ def test_python_in_the_home_folder_can_use_a_tilde(tmp_path):
 def test_output_reaches_stderr_with_the_host_name(capfd):
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         driver.start(0)
-        driver.hear()
+        driver.receive()
         driver.order(0, "1")
         end_of(driver.started[0])
     out, err = capfd.readouterr()
@@ -63,7 +63,7 @@ def test_agent_outlives_a_killed_ssh():
     """Only its ``peer_timeout`` ends an agent without ssh; this test ends it by an order of the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
-        agent = psutil.Process(driver.hear()["pid"])
+        agent = psutil.Process(driver.receive()["pid"])
         assert len(clients()) == 1
         one.kill()
         wait_until(lambda: clients() == [])
@@ -75,14 +75,14 @@ def test_agent_outlives_a_killed_ssh():
 
 def clients() -> list[psutil.Process]:
     """Return the running ssh processes of this test."""
-    mine = psutil.Process().children()
-    return [child for child in mine if child.name() == "ssh" and child.status() != psutil.STATUS_ZOMBIE]
+    own = psutil.Process().children()
+    return [child for child in own if child.name() == "ssh" and child.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_lost_ssh_connection_is_not_reported_as_the_agents_end():
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
-        agent = psutil.Process(driver.hear()["pid"])
+        agent = psutil.Process(driver.receive()["pid"])
         server = next(process for process in agent.parents() if process.name() == "sshd")
         server.send_signal(signal.SIGKILL)
         wait_until(lambda: clients() == [])
@@ -94,10 +94,14 @@ def test_lost_ssh_connection_is_not_reported_as_the_agents_end():
 
 UNREACHED = {
     "down": "down can't be reached: connect to host 127.0.0.1 port {port}: Connection refused",
-    "wrongkey": "wrongkey lets nobody in without a password "
-    "(root@127.0.0.1: Permission denied (publickey).): 'ssh -oBatchMode=yes wrongkey true' must work",
-    "stranger": "stranger is not known to ssh, or is another machine than before "
-    "(Host key verification failed.): try 'ssh stranger' once",
+    "wrongkey": (
+        "wrongkey does not accept a login without a password (root@127.0.0.1: Permission "
+        "denied (publickey).); make 'ssh -oBatchMode=yes wrongkey true' work"
+    ),
+    "stranger": (
+        "stranger has no known or a changed host key (Host key verification failed.); run "
+        "'ssh stranger' once to check it"
+    ),
 }
 
 
@@ -113,7 +117,7 @@ def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): name one that has flowchan with python=")
+    assert why.endswith("not found): set python= to one that has flowchan")
 
 
 def test_python_without_flowchan_is_named_with_its_host():
@@ -121,7 +125,7 @@ def test_python_without_flowchan_is_named_with_its_host():
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
         assert end_of(one) == (
-            "the Python at /usr/bin/python3 on gpu1 has no flowchan: name one that has flowchan with python="
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan: set python= to one that has flowchan"
         )
 
 

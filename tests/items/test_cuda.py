@@ -1,6 +1,6 @@
-"""Transfer of CUDA tensors on a real device. ``test_device_tensors.py`` tests the protocol without one.
+"""Send CUDA tensors on a real device. ``test_device_tensors.py`` tests the protocol without a device.
 
-Peers are spawned, because a forked process cannot use CUDA after its parent did.
+Peers are spawned, because a forked process cannot use CUDA if its parent has used it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from flowchan.transport.device import transfer  # noqa: E402
 from flowchan.transport.device.cuda import Driver  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
+    not torch.cuda.is_available(), reason="no CUDA device: run the tests on a machine that has one"
 )
 two = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="no second CUDA device: run these on a machine that has two"
+    torch.cuda.device_count() < 2, reason="no second CUDA device: run the tests on a machine that has two"
 )
 
 SPAWN = multiprocessing.get_context("spawn")
 LARGE = 100_000
-A_WHILE = 500_000_000  # cycles that keep a stream of a device busy for some tenths of a second
+A_WHILE = 500_000_000  # cycles that keep a device's stream busy for a few tenths of a second
 
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Replace the check for leftovers: the driver keeps threads and descriptors from its first use on."""
+    """Replace the check for leftovers: once the driver is used, it keeps threads and descriptors."""
 
 
 def channel(capacity: int = 64) -> Channel[Any]:
@@ -90,25 +90,25 @@ TENSORS = {
 }
 
 
-def _echo(ch: Channel, back: Channel) -> None:
+def _echo(ch: Channel, returned: Channel) -> None:
     for item in ch:
-        back.put(item)
+        returned.put(item)
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
-    """Send to another process and back, within this process, and in the form for another host."""
+    """Send to another process and back, within this process, and in the form that is sent to another host."""
     monkeypatch.setenv(transfer.SWITCH, switch)
-    there, back, here, far = channel(), channel(), channel(), Channel(across="hosts")
-    start(_echo, there, back)
+    requests, returned, replies, remote = channel(), channel(), channel(), Channel(across="hosts")
+    start(_echo, requests, returned)
     for name, make in TENSORS.items():
         sent = make()
         if not isinstance(sent, torch.nn.Parameter):
             sent = sent.detach().cuda().requires_grad_(sent.requires_grad)
-        there.put(sent)
-        here.put(sent)
-        far.put(sent)
-        for arrived in (back.get(), here.get(), far.get()):
+        requests.put(sent)
+        replies.put(sent)
+        remote.put(sent)
+        for arrived in (returned.get(), replies.get(), remote.get()):
             assert type(arrived) is type(sent), name
             assert (arrived.dtype, arrived.shape, arrived.device) == (sent.dtype, sent.shape, sent.device), (
                 name
@@ -117,10 +117,10 @@ def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
             assert torch.equal(arrived.detach().to_dense(), sent.detach().to_dense()), name
             if name in ("transposed", "channels last"):
                 assert arrived.stride() == sent.stride()
-    there.close()
+    requests.close()
 
 
-def test_writes_after_the_put_stay_with_the_sender():
+def test_receiver_does_not_see_writes_after_the_put():
     ch = channel()
     tensor = torch.zeros(LARGE, device="cuda")
     torch.cuda._sleep(A_WHILE)
@@ -129,7 +129,7 @@ def test_writes_after_the_put_stay_with_the_sender():
     assert ch.get().sum() == 0
 
 
-def test_writes_of_the_receiver_stay_with_it():
+def test_sender_does_not_see_writes_by_the_receiver():
     ch = channel()
     ch.put(torch.zeros(LARGE, device="cuda"))
     reader, keeper = ch.reader(), ch.reader()
@@ -143,7 +143,7 @@ def test_writes_of_the_receiver_stay_with_it():
 
 def _put_late(ch: Channel) -> None:
     tensor = torch.zeros(LARGE, device="cuda")
-    ch.put(tensor.fill_(4))  # the first put of a process allocates memory, and so waits for the device
+    ch.put(tensor.fill_(4))  # the first put in a process allocates memory, and so waits for the device
     torch.cuda.synchronize()
     torch.cuda._sleep(A_WHILE)
     ch.put(tensor.fill_(5))
@@ -163,14 +163,14 @@ def test_receiver_stream_waits_for_the_senders_event(start):
 
 
 def test_transfer_uses_the_current_stream(start):
-    ch, back = channel(), channel()
-    start(_echo, ch, back)
+    ch, returned = channel(), channel()
+    start(_echo, ch, returned)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for number in range(60):
         with torch.cuda.stream(streams[number % 3]):
             torch.cuda._sleep(A_WHILE // 100)
             ch.put(torch.full((LARGE,), number, device="cuda"))
-            assert (back.get() == number).all()
+            assert (returned.get() == number).all()
     ch.close()
 
 
@@ -188,7 +188,7 @@ def _count_opens(ch: Channel, answers: Channel) -> None:
     answers.put((total, dict(counts)))
 
 
-def test_long_stream_opens_the_memory_once(start):
+def test_receiver_opens_memory_once_for_many_tensors(start):
     ch, answers = channel(8), channel()
     start(_count_opens, ch, answers)
     for number in range(1000):
@@ -218,7 +218,7 @@ def _put_and_stay(ch: Channel, count: int) -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_killed_producers_items_are_an_error_that_names_it(start, opened):
+def test_getting_an_item_of_a_killed_producer_names_it(start, opened):
     ch = channel()
     process = start(_put_and_stay, ch, 3)
     wait_until(lambda: len(ch) == 3)
@@ -239,7 +239,7 @@ def _take_and_stay(ch: Channel, taken: Channel) -> None:
     channel().get()
 
 
-def test_item_of_a_killed_receiver_returns(start):
+def test_item_leased_by_a_killed_receiver_returns(start):
     ch, taken = channel(), channel()
     ch.put(torch.full((LARGE,), 3, device="cuda"))
     start(_take_and_stay, ch, taken)
@@ -262,7 +262,7 @@ assert [int(channel.get()[-1]) for _ in range(5)] == list(range(5))
 """
 
 
-def test_expandable_segments_cross():
+def test_tensors_in_expandable_segments_are_transferred():
     allocator = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
@@ -270,29 +270,29 @@ def test_expandable_segments_cross():
     subprocess.run([sys.executable, "-c", EXPANDABLE], env={**os.environ, **allocator}, check=True)
 
 
-def _name_devices(ch: Channel, back: Channel) -> None:
+def _name_devices(ch: Channel, returned: Channel) -> None:
     for item in ch:
-        back.put((int(item.sum()), item.device.index))
+        returned.put((int(item.sum()), item.device.index))
 
 
 @two
-def test_devices_are_known_by_identity_not_by_number(start, monkeypatch):
+def test_devices_are_matched_by_identity_not_by_number(start, monkeypatch):
     """The receiver sees only the second device, as its first one."""
-    ch, back = channel(), channel()
+    ch, returned = channel(), channel()
     second = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", second)
-    start(_name_devices, ch, back)
+    start(_name_devices, ch, returned)
     ch.put(torch.ones(LARGE, device="cuda:1"))
-    assert back.get() == (LARGE, 0)
+    assert returned.get() == (LARGE, 0)
     ch.close()
 
 
 @two
-def test_item_with_tensors_of_two_devices_arrives(start):
-    ch, back = channel(), channel()
-    start(_echo, ch, back)
+def test_item_with_tensors_on_two_devices_arrives(start):
+    ch, returned = channel(), channel()
+    start(_echo, ch, returned)
     ch.put([torch.full((LARGE,), number, device=f"cuda:{number}") for number in range(2)])
-    for number, tensor in enumerate(back.get()):
+    for number, tensor in enumerate(returned.get()):
         assert tensor.device.index == number
         assert (tensor.to("cuda:0") == number).all()
     ch.close()
@@ -312,15 +312,17 @@ def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, swit
     ch.put(torch.ones(LARGE, device="cuda"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     start(_answer_with_the_error, ch, answers)
-    said = answers.get()
-    assert f"of process {os.getpid()}" in said
-    assert "can use none only" in said
-    assert "tensor.cpu()" in said
+    message = answers.get()
+    assert f"of process {os.getpid()}" in message
+    assert "can use only none" in message
+    assert "tensor.cpu()" in message
 
 
-def test_a_put_while_a_graph_is_captured_is_refused():
-    """The capture must continue. The test pickles the tensor, because a put shows it, and this ends a
-    capture."""
+def test_put_while_a_cuda_graph_is_captured_raises():
+    """The capture must continue.
+
+    The test pickles the tensor, because a put formats the tensor for its error, which ends a capture.
+    """
     tensor = torch.ones(LARGE, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""Parts of ``cuda`` that need no device: the layout of tensors in bytes, and the calls of a fake driver."""
+"""Parts of ``cuda`` that need no device: the layout of tensors in bytes, and calls to a fake driver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.tensors import TENSORS
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install torch")
 from flowchan.transport.device import arenas, cuda, transfer  # noqa: E402
-from flowchan.transport.device.arenas import NoRoom  # noqa: E402
+from flowchan.transport.device.arenas import ArenaFull  # noqa: E402
 from flowchan.transport.device.cuda import Driver, TorchDevice, read, write  # noqa: E402
 
 torch_device = torch.device
@@ -67,7 +67,8 @@ def driver(tmp_path_factory):
 
 
 def test_driver_calls_get_their_arguments(driver):
-    """Addresses have 64 bits, handles 64 bytes by value, and each call is made in the device's context."""
+    """Addresses have 64 bits, handles are 64 bytes by value, and each call is made in the device's
+    context."""
     address, handle = driver.allocate(0, 5 << 30)
     assert (address, len(handle)) == (0x7F1234000065, 64)
     address, handle = driver.allocate(0, 64 << 20)
@@ -77,17 +78,17 @@ def test_driver_calls_get_their_arguments(driver):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda driver: driver.allocate(0, 2 << 40), r"cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY \(2\)"),
         (lambda driver: driver.open(1, bytes(64)), r"cuIpcOpenMemHandle_v2: CUDA_ERROR_OTHER \(201\)"),
         (lambda driver: driver.allocate(7, 1), r"cuDeviceGet: CUDA_ERROR_INVALID_DEVICE \(101\)"),
     ],
 )
-def test_the_drivers_errors_say_which_call_failed(driver, call, said):
-    with pytest.raises(OSError, match=said):
+def test_driver_errors_name_the_failed_call(driver, call, message):
+    with pytest.raises(OSError, match=message):
         call(driver)
-    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was popped again
+    assert driver.allocate(0, 1)[0] == 0x7F1234000064  # the context was restored
 
 
 def test_missing_driver_raises_an_error():
@@ -96,7 +97,7 @@ def test_missing_driver_raises_an_error():
 
 
 @pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a CUDA device: run this on a machine that has none"
+    torch.cuda.is_available(), reason="there is a CUDA device: run the test on a machine without one"
 )
 def test_torch_device_without_devices_lists_none():
     assert TorchDevice().visible() == []
@@ -136,7 +137,7 @@ def test_contents_are_read_and_written_under_inference_mode():
 
 
 class Stream:
-    """Stream that does all work at once."""
+    """Stream that does all work immediately."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -145,7 +146,7 @@ class Stream:
 
 
 class Event:
-    """Event that other processes find by its handle."""
+    """Event that other processes open from its handle."""
 
     made: ClassVar[list[Event]] = []
 
@@ -211,7 +212,7 @@ def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
     rebuild, (content, *more) = transfer.reduce(sent, form, 8000, "cuda")
     if switch == "1":
         ticket = memoryview(content).obj
-        # as the sender itself gets it, and as another process does
+        # received by the sender itself, and by another process
         for owner in (transfer._state.owner, b"another's"):
             monkeypatch.setattr(transfer._state, "owner", owner)
             (content,) = transfer.arrivals("keep", [bytes(ticket)])
@@ -230,11 +231,11 @@ def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
 
 
 def test_torch_device_without_room_uses_host_memory(host_as_device):
-    with pytest.raises(NoRoom, match="OUT_OF_MEMORY"):
+    with pytest.raises(ArenaFull, match="OUT_OF_MEMORY"):
         TorchDevice().allocate("GPU-1234", 2 << 40)
 
 
-def test_put_during_a_graph_capture_is_refused(host_as_device):
+def test_put_during_a_graph_capture_raises(host_as_device):
     tensor = SimpleNamespace(device=SimpleNamespace(index=0))
     assert TorchDevice().identity(tensor) == "GPU-1234"
     host_as_device.is_current_stream_capturing = lambda: True

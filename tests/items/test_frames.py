@@ -1,4 +1,4 @@
-"""Transfer of data frames and images by their memory: equal, in place, and without unrelated data."""
+"""Send the memory of data frames and images: equal, in place, and without unrelated data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = pl.DataFrame(
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """Send a value, and return the received value and the bytes that it took in the channel."""
+    """Send a value, and return the received value and the number of bytes it used in the channel."""
     channel = Channel(across="processes", max_bytes=1 << 28)
     channel.put(value)
     return channel.get(), channel.stats().bytes_in
@@ -67,6 +67,18 @@ def test_a_polars_frame_arrives_equal_with_its_types(frame: pl.DataFrame) -> Non
     assert arrived.equals(frame)
 
 
+@pytest.mark.parametrize("name", ["Int128", "UInt128"])
+def test_polars_frame_with_integers_that_arrow_lacks_arrives_equal(name: str) -> None:
+    if not hasattr(pl, name):
+        pytest.skip(f"this polars has no {name}")
+    column = pl.Series("wide", [1, 2**100, None], dtype=getattr(pl, name))
+    frame = pl.DataFrame([column]).with_columns(pl.struct(column).alias("nested"))
+    found = sent(frame)[0]
+    assert found.equals(frame)
+    assert found.dtypes == frame.dtypes
+    assert sent(column)[0].equals(column)
+
+
 def test_a_polars_series_arrives_equal_and_may_be_changed() -> None:
     series, _ = sent(NUMBERS["a"])
     assert series.equals(NUMBERS["a"])
@@ -75,7 +87,7 @@ def test_a_polars_series_arrives_equal_and_may_be_changed() -> None:
 
 
 @pytest.mark.parametrize("value", [NUMBERS, NUMBERS["a"], NUMBERS.to_arrow(), Image.new("RGB", (300, 200))])
-def test_contents_travel_next_to_the_pickle(value: Any) -> None:
+def test_contents_are_sent_outside_the_pickle(value: Any) -> None:
     assert in_band({"nested": [value]}) < 5000
 
 
@@ -88,14 +100,14 @@ def test_contents_travel_next_to_the_pickle(value: Any) -> None:
     ],
     ids=["polars", "table", "batch"],
 )
-def test_only_the_data_of_a_slice_crosses(part: Callable[[], Any]) -> None:
+def test_only_the_data_of_a_slice_is_sent(part: Callable[[], Any]) -> None:
     arrived, size = sent(part())
     assert type(arrived) is type(part())
     assert arrived.equals(part())
     assert size < 5000
 
 
-def test_frame_of_python_objects_raises_at_the_caller() -> None:
+def test_put_of_a_frame_with_python_objects_raises() -> None:
     with pytest.raises(TypeError, match="Object"):
         sent(pl.DataFrame({"o": pl.Series([object()], dtype=pl.Object)}))
 
@@ -114,8 +126,8 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
     ("kind", "mode"), [("png", "P"), ("png", "RGBA"), ("gif", "L"), ("tiff", "I;16"), ("bmp", "1")]
 )
 @pytest.mark.parametrize("loaded", [False, True])
-def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """Such an image crosses by Pillow's own pickling, which keeps its format."""
+def test_an_image_read_from_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
+    """Such an image is sent by Pillow's own pickling, which keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:
@@ -128,14 +140,14 @@ def test_an_image_of_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tm
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "CMYK"])
-def test_copied_image_of_a_file_travels_next_to_the_pickle(mode: str, tmp_path: Path) -> None:
+def test_copied_image_from_a_file_is_sent_outside_the_pickle(mode: str, tmp_path: Path) -> None:
     Image.linear_gradient("L").convert(mode).save(tmp_path / "image.tiff")
     with Image.open(tmp_path / "image.tiff") as image:
         assert in_band(image) > 60_000
         assert in_band(image.copy()) < 5000
 
 
-def test_change_of_a_received_image_changes_a_copy() -> None:
+def test_changing_a_received_image_does_not_change_the_item() -> None:
     channel = Channel(across="processes")
     image = Image.new("RGB", (64, 64), "white")
     channel.put(image)
@@ -146,7 +158,7 @@ def test_change_of_a_received_image_changes_a_copy() -> None:
     assert image.getpixel((1, 1)) == (255, 255, 255)
 
 
-def test_libraries_pickle_themselves_without_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_use_their_own_pickling_without_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_has_arrow", lambda: False)
     assert list(arrow.reducers()) == []
 
@@ -154,7 +166,7 @@ def test_libraries_pickle_themselves_without_arrow(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("module", "newer", "kind"), [(pl, "CompatLevel", pl.Series), (Image, "fromarrow", Image.Image)]
 )
-def test_older_libraries_without_arrow_support_pickle_themselves(
+def test_older_libraries_without_arrow_support_use_their_pickling(
     monkeypatch: pytest.MonkeyPatch, module: Any, newer: str, kind: type
 ) -> None:
     assert kind in dict(arrow.reducers())

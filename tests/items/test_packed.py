@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: packed values cross unopened, next to other data."""
+"""``pack`` and ``unpack``: a packed value is sent next to other data and is not unpacked on the way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def crossed(item: Any) -> Any:
 
 
 @pytest.mark.parametrize("value", [None, 7, "text", {"a": [1, (2,)]}, abs], ids=repr)
-def test_unpack_makes_an_equal_value(value: Any) -> None:
+def test_unpack_returns_an_equal_value(value: Any) -> None:
     assert unpack(pack(value)) == value
     number, packed = crossed((7, pack(value)))
     assert (number, unpack(packed)) == (7, value)
@@ -38,7 +38,7 @@ def test_local_functions_can_be_packed() -> None:
     assert unpack(crossed(pack(lambda number: factor * number)))(14) == 42
 
 
-def test_arrays_of_a_packed_value_are_read_in_place() -> None:
+def test_arrays_in_a_packed_value_are_read_in_place() -> None:
     value = {"array": np.arange(100_000.0), "tensor": torch.arange(100_000), "view": memoryview(b"abc")}
     packed = crossed(pack(value))
     first, second = unpack(packed), unpack(packed)
@@ -70,7 +70,7 @@ def refuse() -> None:
     raise UnpicklingError("not here")
 
 
-def test_error_of_the_value_is_raised_only_by_unpack() -> None:
+def test_error_in_unpickling_is_raised_only_by_unpack() -> None:
     for made, error in ((Made(refuse), UnpicklingError), (Made(sys.exit, 3), SystemExit)):
         number, packed = crossed((7, pack(made)))
         assert number == 7

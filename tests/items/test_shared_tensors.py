@@ -1,4 +1,4 @@
-"""After ``share_memory_()`` a tensor is one tensor in all processes that receive it."""
+"""After ``share_memory_()``, a tensor is the same tensor in all processes that receive it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fork(work: Callable[[], object]) -> Any:
     return child
 
 
-def there_and_back(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     channel = Channel[Any](across="processes")
     channel.put(value)
     return channel.get()
@@ -47,31 +47,31 @@ def test_both_processes_see_each_others_writes() -> None:
         arrived[1] = arrived[2]
         back.put(None)
 
-    child, mine = fork(write), shared()
-    there.put({"weights": mine, "name": "w"})
+    child, own = fork(write), shared()
+    there.put({"weights": own, "name": "w"})
     back.get()
-    assert mine.tolist()[:3] == [1, 0, 0]
-    mine[2] = 5
+    assert own.tolist()[:3] == [1, 0, 0]
+    own[2] = 5
     there.put(None)
     back.get()
-    assert mine.tolist()[:3] == [1, 5, 5]
+    assert own.tolist()[:3] == [1, 5, 5]
     child.join()
 
 
 def test_views_and_parameters_arrive_in_the_same_memory() -> None:
-    mine = shared(12)
-    view = mine[2:].view(5, 2).t()
-    arrived, other = there_and_back((view, mine))
+    own = shared(12)
+    view = own[2:].view(5, 2).t()
+    arrived, other = round_trip((view, own))
     assert (arrived.shape, arrived.stride()) == (view.shape, view.stride())
     arrived[1, 0] = 7
-    assert mine[3] == other[3] == 7
+    assert own[3] == other[3] == 7
     layer = nn.Linear(2, 1).share_memory()
-    weight = there_and_back(layer.weight)
+    weight = round_trip(layer.weight)
     assert isinstance(weight, nn.Parameter)
     with torch.no_grad():
         weight.fill_(3)
     assert layer.weight.tolist() == [[3, 3]]
-    assert there_and_back(mine.clone().share_memory_().requires_grad_()).requires_grad
+    assert round_trip(own.clone().share_memory_().requires_grad_()).requires_grad
 
 
 def test_received_tensor_is_passed_on_and_outlives_its_maker() -> None:
@@ -84,7 +84,7 @@ def test_received_tensor_is_passed_on_and_outlives_its_maker() -> None:
     child = fork(make)
     child.join()
     first = channel.get()
-    second = there_and_back(there_and_back(first))
+    second = round_trip(round_trip(first))
     second[0] = 9
     assert first.tolist() == [9, 1, 1, 1]
 
@@ -95,66 +95,66 @@ def fill(tensor: torch.Tensor, worker: int) -> torch.Tensor:
 
 
 def test_map_workers_write_into_one_tensor_and_return_it() -> None:
-    mine = shared(3)
-    results = map(2, fill, mine, on="process").join()
-    assert mine.tolist() == [0, 1, 2]
+    own = shared(3)
+    results = map(2, fill, own, on="process").join()
+    assert own.tolist() == [0, 1, 2]
     results[0][0] = 8
-    assert mine[0] == results[1][0] == 8
+    assert own[0] == results[1][0] == 8
 
 
-def test_tasks_of_a_pool_write_into_one_tensor() -> None:
-    mine = shared(3)
+def test_tasks_in_a_pool_write_into_one_tensor() -> None:
+    own = shared(3)
     with TaskPool(2, on="process") as pool:
-        futures = [pool.submit(fill, mine, number) for number in (1, 2)]
+        futures = [pool.submit(fill, own, number) for number in (1, 2)]
         futures[0].result()[0] = 8
         futures[1].result()
-    assert mine.tolist() == [8, 1, 2]
+    assert own.tolist() == [8, 1, 2]
 
 
 def test_pool_values_stay_shared() -> None:
-    mine = shared(3)
-    table = SharedDict({"weights": mine, "copied": torch.zeros(3)})
+    own = shared(3)
+    table = SharedDict({"weights": own, "copied": torch.zeros(3)})
     for name in ("weights", "copied"):
         table[name][0] = 4
     table["other"] = 1
-    handle = marshal([mine])
+    handle = marshal([own])
     handle.read()[0][1] = 5
-    assert table["weights"].tolist() == mine.tolist() == [4, 5, 0]
+    assert table["weights"].tolist() == own.tolist() == [4, 5, 0]
     assert table["copied"].tolist() == [0, 0, 0]
     handle.close()
 
 
 def test_packed_value_contains_the_shared_tensor() -> None:
-    mine = shared(3)
-    packed = there_and_back((1, pack({"weights": mine, "more": torch.ones(20_000)})))[1]
+    own = shared(3)
+    packed = round_trip((1, pack({"weights": own, "more": torch.ones(20_000)})))[1]
     found = unpack(packed)
     found["weights"][0] = 6
-    assert (mine[0].item(), found["more"].sum().item()) == (6, 20_000)
+    assert (own[0].item(), found["more"].sum().item()) == (6, 20_000)
 
 
-def test_batches_of_a_data_loader_cross_as_copies() -> None:
-    """These batches are also in shared memory, but only as a means of transfer."""
+def test_data_loader_batches_are_sent_as_copies() -> None:
+    """These batches are also in shared memory, but only for their transfer."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()
-    arrived = there_and_back(batch)
+    arrived = round_trip(batch)
     arrived[0] = 9
     assert batch.tolist() == [0, 1, 2, 3]
 
 
-def test_mapped_file_crosses_as_a_copy(tmp_path: Any) -> None:
+def test_mapped_file_is_sent_as_a_copy(tmp_path: Any) -> None:
     path = tmp_path / "numbers"
-    mine = torch.from_file(str(path), shared=True, size=4)
-    mine.fill_(2)
-    arrived = there_and_back(mine)
+    own = torch.from_file(str(path), shared=True, size=4)
+    own.fill_(2)
+    arrived = round_trip(own)
     arrived[0] = 9
-    assert mine.tolist() == [2, 2, 2, 2]
+    assert own.tolist() == [2, 2, 2, 2]
 
 
 def test_shared_tensor_reaches_another_host_as_a_copy() -> None:
-    mine = shared(3)
+    own = shared(3)
     with_hosts = Channel[Any](across="hosts")
     with pytest.raises(TypeError, match=r"tensor\.clone\(\)"):
-        with_hosts.put([mine])
-    with_hosts.put([mine.clone()])
+        with_hosts.put([own])
+    with_hosts.put([own.clone()])
     assert with_hosts.get()[0].tolist() == [0, 0, 0]

@@ -1,8 +1,7 @@
-"""Random use of arrays in a channel's memory, with a check that their contents never change.
+"""Use arrays in a channel's memory at random, and check that their contents never change.
 
-One process does all operations, with little memory and sizes that never fit twice. So memory is cut again and
-again around the arrays in use. Every array is filled with its number, and all arrays are read after each
-step.
+One process does all operations, with little memory and varying sizes. So memory is divided again and again
+around the arrays in use. Every array is filled with its number, and all arrays are read after each step.
 """
 
 from __future__ import annotations
@@ -37,15 +36,16 @@ def check(array: Any, number: int) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """One user with a channel, its ports, and the arrays that it received, has on loan, or has put."""
+    """One user with a channel, its ports, and the arrays that were received, lent, or put."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside: deque[tuple[int, int, int]] = deque()  # numbers, sizes, and the number of the put
+        # number of the first array, size, and number of the put
+        self.inside: deque[tuple[int, int, int]] = deque()
         self.held: list[tuple[Any, int]] = []
         self.lent: list[tuple[Any, int]] = []
-        self.put_away: list[Any] = []  # former loans that have been put
-        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each with its leased items
+        self.released: list[Any] = []  # former loans that have been put
+        self.readers: list[tuple[Any, list[tuple[int, int, int]]]] = []  # each reader with its leased items
         self.writers: list[Any] = []
         self.number = self.puts = 0
 
@@ -53,15 +53,15 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open to the end, because the last one to leave would close the channel.
-        self.stay = self.channel.reader(), self.channel.writer()
+        # Ports that stay open to the end, because closing the last one would close the channel.
+        self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:
         self.number += 1
         return self.number
 
     def is_in_use(self) -> bool:
-        return bool(self.held or self.lent or self.put_away or any(hand for _, hand in self.readers))
+        return bool(self.held or self.lent or self.released or any(hand for _, hand in self.readers))
 
     def put_now(self, to: Any, array: Any, number: int) -> bool:
         try:
@@ -120,17 +120,17 @@ class Machine(RuleBasedStateMachine):
             array, _ = self.lent.pop(i)
             assert not array.flags.writeable
             if keep:
-                self.put_away.append(array)
+                self.released.append(array)
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data())
     def drop_a_loan(self, data: st.DataObject) -> None:
         del self.lent[data.draw(st.integers(0, len(self.lent) - 1))]
 
-    @precondition(lambda self: self.put_away)
+    @precondition(lambda self: self.released)
     @rule()
     def drop_what_was_put(self) -> None:
-        self.put_away.clear()
+        self.released.clear()
 
     @precondition(lambda self: len(self.readers) < 3)
     @rule()
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
         stats = self.channel.stats()
         assert stats.inside == len(self.inside)
         assert stats.leased == sum(len(hand) for _, hand in self.readers)
-        if not self.held and not self.lent and not self.put_away and not self.inside:
+        if not self.held and not self.lent and not self.released and not self.inside:
             assert stats.holders == ()
 
     def teardown(self) -> None:
@@ -195,7 +195,7 @@ class Machine(RuleBasedStateMachine):
             port.close()
         self.held.clear()
         self.lent.clear()
-        self.put_away.clear()
+        self.released.clear()
         while self.inside:
             number, _, _ = self.inside.popleft()
             check(self.channel.get_nowait(), number)
@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
             self.held.append((self.channel.get_nowait(), number))
             check(*self.held[-1])
         self.held.clear()
-        for port in self.stay:
+        for port in self.remain:
             port.close()
         try:
             self.channel.get_nowait()
@@ -219,5 +219,5 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
 ) -> None:
     run_state_machine_as_test(
         Machine,
-        settings=histories(long_walk, 70, 200),
+        settings=histories(long_walk, 25, 200),
     )

@@ -1,6 +1,6 @@
 """Connect two ends of a link in one process, with remote workers as threads.
 
-The workers must keep the channel's promises as on two machines.
+The workers must find the same guarantees as over a link between two machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Linked:
     """Two ends of a link, and the connection between them, which can be broken at any time.
 
     Args:
-        delay: seconds that each byte takes on its way
+        delay: transmission delay of each byte, in seconds
     """
 
     def __init__(self, delay: float = 0.0) -> None:
@@ -29,10 +29,10 @@ class Linked:
         self.breaks = 0
         self.delay = delay
         self.delays: list[threading.Thread] = []
-        self.ends: list[socket.socket] = []  # of the delayed connections
+        self.ends: list[socket.socket] = []  # sockets of the delayed connections
 
     def connect(self) -> None:
-        """Connect the ends again. Frames on the old connection are lost with it."""
+        """Connect the ends again. Frames that are still on the old connection are lost."""
         owner_end, worker_end = socket.socketpair()
         if self.delay:
             proxy_owner_end = worker_end
@@ -59,8 +59,7 @@ class Linked:
 
 
 class RemoteWorker:
-    """One remote worker: its ports on the owner side, and the rings on the worker side that it reads and
-    writes."""
+    """One remote worker: its ports on the owner side, and its rings on the worker side."""
 
     def __init__(
         self,
@@ -90,11 +89,13 @@ class RemoteWorker:
         linked.worker_side.line(number, [self.feed], self.drains)
 
     def die(self, number: int) -> RemoteWorker:
-        """Let its host fail: the owner side gives the worker up, and a replacement with this stream number
-        takes its items."""
+        """Let its host fail: the owner side drops the worker, and a replacement takes its items.
+
+        The replacement has this stream number.
+        """
         self.linked.owner_side.drop(self.number)
         self.linked.worker_side.drop(self.number)
-        successor = RemoteWorker(
+        replacement = RemoteWorker(
             self.linked,
             number,
             self.source,
@@ -105,14 +106,16 @@ class RemoteWorker:
         )
         for channel in (self.into, *self.out):
             channel.abort(None)
-        return successor
+        return replacement
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
-        """Run a thread that puts the outputs of ``function`` for each item, as pairs (number of the port,
-        output)."""
+        """Start a thread that calls ``function`` for each item and puts its outputs.
+
+        The function returns pairs: the number of the port and the output.
+        """
 
         def work() -> None:
-            with contextlib.suppress(Broken):  # it died
+            with contextlib.suppress(Broken):  # the worker has died
                 for item in self.inside:
                     for port, output in function(item):
                         self.outside[port].put(output)
@@ -140,10 +143,10 @@ def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
 
 
 def kill_tls_proxies() -> int:
-    """Kill every TLS process of this process, which breaks its encrypted connections. Return their number."""
+    """Kill every TLS proxy of this process, which breaks its encrypted connections. Return their number."""
     killed = 0
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the proxy has just ended
             if any(word.endswith("tls_proxy.py") for word in child.cmdline()):
                 child.kill()
                 killed += 1

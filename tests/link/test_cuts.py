@@ -22,8 +22,10 @@ LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut, one after the other, after the given numbers of bytes to the owner side. The
-    last one is not cut."""
+    """Connections that are cut one at a time, after the given numbers of bytes to the owner side.
+
+    The last connection is not cut.
+    """
 
     def __init__(self, *cuts: int) -> None:
         super().__init__()
@@ -41,8 +43,8 @@ class Cut(Linked):
     def _redial(self, cuts: tuple[int, ...]) -> None:
         for cut in cuts:
             self._connect_through(cut)
-            while not isinstance(said := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(said, LinkClosed):  # all came before the cut
+            while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
+                if isinstance(event, LinkClosed):  # all bytes arrived before the cut
                     return
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
@@ -65,15 +67,15 @@ class Cut(Linked):
 
 def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
     """Forward up to ``most`` bytes, then end both connections."""
-    left = most
+    remaining = most
     with contextlib.suppress(OSError):
-        while left != 0 and (came := source.recv(65536 if left is None else min(left, 65536))):
+        while remaining != 0 and (came := source.recv(65536 if remaining is None else min(remaining, 65536))):
             target.sendall(came)
-            left = None if left is None else left - len(came)
+            remaining = None if remaining is None else remaining - len(came)
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other thread closes the target, which is its source
+    source.close()  # the other thread, whose source the target is, closes the target
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -89,7 +91,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
+def test_outputs_arrive_once_if_the_connection_breaks_inside(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = RemoteWorker(linked, 1, source, results).start(large)
@@ -99,7 +101,7 @@ def test_outputs_cut_in_the_middle_arrive_once(times: int) -> None:
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
+def test_outputs_are_skipped_once_if_the_connection_breaks_inside(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)
@@ -109,11 +111,11 @@ def test_outputs_cut_while_skipped_are_skipped_once(times: int) -> None:
         wait_until(lambda: results.stats().items_in == 1)
         first.owner_side.drop(1)
         first.owner_side.close()
-        successor, writer = source.reader(), results.writer()
-        _core._take_up([remote.reader], remote.writers, [successor])
+        replacement, writer = source.reader(), results.writer()
+        _core._take_up([remote.reader], remote.writers, [replacement])
         with Cut(*CUTS) as second:
             again = RemoteWorker(second, 1, source, results)
-            successor.close()
+            replacement.close()
             writer.close()
             thread = again.start(large)
             outputs = [output[:2] for output in results]

@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Return the CPU time in seconds of these threads, as far as they have not ended."""
+    """Return the CPU time of those of these threads that are still running, in seconds."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -38,7 +38,7 @@ def seconds(*numbers: str) -> float:
 
 
 def test_idle_link_uses_no_cpu() -> None:
-    """Two streams of the link wait for the items of one channel."""
+    """Two streams of the link are waiting for items of one channel."""
     before = threads()
     with Linked() as linked:
         own = threads() - before
@@ -55,7 +55,7 @@ def test_idle_link_uses_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """Return how often these threads went to sleep, as far as they have not ended."""
+    """Return how often those of these threads that are still running went to sleep."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -64,8 +64,10 @@ def switches(*numbers: str) -> int:
 
 
 def test_link_of_many_workers_sleeps_while_idle() -> None:
-    """One thread cannot sleep on that many rings, so extra threads sleep; an item of each worker wakes the
-    link."""
+    """One thread cannot sleep on that many rings, so extra threads sleep too.
+
+    An item from any worker wakes the link.
+    """
     before = threads()
     with Linked() as linked:
         remote = []
@@ -77,15 +79,16 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
             linked.owner_side.line(number, [ports[0]], [ports[1]])
             linked.worker_side.line(number, [ports[2]], [ports[3]])
             remote.append((users, channels, ports))
-        # the first round lets all needed threads start and go to sleep
+        # in the first round, all extra threads that are needed start and go to sleep
         for may_sleep_less in (True, False):
             own, began = threads() - before, time.monotonic()
             slept = switches(*own)
             while time.monotonic() - began < 1:
                 heard = linked.worker_side.state()["bytes_in"]
-                wait_until(lambda heard=heard: linked.worker_side.state()["bytes_in"] > heard)  # a ping
+                # a ping arrived
+                wait_until(lambda heard=heard: linked.worker_side.state()["bytes_in"] > heard)
             rate = (switches(*own) - slept) / (time.monotonic() - began)
-            assert may_sleep_less or rate < 150  # a second
+            assert may_sleep_less or rate < 150  # switches per second
         for number, ((feed, worker_in, worker_out, outcome), *_) in enumerate(remote):
             feed.put(number)
             worker_out.put(worker_in.get(timeout=WAIT_LIMIT_S) + 1)
@@ -98,32 +101,32 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
     assert threads() <= before
 
 
-def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
-    """R11: a program that was stopped handles the received frames first, and does not blame the other
-    side."""
+def test_stopped_process_does_not_blame_the_peer_for_silence() -> None:
+    """R11: a program that was stopped handles received frames before it decides that the other side is
+    silent."""
     own_end, silent = socket.socketpair()
-    told = Channel[float](10_000, across="processes")
+    reported = Channel[float](10_000, across="processes")
 
     def wait() -> None:
         link = _core.Link(False)
         link.attach(own_end.detach())
         while not link.wait(0.1):
-            told.put(link.state()["heard_ago"])
+            reported.put(link.state()["heard_ago"])
 
     began = time.monotonic()
     waiting = ProcessPeer(wait)
-    told.get()
+    reported.get()
     number = waiting.pid()
     assert number is not None
     wait_until(lambda: psutil.Process(number).status() == psutil.STATUS_SLEEPING)
     os.kill(number, signal.SIGSTOP)
     stopped = -time.monotonic()
     wait_until(lambda: stopped + time.monotonic() > 2)
-    while len(told):
-        told.get()
+    while len(reported):
+        reported.get()
     stopped += time.monotonic()
     os.kill(number, signal.SIGCONT)
-    heard_ago = told.get()
+    heard_ago = reported.get()
     assert heard_ago < time.monotonic() - began - 0.9 * stopped
     waiting.kill()
     waiting.join()
@@ -131,8 +134,8 @@ def test_stopped_process_does_not_count_the_stop_as_silence() -> None:
     silent.close()
 
 
-def test_two_threads_close_a_link_at_once() -> None:
-    """Both calls return when it is closed."""
+def test_two_threads_can_close_a_link_at_once() -> None:
+    """Both calls return once the link is closed."""
     for _ in range(50):
         with Linked() as linked:
             both = threading.Barrier(2)
@@ -151,8 +154,10 @@ def test_two_threads_close_a_link_at_once() -> None:
 
 
 def test_forked_child_has_no_copy_of_the_connection() -> None:
-    """Otherwise the other side would not notice the end of this process. The child may drop or close the link
-    in the middle of traffic, and the parent's link continues."""
+    """If it had one, the other side would not notice when this process ends.
+
+    The child may drop or close the link in the middle of traffic, and the parent's link continues.
+    """
     before = _sockets()
     with Linked() as linked:
         sockets = _sockets() - before
@@ -192,7 +197,7 @@ def _sockets() -> set[str]:
     """Return the open sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that the listing itself used
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return {name for name in found if name.startswith("socket:")}
 

@@ -1,4 +1,4 @@
-"""Check that the ports of a remote worker behave like local ones over a link (C1–C9, R4)."""
+"""Check that the ports of a remote worker behave like local ports over a link (C1–C9, R4)."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def large(item: int) -> list[tuple[int, Any]]:
 def run(
     linked: Linked, function: Function, n: int, workers: int, ordered: bool = False, breaks: bool = False
 ) -> list[Any]:
-    """Return all outputs of ``workers`` workers for ``range(n)``, over a connection that may break again and
-    again."""
+    """Return all outputs of ``workers`` workers for ``range(n)``.
+
+    With ``breaks``, the connection breaks again and again.
+    """
     source, results = channel(), channel()
     one = function is not several
     remote = [
@@ -111,7 +113,7 @@ def test_arrays_arrive_unchanged(linked: Linked) -> None:
 
 
 def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
-    """C8: no worker sleeps while another one holds an item that it has not started."""
+    """C8: no worker sleeps while another worker holds an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -135,8 +137,7 @@ def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
-    """C8: a worker gets many cheap items in advance. When one of them is slow, waiting readers get the
-    others."""
+    """C8: a worker gets many cheap items in advance. If one is slow, waiting readers get the others."""
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -187,7 +188,7 @@ def test_items_are_recalled_each_time_other_readers_wait(linked: Linked) -> None
     thread.join()
 
 
-def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked) -> None:
+def test_broken_input_raises_its_cause_in_the_remote_worker(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     source.abort(ValueError("no more"))
@@ -196,7 +197,7 @@ def test_broken_input_breaks_for_the_remote_worker_with_its_cause(linked: Linked
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
-def test_remote_worker_breaks_its_output_for_all_with_its_cause(linked: Linked) -> None:
+def test_remote_abort_reaches_all_users_of_the_output(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     remote.outside[0].channel.abort(ValueError("no more"))
@@ -228,7 +229,7 @@ def test_remote_writer_learns_that_the_last_reader_closed(linked: Linked) -> Non
         remote.outside[0].put(1)
 
 
-def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> None:
+def test_remote_reader_that_closes_returns_items_not_taken(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     other = source.reader()
@@ -243,8 +244,8 @@ def test_remote_reader_that_closes_gives_back_untaken_items(linked: Linked) -> N
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_remote_worker_that_gathers_gets_all_items_it_needs(linked: Linked, size: int) -> None:
-    """The number of items does not matter."""
+def test_remote_worker_can_gather_any_number_of_items(linked: Linked, size: int) -> None:
+    """The link must deliver any number of items to it."""
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     batches: list[list[int]] = []
@@ -270,8 +271,7 @@ def test_remote_worker_that_gathers_gets_all_items_it_needs(linked: Linked, size
 
 
 def test_outputs_of_a_dead_host_are_not_repeated() -> None:
-    """R4: outputs that a host put for an item before it died are skipped when another worker processes the
-    item."""
+    """R4: outputs that a host put before it died are skipped when another worker processes the same item."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)
@@ -282,11 +282,11 @@ def test_outputs_of_a_dead_host_are_not_repeated() -> None:
         wait_until(lambda: results.stats().items_in == 5)
         first.owner_side.drop(1)
         first.owner_side.close()
-        successor, writer = source.reader(), results.writer()
-        _core._take_up([remote.reader], remote.writers, [successor])
+        replacement, writer = source.reader(), results.writer()
+        _core._take_up([remote.reader], remote.writers, [replacement])
         with Linked() as second:
             again = RemoteWorker(second, 1, source, results)
-            successor.close()
+            replacement.close()
             writer.close()
             thread = again.start(lambda item: [(0, (item, k)) for k in range(8)])
             outputs = list(results)
@@ -295,8 +295,8 @@ def test_outputs_of_a_dead_host_are_not_repeated() -> None:
     assert sorted(outputs) == [(item, k) for item in range(3) for k in range(8)]
 
 
-def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linked) -> None:
-    """R4: an output that waits on the owner side does not name its item, and is lost with its host."""
+def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked) -> None:
+    """R4: an output waiting on the owner side does not finish its item, and is lost if its host dies."""
     sources, results = [channel(), channel()], channel(1)
     readers, writer = [source.reader() for source in sources], results.writer()
     rings, drains = [channel(), channel()], channel()
@@ -319,7 +319,7 @@ def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linke
         outside.put(item)
     wait_for(staged=1, in_hand=1)
     with pytest.raises(Empty):
-        insides[0].get_nowait()  # it has finished the item
+        insides[0].get_nowait()  # the item is finished
     wait_for(staged=1, in_hand=0)
     linked.owner_side.drop(1)
     successors = [source.reader() for source in sources]
@@ -330,8 +330,8 @@ def test_item_stays_leased_while_an_output_of_several_inputs_waits(linked: Linke
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
-def test_deaths_of_workers_lose_and_repeat_no_items(linked: Linked, ordered: bool) -> None:
-    """R4: also where outputs have turns, and lower numbers come back to workers that hold higher ones."""
+def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: bool) -> None:
+    """R4: also if outputs must be put in order, and lower items return to workers that hold higher ones."""
     source, results = channel(500), channel(32)
     remote = [
         RemoteWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
@@ -352,8 +352,7 @@ def test_deaths_of_workers_lose_and_repeat_no_items(linked: Linked, ordered: boo
 
 @pytest.mark.parametrize("owner", [True, False], ids=["owner", "worker"])
 def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
-    """Frames that no agent sends end the connection with an error, even from a peer that has proved the
-    secret."""
+    """Frames that no agent sends end the connection with an error, even if the peer has proved the secret."""
     draw = random.Random(7)
     link = _core.Link(owner)
     source, results = channel(), channel()
@@ -385,8 +384,7 @@ def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
 def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -> None:
-    """The number of frames on their way follows the rate and the round-trip time, for items and for
-    outputs."""
+    """The number of frames in flight follows the rate and the round-trip time, for items and for outputs."""
     enough = 8_000
     with Linked(delay=0.02) as linked:
         source, results = channel(1 << 16), channel(1 << 16)
@@ -416,7 +414,7 @@ def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
 def test_byte_window_grows_only_while_the_receiver_is_quick(one_output: bool) -> None:
-    """The bytes fill the connection, but not more than the initial window while the receiver is slow (C2)."""
+    """The bytes fill the connection, but only the initial window while the receiver is slow (C2)."""
     size, least = 256 << 10, 4 << 20
     quick, over = threading.Event(), threading.Event()
     quick.set()

@@ -1,16 +1,17 @@
-/* What processes elsewhere ask the home of a channel for, and what they are told (C4, C6, C11, C12, C14). Getters take
-   items out of channel X, each of which holds channel Y; a putter, which has Y open, puts them in. Both channels have
-   their home in one process; the others have a control line to it each, on which letters arrive in order and once
-   (line.pml shows that), until home gives the other up, which may be at any moment.
+/* The requests of remote processes to the owner of a channel, and its answers (C4, C6, C11, C12, C14). Getters take
+   items from channel X, each of which contains channel Y; a putter that has opened Y puts them. One process owns both
+   channels; each other process has a control stream to it. Requests arrive on this stream once and in order
+   (line.pml shows that) until the owner gives the process up, which may happen at any moment.
 
-   A call is a letter to home, which does it in a task and answers. Who waits no more says so: the task is cancelled
-   unless it has taken an item already, and that becomes the next item of the process that asked. Who has lost its home
-   is told so in every call, in those that begin at that moment, too.
+   A call is a request to the owner, which runs it in a task and answers. A caller that stops waiting reports this:
+   the task is cancelled unless it has already taken an item; the item is then the next one of the process that asked.
+   If a process has lost the owner, every call raises this error, including calls that begin at that moment.
 
-   Y lasts as long as somebody has it open or an item holds it: home counts for each process how often it opened and
-   dropped Y, and for all together in how many items it was put (`send`) and how many of those are finished (`come`).
-   Who uses Y may drop it in one thread while another opens it anew. A forked child of home (CHILD) puts items into X by
-   itself, and only tells home what is in them. Whoever puts Y into an item waits until home has counted that.
+   Y exists as long as a process has opened it or an item contains it. The owner counts, per process, how often Y was
+   opened and dropped; and, over all processes, in how many items Y was put (`send`) and how many of them are finished
+   (`come`). A user of Y may drop it in one thread while another thread opens it again. A forked child of the owner
+   (CHILD) puts items into X directly, and only reports to the owner what they contain. A process that puts Y into an
+   item waits until the owner has counted this.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -25,15 +26,15 @@
    take(), answer()                      session.py: ClientSession._do_get, ClientSession._answer
    give_up()                             session.py: ClientSession._give_up
 
-   Left out: ports, which are lines; several channels in one call; what is put is never waited for.
+   Left out: ports, which are streams; several channels in one call; puts that wait for room.
 
-   Planted faults: PLANT_forget (who waits no more forgets the call, and so the item that comes for it),
-   PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the end counts though an item
-   has come for an earlier call), PLANT_deaf (who waits is not told that home is lost), PLANT_post_late (nor is who
-   begins to wait at that moment), PLANT_task_lives (what a process had asked for that was given up is still done),
-   PLANT_open_kept (it is still counted among those that have Y open), PLANT_one_drop (one drop ends all openings),
-   PLANT_come_first (an item is told to be finished before the channel in it is open), PLANT_not_sent (nobody counts
-   that Y is put into an item), PLANT_not_awaited (an item is put before that is counted). */
+   Planted faults: PLANT_forget (a caller that stops waiting forgets the call, and so the item that arrives for it),
+   PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the end counts although an
+   item has arrived for an earlier call), PLANT_deaf (a waiting caller does not learn that the owner is lost),
+   PLANT_post_late (nor does a caller that begins to wait at that moment), PLANT_task_lives (the requests of a process
+   that was given up are still run), PLANT_open_kept (such a process still counts as having opened Y), PLANT_one_drop
+   (one drop ends all openings), PLANT_come_first (an item is reported finished before the channel in it is open),
+   PLANT_not_sent (putting Y into an item is not counted), PLANT_not_awaited (an item is put before this is counted). */
 
 #ifndef ITEMS
 #define ITEMS 2
@@ -45,34 +46,34 @@
 #define CANCELS 1
 #endif
 #ifndef DEATHS
-#define DEATHS 1      /* processes that home gives up */
+#define DEATHS 1      /* processes that the owner gives up */
 #endif
 #define CALLS (ITEMS + CANCELS + 1)
 #define GUESTS (GETTERS + 1)
 #define PUTTER GETTERS
 
-mtype = { GET, CANCEL, PUT, OPEN, DROP, SEND, COME };              /* letters to home */
+mtype = { GET, CANCEL, PUT, OPEN, DROP, SEND, COME };              /* requests to the owner */
 mtype = { ITEM, CANCELLED, DRAINED, OPENED, NOWHERE, COUNTED, BROKEN };     /* and answers */
 mtype = { NOTHING, WAITS, ABANDONED };                             /* what a process knows of its call */
-mtype = { NO_TASK, WAITING, TAKEN };                               /* what home does for it */
+mtype = { NO_TASK, WAITING, TAKEN };                               /* what the owner does for it */
 
 chan to_home[GUESTS] = [3] of { mtype, byte };
 chan to_guest[GUESTS] = [3] of { mtype, byte, byte };
 chan nudges[GUESTS] = [2 * ITEMS + 1] of { mtype };
 
 mtype asked[GETTERS * CALLS] = NOTHING;
-mtype heard[GUESTS] = NOTHING;       /* the answer for who waits */
+mtype heard[GUESTS] = NOTHING;       /* the answer for the waiting caller */
 byte heard_item[GUESTS];
-chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that came for nobody */
-bool lost[GUESTS], uses[GUESTS];     /* home is lost; has Y */
+chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that arrived without a waiting caller */
+bool lost[GUESTS], uses[GUESTS];     /* the owner is lost; has Y */
 
 mtype task[GETTERS * CALLS] = NO_TASK;
 byte result[GETTERS * CALLS];
-byte latest[GETTERS];                /* the number of the latest call that home has heard of, of each */
+byte latest[GETTERS];                /* per process: the number of the latest call that the owner has received */
 bool given_up[GUESTS];
-short counted;                       /* items that hold Y, as home knows */
+short counted;                       /* items that contain Y, as the owner has counted them */
 byte opens[GUESTS];
-bool gone, closed;                   /* Y is no more; X is closed */
+bool gone, closed;                   /* Y no longer exists; X is closed */
 byte inside, put, next_out;          /* items of X: first in, first out */
 byte used[ITEMS], taken_by[ITEMS];
 byte cancels, deaths, ended;
@@ -83,9 +84,9 @@ hidden mtype what;
 #define lives (counted > 0 || opens[0] > 0 || opens[GETTERS - 1] > 0 || opens[PUTTER] > 0)
 #define check_Y() gone = (gone || !lives)
 
-/* --- a process elsewhere --- */
+/* --- a remote process --- */
 
-inline post(call) {                       /* the letter is there, and whoever loses home meanwhile answers it */
+inline post(call) {                       /* the request is recorded, so a loss of the owner in the meantime answers it */
   atomic { asked[mine(call)] = WAITS; heard[g] = NOTHING };
   atomic { nfull(to_home[g]) -> to_home[g]!GET(call) };
 #ifndef PLANT_post_late
@@ -138,7 +139,7 @@ inline lose() {
 #endif
 }
 
-inline nudge(word) {                      /* it never waits; who hears it has ended when home is lost */
+inline nudge(word) {                      /* it never waits; its receiver has ended if the owner is lost */
   if
   :: atomic { !lost[g] -> nudges[g]!word }
   :: lost[g]
@@ -159,7 +160,7 @@ proctype ears(byte g) {
   od
 }
 
-inline keep_or_use(item) {                /* an item has come: the channel in it is opened, unless it is open here */
+inline keep_or_use(item) {                /* an item has arrived: the channel in it is opened, unless this process has it open */
   atomic { used[item]++; assert(used[item] == 1) };
 #ifdef PLANT_come_first
   nudge(COME);
@@ -178,9 +179,9 @@ inline keep_or_use(item) {                /* an item has come: the channel in it
 #ifndef PLANT_come_first
   nudge(COME);
 #endif
-  assert(!gone || given_up[g]);           /* it is used here */
+  assert(!gone || given_up[g]);           /* this process uses it */
   if
-  :: uses[g] = false; nudge(DROP)                 /* nobody has it any more; or it stays for the next item */
+  :: uses[g] = false; nudge(DROP)                 /* no process uses it any more; or it is kept for the next item */
   :: true
   fi
 }
@@ -247,7 +248,7 @@ proctype putter(byte g) {
   ended++
 }
 
-/* --- home --- */
+/* --- the owner --- */
 
 inline count() { counted++; check_Y() }
 
@@ -312,11 +313,11 @@ inline give_up(g) {
   check_Y()
 }
 
-proctype serve(byte g) {                  /* home's side of one of them; all run in one thread, step by step */
+proctype serve(byte g) {                  /* the owner's side of one process; all sides run in one thread, step by step */
   byte call;
   do
   :: atomic { !given_up[g] && nempty(to_home[g]) && nfull(to_guest[g]) -> hear(g) }
-  :: given_up[g] && nempty(to_home[g]) -> to_home[g]?_,_                /* nobody does that any more */
+  :: given_up[g] && nempty(to_home[g]) -> to_home[g]?_,_                /* no task runs it any more */
   :: atomic { g < GETTERS && task[mine(call)] == WAITING && inside > 0 -> take(g, call) }
   :: atomic { g < GETTERS && nfull(to_guest[g]) && (task[mine(call)] == TAKEN ||
               (task[mine(call)] == WAITING && closed && inside == 0)) -> answer(g, call) }
@@ -350,14 +351,14 @@ init {
     :: else -> break
     od;
     if
-    :: deaths == 0 ->                       /* nothing is lost, and nothing is left */
+    :: deaths == 0 ->                       /* nothing is lost or left over */
        n = 0;
        do
        :: n < ITEMS -> assert(used[n] == 1); n++
        :: else -> break
        od;
        assert(counted == 0 && gone)
-    :: else ->                              /* what is lost was on its way to who was given up */
+    :: else ->                              /* a lost item was on its way to a process that was given up */
        n = 0;
        do
        :: n < next_out -> assert(used[n] == 1 || given_up[taken_by[n] - 1]); n++

@@ -1,14 +1,14 @@
-/* Waiting: nobody sleeps beside an available item (C8), model of the gates in waiting.hpp and the loop in
+/* Waiting: no user sleeps while an item is available (C8). Model of the wait queues in waiting.hpp and the loop in
    blocking.hpp.
 
-   Two writers and READERS readers share one ring of CAP places. A critical section is one atomic step here: that the
-   changes of a dead owner happen wholly or not at all is shown by ring.pml. What is left are the counts of the gates,
-   the system calls after the lock is dropped, and the kernel's own step from "compare" to "sleep".
+   Two writers and READERS readers share one ring of CAP slots. A critical section is one atomic step here: ring.pml
+   shows that the changes of a dead owner happen completely or not at all. What remains are the counts of the wait
+   queues, the system calls after the lock is dropped, and the kernel's own step from "compare" to "sleep".
 
    Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So
-   no slice ends while nobody has died. After a death slices end, but only when nothing else can move (`timeout`),
-   and only SLICES times for each participant and death: then also a run that only ever sleeps and looks again is an
-   error. A futex may return without reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes who has slept longest.
+   no slice ends before a death. After a death, slices end, but only if nothing else can move (`timeout`), and only
+   SLICES times per participant and death. So a run that only sleeps and checks again is also an error. A futex may
+   return without a reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes the longest sleeper.
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
@@ -27,23 +27,26 @@
    sweep()                                  ring_sessions.cpp: Ring::sweep; ring_leases.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
-   -D CORES=n: how many readers are on their way at once, by call_in_turn(); and
-   nobody_beside() says what C8 then means: beside an item and a waiting reader one is on its way.
-   -D LAZY=n: readers wake writers when n places are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
+   -D CORES=n: number of readers that call_in_turn() keeps running at a time;
+   nobody_beside() then states C8: if there are an item and a waiting reader, one reader is running.
+   -D LAZY=n: readers wake writers when n slots are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
    -D RANKS: FUTEX_WAKE wakes any of the readers: the workers of a stage have ranks.
-   -D GATHER: readers gather two items with `get_more`, which keeps what is in hand (operator_loops.py: batch).
+   -D GATHER: readers gather two items with `get_more`, which keeps the leased ones (operator_loops.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
-   Two places where the source does worse than the model; each can be put back by a define, and is found:
-     SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues up behind a starving one with its item still
-                         in hand, for whose end the starving one may wait. Here nobody queues up once it is closed.
-     SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with items in hand the end comes only when no other
-                         reader has any, so two that gather wait for each other (with GATHER). Here the end comes for
-                         it as soon as nothing is inside; what others give back it sees when it asks with empty hands.
-   Planted faults: PLANT_no_wake (a put wakes nobody), PLANT_old_seq (the wake-up does not change seq, so who is about to
-   sleep sleeps), PLANT_no_tell_end (the last acknowledgement tells nobody), PLANT_close_wakes_one,
-   PLANT_wake_one (while somebody starves one is woken, perhaps one that may not go on), PLANT_no_pass_on (who is
-   interrupted keeps the wake-up), PLANT_no_next (who takes an item and leaves one calls nobody), PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
+   In two places, the source behaves worse than the model; a define restores each, and the search finds it:
+     SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues behind a starving reader while it still
+                         leases an item, for which the starving reader may wait. In the model, no reader queues once
+                         the channel is closed.
+     SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader that leases items, the end comes only if no other
+                         reader leases any, so two that gather wait for each other (with GATHER). In the model, the end
+                         comes once nothing is inside; the reader sees items returned by others when it next asks
+                         without leased items.
+   Planted faults: PLANT_no_wake (a put wakes no reader), PLANT_old_seq (the wake-up does not change seq, so a user that
+   is about to sleep sleeps), PLANT_no_tell_end (the last acknowledgement wakes no user), PLANT_close_wakes_one,
+   PLANT_wake_one (while a user starves, one user is woken, perhaps one that may not continue), PLANT_no_pass_on (an
+   interrupted user keeps the wake-up), PLANT_no_next (a reader that takes an item and leaves one wakes no other),
+   PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
 
 #ifndef READERS
 #define READERS 2
@@ -58,7 +61,7 @@
 #define DEATHS 0
 #endif
 #ifndef SPURIOUS
-#define SPURIOUS 1    /* returns of a futex without reason */
+#define SPURIOUS 1    /* returns of a futex without a reason */
 #endif
 #ifndef QUITS
 #define QUITS 1         /* calls that a signal ends while they wait */
@@ -94,7 +97,7 @@ byte waiting[2], woken[2];
 byte starving[2];                    /* participant + 1, 0 for none */
 bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
 byte in_hand[ALL];
-chan line[2] = [ALL] of { byte };      /* the kernel's sleepers at each gate */
+chan line[2] = [ALL] of { byte };      /* the kernel's sleepers in each wait queue */
 byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 #if defined(PLANT_end_leased)
@@ -105,9 +108,9 @@ byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 #define AT_END(p) (leased == in_hand[p] || in_hand[p] > 0)
 #endif
 
-inline call(side, k, count) {        /* adds to `count` how many to wake */
+inline call(side, k, count) {        /* adds the number of users to wake to `count` */
   n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
-  m = n;                             /* to wake all means all that sleep by then */
+  m = n;                             /* "all" means all users that are asleep by then */
 #ifndef PLANT_wake_one
   n = (n > k && !(k > 0 && starving[side] > 0) -> k : n);
 #else
@@ -172,7 +175,7 @@ inline acknowledge(p) {              /* what a reader does first */
   fi
 }
 
-/* A waiting participant's chance, under the lock; `step` says how it ended. Locals: step, wake_r, wake_w. */
+/* A waiting participant's attempt, under the lock; `step` is its outcome. Locals: step, wake_r, wake_w. */
 inline operation(p) {
   if
   :: p < READERS ->
@@ -210,7 +213,7 @@ inline close_(count_r, count_w) {
   ; call(W, ALL, count_w)
 }
 
-/* The session of p ends: by itself, or swept because p died. */
+/* The session of p ends: p closes it, or it is swept because p died. */
 inline depart(p) {
   here[p] = false;
   if
@@ -254,7 +257,7 @@ inline sweep() {
   z = 0
 }
 
-/* Who gets the lock of a dead owner wakes everybody: nobody knows what the owner was about to do. */
+/* A process that gets a dead owner's lock wakes all users: it does not know what the owner was about to do. */
 inline take_lock() {
   if
   :: owner_died -> owner_died = false; call(R, ALL, wake_r); call(W, ALL, wake_w)
@@ -262,7 +265,7 @@ inline take_lock() {
   fi
 }
 
-/* Who sleeps longest first, as the kernel does for threads of one priority. */
+/* The longest sleeper first, as the kernel does for threads of equal priority. */
 inline futex_wake(side, count) {
   do
   :: count > 0 && len(line[side]) > 0 -> line[side]?q; asleep[q] = false; count--
@@ -276,7 +279,7 @@ inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 #else
 #define MAY_DIE(p) skip
 #endif
-inline choose_crash(p) {             /* shall it die in the critical section that comes? */
+inline choose_crash(p) {             /* whether it dies in the next critical section */
   if
 #if DEATHS
   :: deaths < DEATHS -> deaths++; crash = true
@@ -420,7 +423,7 @@ init {
     :: else -> break
     od
   };
-  (_nr_pr == 1);                     /* all have ended: who can't is an invalid end state */
+  (_nr_pr == 1);                     /* all have ended; a process that cannot end is an invalid end state */
   d_step {
     p = 0;
     do

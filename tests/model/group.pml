@@ -1,22 +1,22 @@
-/* The rounds of a group (flowchan/_core/group.hpp): all survivors complete an operation, or none does, and nobody reads
-   what was written over. Model of what members publish and how they wait, whatever they compute in between.
+/* The rounds of a group (flowchan/_core/group.hpp): all survivors complete an operation, or none does, and none reads
+   overwritten data. Model of what members publish and how they wait, whatever they compute in between.
 
-   An operation is ROUNDS rounds. In each a member writes what it shows, in the exchange its input, in slices also its
-   part of the result of the round before; publishes the round's number; waits until all others have published it; and
-   reads what they show. Cells and what they show exist twice, for odd and even rounds. A member may die before any step,
-   and may stop waiting for its own reasons (a time-out, Ctrl-C). Another thread of it may close it at any moment: then
-   it stops where it waits, or begins no other operation. A sleep may end at any time, and looks again: a lost
-   wake-up costs a slice, so sleeping is no step here.
+   An operation is ROUNDS rounds. In each round, a member writes what it shows: its input in an exchange; with slices,
+   also its part of the result of the previous round. It publishes the number of the round, waits until all others have
+   published it, and reads what they show. Cells and what they show exist twice, for odd and even rounds. A member may
+   die before any step, and may stop waiting for its own reasons (a timeout, Ctrl-C). Another thread of its process may
+   close it at any moment: then it stops where it is waiting, or does not begin another operation. A sleep may end at
+   any time, and then checks again: a lost wake-up costs a slice, so sleeping is not a step here.
 
-   DIRECT: what is shown in the first round is where something lies in a member's own memory, which is its program's
-   again when the operation has ended for it. Others read it there, and look afterwards whether its owner has given up;
-   the second round says who could. Unless all could, one more round shows it beside the cells.
+   DIRECT: in the first round, a member shows an address in its own memory, which its program may use again when the
+   operation has ended for it. Others read there, and check afterwards whether its owner has given up. In the second
+   round, each shows whether it could read. Unless all could, one more round shows the data next to the cells.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
    write()                               group_ops.cpp: Member::show, Member::exchange, Member::slices
    publish()                             group.cpp: Member::publish
-   is_here()                             group.cpp: Member::is_here, Member::await_all, Member::await
+   is_here()                             group.cpp: Member::has_arrived, Member::await_all, Member::await
    is_lost()                             group.cpp: Member::any_is_lost, Member::see
    another round                         group_ops.cpp: Member::next
    giving up                             group.cpp: Member::finish, Member::give_up
@@ -24,12 +24,12 @@
    reading another one's memory          group_ops.cpp: Member::pull
    saying who could                      group_ops.cpp: Member::have_read
 
-   Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (published before it is written),
-   PLANT_no_second_look (who is gone is not looked at again for the number), PLANT_any_number (a later number counts, too,
-   and an earlier one of the same cell), PLANT_goes_on (who has given up takes part in the next operation),
-   PLANT_silent (who gives up does not say so), PLANT_at_once (who is closed is gone before its operation has ended),
-   PLANT_trusts (nobody looks whether the owner has given up), PLANT_returns (who could read does not wait for the others
-   to have read). */
+   Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (the round is published before the data is
+   written), PLANT_no_second_look (the number of a member that has gone is not read again), PLANT_any_number (a later
+   number also counts, and an earlier one in the same cell), PLANT_goes_on (a member that has given up takes part in the
+   next operation), PLANT_silent (a member that gives up does not report it), PLANT_at_once (a closed member is gone
+   before its operation has ended), PLANT_trusts (readers do not check whether the owner has given up), PLANT_returns (a
+   member that could read does not wait until the others have read). */
 
 #ifndef MEMBERS
 #define MEMBERS 3
@@ -58,16 +58,16 @@
 #define AT(member, r) ((member) * 2 + CELL(r))
 
 #ifdef DIRECT
-byte memory[MEMBERS];         /* of which operation it is */
-bool couldnt[MEMBERS * 2];    /* beside the number */
+byte memory[MEMBERS];         /* the operation to which it belongs */
+bool couldnt[MEMBERS * 2];    /* next to the number */
 #endif
 
 byte number[MEMBERS * 2]; /* the round published in each cell */
-byte shows[MEMBERS * 2];  /* which round's words lie beside it */
-bool gone[MEMBERS];       /* it has said that it gave up */
+byte shows[MEMBERS * 2];  /* the round of the data next to it */
+bool gone[MEMBERS];       /* it has reported that it gave up */
 bool dead[MEMBERS];
-bool stopped[MEMBERS];    /* of its own will */
-bool closing[MEMBERS];    /* by another thread of it */
+bool stopped[MEMBERS];    /* for its own reasons */
+bool closing[MEMBERS];    /* by another thread of its process */
 byte done[MEMBERS];       /* operations that it has completed */
 byte deaths, stops, ended;
 
@@ -170,7 +170,7 @@ proctype member(byte me) {
         od;
 #ifdef DIRECT
         i = 0;
-        do /* in the first round their memory, in the second whether all could */
+        do /* in the first round: their memory; in the second: whether all could read */
         :: i == MEMBERS || step > 2 -> break
         :: i < MEMBERS && step == 2 -> could = could && !couldnt[AT(i, r)]; i++
         :: i < MEMBERS && step == 1 ->
@@ -207,7 +207,7 @@ end:
 }
 
 #if CLOSES
-/* Another thread of one of them. */
+/* Another thread in one member's process. */
 active proctype closer() {
     byte who;
     select(who : 0 .. MEMBERS - 1);
@@ -229,7 +229,7 @@ init {
         :: else -> break
         od
     };
-    ended == MEMBERS; /* else: somebody waits for ever */
+    ended == MEMBERS; /* otherwise a member waits forever */
     i = 0;
     do
     :: i < MEMBERS ->

@@ -1,11 +1,11 @@
 /* Exactly once under kill -9 (C11): two workers of a stage read ring I and write OUTPUTS outputs per
-   item to ring O; workers die between any two steps, the supervisor gives back what they had in hand and starts
-   successors.
+   item to ring O. Workers die between any two steps. The supervisor returns their leased items and starts
+   replacements.
 
-   Critical sections are one step each, which ring.pml shows they may be taken for; who must wait stands still until
-   it can go on, which gate.pml shows. Two writers put ITEMS items each into I; when one of them dies what it has
-   not put is not put. One sink reads O. Any two rings of the real thing have the same code, so I and O differ here
-   only in what is looked at.
+   Critical sections are one step each; ring.pml shows that this is valid. A process that must wait stands still until
+   it can continue; gate.pml shows that it does. Two writers put ITEMS items each into I; if one of them dies, the rest
+   of its items are not put. One sink reads O. All real rings have the same code, so I and O differ here only in what
+   is observed.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -22,15 +22,15 @@
    start                                 local_part.py: LocalPart::start_workers
    sink                                  operator_loops.py: sink (plain reads: C4)
 
-   A session is an index that is used again (layout.hpp: Session); numbers are given at the first taking, as in
-   Ring::try_take. Left out: ordered outputs, several outputs rings, poison items, limits of restarts, get_many.
+   A session is an index that is used again (layout.hpp: Session); items get their numbers when first taken, as in
+   Ring::try_take. Left out: ordered outputs, several output rings, poison items, restart limits, get_many.
 
    Planted faults: PLANT_forget (the supervisor ends the dead writer's session without keeping its committed count),
-   PLANT_hasty (it gives the item back before it retires the writer), PLANT_apart (the output and the committed
-   count are two critical sections), PLANT_open_late (the successor's ports are opened after the dead one's are
-   closed; with -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items in
-   the hands of the dead count as finished), PLANT_no_inherit (who takes an item up does not make the kept count its
-   own), PLANT_any_resume (a kept count is taken for any item). */
+   PLANT_hasty (it returns the item before it retires the writer), PLANT_apart (the output and the committed count are
+   two critical sections), PLANT_open_late (the replacement's ports are opened after the dead worker's are closed; with
+   -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items leased by a dead
+   worker count as finished), PLANT_no_inherit (a worker that takes an item over does not adopt the kept count),
+   PLANT_any_resume (a kept count is used for any item). */
 
 #ifndef ITEMS
 #define ITEMS 1       /* of each writer */
@@ -48,7 +48,7 @@
 #define WORKERS 2
 #endif
 #define TOTAL (2 * ITEMS)
-#define SESSIONS (3 + DEATHS)        /* two workers, one successor being made, one kept count for each death */
+#define SESSIONS (3 + DEATHS)        /* two workers, one replacement being started, one kept count per death */
 #define NONE 255
 
 mtype = { FREE, READER, WRITER, RESUME };
@@ -59,20 +59,20 @@ bool closed_in;
 byte writers_in = 2, readers_in, leased;
 mtype role_in[SESSIONS] = FREE;
 byte in_hand[SESSIONS] = NONE;
-/* Ring O: what is inside is only counted. */
+/* Ring O: the items inside are only counted. */
 byte inside_out;
 bool closed_out;
 byte writers_out, resumes;
 mtype role_out[SESSIONS] = FREE;
 byte committed_item[SESSIONS], committed_count[SESSIONS];
 
-/* What the outside sees. */
+/* What is visible from outside. */
 bool is_put[TOTAL];
-byte output[TOTAL * OUTPUTS];        /* how often each is in O */
+byte output[TOTAL * OUTPUTS];        /* how often each output is in O */
 bool drained_in, drained_out;
 byte read;
 
-/* Workers: their sessions, and how it is with them. */
+/* Workers: their sessions and states. */
 byte reading[2] = NONE, writing[2] = NONE;
 bool go[2], dead[2], told[2], gone[2];
 byte deaths;
@@ -146,7 +146,7 @@ proctype source(byte me) {
                  queue[inside] = me * ITEMS + sent; inside++;
                  is_put[me * ITEMS + sent] = true; sent++ }
      :: closed_in -> break
-     :: atomic { deaths < DEATHS -> deaths++; break }   /* dies; its session is ended for it */
+     :: atomic { deaths < DEATHS -> deaths++; break }   /* dies; another process ends its session */
      fi
   :: else -> break
   od;
@@ -156,7 +156,7 @@ proctype source(byte me) {
 
 #define MAY_DIE if :: atomic { deaths < DEATHS -> deaths++; goto died } :: true fi
 
-inline begin() {                     /* before the first output of an item, in the critical section of that output */
+inline begin() {                     /* before an item's first output, in that output's critical section */
   count = 0; skip_ = 0; keyed = true; i = 0;
   do
   :: resumes > 0 && i < SESSIONS ->
@@ -213,7 +213,7 @@ start:
           :: else
           fi
        :: inside == 0 && AT_END(reading[me]) -> drained_in = true; ended = true
-       :: else                       /* acknowledged; it waits on */
+       :: else                       /* acknowledged; it continues to wait */
        fi
      };
      if
@@ -222,12 +222,12 @@ start:
         do
         :: count < OUTPUTS ->
            MAY_DIE;
-           d_step {                  /* one output: skipped, or put in when there is room */
+           d_step {                  /* one output: skipped, or put when there is room */
              (keyed && count < skip_) || !keyed || closed_out || inside_out < CAP ->
              if :: !keyed -> begin() :: else fi;
              if
              :: count < skip_ -> count++
-             :: count >= skip_ && closed_out -> assert(false)   /* nobody closes O while it has a writer */
+             :: count >= skip_ && closed_out -> assert(false)   /* O is not closed while it has a writer */
              :: count >= skip_ && !closed_out && inside_out < CAP ->
                 assert(!drained_out);
                 inside_out++;
@@ -248,7 +248,7 @@ start:
      fi
   od;
   MAY_DIE;
-  told[me] = true;                   /* the supervisor hears it before the ports are closed */
+  told[me] = true;                   /* the supervisor learns of it before the ports are closed */
   MAY_DIE;
   d_step { leave_in(reading[me]) };
   MAY_DIE;
@@ -258,7 +258,7 @@ start:
 died:
   atomic { count = 0; skip_ = 0; keyed = false; ended = false; dead[me] = true };
   if
-  :: go[me] -> goto start            /* its successor, as a process of its own */
+  :: go[me] -> goto start            /* its replacement, in its own process */
   :: gone[me]
   fi;
 over:

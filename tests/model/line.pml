@@ -1,27 +1,29 @@
-/* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both at home, over
-   connections that break, on hosts that die, with workers that die. Model of what a link says of its lines.
+/* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both on the owner's
+   host, over connections that break, on hosts that die, with workers that die. Model of the messages that a link sends
+   about its streams ("lines" in the names here).
 
-   A line is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which home leased them, its
-   outputs are counted by port. All that is said is absolute, so a new connection needs no log of the old one:
+   A stream is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which the owner leased them;
+   its outputs are counted per port. All messages are absolute, so a new connection needs no log of the old one:
 
-     home to host   OUTPUT(got of each port)   ITEM(n)        RECALL                END
-     host to home   INPUT(got, done)           OUT(port, n)   RECALLED(got, done)   END
+     owner to host   OUTPUT(got of each port)   ITEM(n)        RECALL                END
+     host to owner   INPUT(got, done)           OUT(port, n)   RECALLED(got, done)   END
 
-   Home keeps an item on lease until it knows that the worker has finished it, and all its outputs that came are in O;
-   until then what came waits in home's memory, also for room in O. It knows that by `done`, which follows the outputs
-   of all items before it, or by an output of a later item: over all ports of a line, those of earlier items are sent
-   first. Home remembers for each port how many outputs of the latest item are in O; so an output goes into O only when
-   the leases of all items before its own have ended. What was sent is sent again over a new connection from what the
-   other end has got, which each end says first, after it has dropped the former connection. A host that home gives up
-   is fenced: its connection is dropped, its items are given back, the counts of those at work are kept for who takes
-   them up, and its successor begins with nothing. Whether it lives on makes no difference then.
+   The owner keeps an item on lease until it knows that the worker has finished it and all its received outputs are in
+   O; until then, received outputs wait in the owner's memory, also for room in O. The owner knows that an item is
+   finished from `done`, which is sent after the outputs of all earlier items, or from an output of a later item: over
+   all ports of a stream, outputs of earlier items are sent first. For each port, the owner remembers how many outputs
+   of the latest item are in O; so an output is put into O only after the leases of all earlier items have ended. Over a
+   new connection, each end first drops the former connection and then states what it has got; the other end sends again
+   from there. A host that the owner gives up is fenced: its connection is dropped, its items are returned, the counts
+   of its unfinished items are kept for the workers that take them over, and its replacement starts without state.
+   After that, it does not matter whether the host is still running.
 
-   Home may call items back that a worker has not begun: the host forgets them and says how many are left, home gives
-   the others back, and sends none until it has heard that. It asks again over a new connection.
+   The owner may recall items that a worker has not started: the host forgets them and reports how many are left; the
+   owner returns the others, and sends no items until it has received this report. It asks again over a new connection.
 
-   What a host's own rings do when a worker of its dies is shown by lease.pml; only its result stands here: the
-   successor takes the item in hand, and skips the outputs that are in the host's ring. Critical sections are one step.
-   A connection delivers in order, and loses what is under way when it is dropped, which may be at any moment.
+   lease.pml shows what a host's own rings do when one of its workers dies; only the result appears here: the
+   replacement takes the leased item, and skips the outputs that are in the host's ring. Critical sections are one step.
+   A connection delivers in order, and loses what is in flight when it is dropped, which may happen at any moment.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -40,25 +42,26 @@
                                          link_ports.cpp: Source::first_key
    dial_again()                          link.cpp: Link::take_over; link_ports.hpp: Source::connect
 
-   Left out: ordered outputs, items that are gathered, large items, how much may be under way (an output may wait at
-   home as long as it likes).
+   Left out: ordered outputs, items that are gathered, large items, the limit of data in flight (an output may wait at
+   the owner as long as it likes).
 
-   Planted faults: PLANT_custody_on_got (a lease at home ends when the host has the item), PLANT_say_first (home says
-   what it got, and reads on from the former connection), PLANT_no_fence (what was said before a host was given up is
-   heard as its successor's), PLANT_done_early (`done` before the outputs), PLANT_put_ahead (outputs of the next item go
-   into O while the lease of one before stands), PLANT_by_port (each port's outputs are sent as they come),
-   PLANT_output_first (outputs are sent over a new connection before it is said which items came), PLANT_end_ahead (a
-   lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a host dies), PLANT_no_inherit
-   (who takes an item up does not make the kept count its own), PLANT_no_resend (what was sent before counts as sent),
-   PLANT_state_lost, PLANT_end_lost, PLANT_recall_lost (over a new connection the state, the end, or that items are
-   called back is not said again), PLANT_recall_begun (also the item in hand is called back), PLANT_stale_answer (the
-   answer to what was asked over the former connection), PLANT_send_on (home sends items while it waits for that). */
+   Planted faults: PLANT_custody_on_got (a lease at the owner ends when the host has the item), PLANT_say_first (the
+   owner states what it got, and continues to read from the former connection), PLANT_no_fence (messages from before a
+   host was given up count as its replacement's), PLANT_done_early (`done` is sent before the outputs), PLANT_put_ahead
+   (outputs of the next item are put into O while an earlier item is on lease), PLANT_by_port (each port's outputs are
+   sent as they come), PLANT_output_first (outputs are sent over a new connection before the received items are
+   reported), PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a
+   host dies), PLANT_no_inherit (a worker that takes an item over does not adopt the kept count), PLANT_no_resend
+   (what was sent over an earlier connection counts as received), PLANT_state_lost, PLANT_end_lost, PLANT_recall_lost
+   (over a new connection the state, the end or the recall is not sent again), PLANT_recall_begun (the item in progress
+   is recalled as well), PLANT_stale_answer (an answer from the former connection counts), PLANT_send_on (the owner
+   sends items while it waits for the report). */
 
 #ifndef ITEMS
 #define ITEMS 2
 #endif
 #ifndef OUTPUTS
-#define OUTPUTS 2     /* of each item, to each port */
+#define OUTPUTS 2     /* outputs of each item to each port */
 #endif
 #ifndef PORTS
 #define PORTS 1
@@ -82,37 +85,37 @@
 #define RECALLS 0
 #endif
 #ifndef WIRE
-#define WIRE 2        /* messages under way */
+#define WIRE 2        /* messages in flight */
 #endif
 #define OF_PORT (ITEMS * OUTPUTS)
 
 mtype = { QUEUED, LEASED, FINISHED };
 mtype = { OUTPUT, ITEM, RECALL, INPUT, RECALLED, OUT, END };
 
-/* Two connections of each line, one of which is in use. */
+/* Two connections per stream, one of which is in use. */
 chan to_host[LINES * 2] = [WIRE] of { mtype, byte, byte };
 chan to_home[LINES * 2] = [WIRE] of { mtype, byte, byte };
 
-/* Channels I and O, at home. */
+/* Channels I and O, at the owner. */
 mtype item[ITEMS] = QUEUED;
-byte output[OF_PORT * PORTS];        /* how often each is in O */
-byte kept[ITEMS * PORTS];            /* how many outputs of an item are in O whose host died */
+byte output[OF_PORT * PORTS];        /* how often each output is in O */
+byte kept[ITEMS * PORTS];            /* per item whose host died: how many of its outputs are in O */
 byte waiting = ITEMS, finished;
 
-typedef Home {                       /* home's end of a line */
+typedef Home {                       /* the owner's end of a stream */
   bit connection;
   bool said, known, end_said, ended;
-  bool recalls, recall_said;         /* waits for what it called back; has said so over this connection */
+  bool recalls, recall_said;         /* waits for recalled items; has sent the recall over this connection */
   byte leased[ITEMS];                /* n -> item */
-  byte taken, sent, done, heard;     /* counts of items: leased, sent, no more leased; what the host said is done */
-  byte got[PORTS], used[PORTS];      /* counts of outputs: that came; that are in O, or were */
+  byte taken, sent, done, heard;     /* counts of items: leased, sent, no longer leased; reported done by the host */
+  byte got[PORTS], used[PORTS];      /* counts of outputs: received; in O now or earlier */
   byte latest[PORTS];                /* item + 1 whose outputs O's writer session counts */
-  byte count[PORTS], skip_[PORTS]    /* how many of them are in O, and how many of them were when it began */
+  byte count[PORTS], skip_[PORTS]    /* how many of them are in O, and how many were when it began */
 };
 typedef Host {                       /* the other end, and the worker */
   bit connection;
   bool said, known, end_said, end_got, answers;
-  byte got, taken, done, position;   /* items that came; begun; finished; outputs of the one in hand */
+  byte got, taken, done, position;   /* items received; started; finished; outputs of the current item */
   byte put[PORTS], sent[PORTS];      /* counts of outputs */
   byte done_said
 };
@@ -141,7 +144,7 @@ hidden byte i, n, p, q;
 #define may_say_output(p) (host[l].said && host[l].known && host[l].sent[p] < host[l].put[p] && in_turn(p))
 #endif
 #define waits(p) (home[l].used[p] < home[l].got[p])
-#define key(p) (home[l].used[p] / OUTPUTS)           /* of the first output that waits */
+#define key(p) (home[l].used[p] / OUTPUTS)           /* for the first output that waits */
 #ifdef PLANT_put_ahead
 #define may_put(p) waits(p)
 #else
@@ -160,9 +163,9 @@ inline drop(wire) {
   od
 }
 
-/* --- home --- */
+/* --- the owner --- */
 
-inline take() {                      /* the front of I goes on lease */
+inline take() {                      /* the item at the front of I is leased */
   i = 0;
   do
   :: item[i] != QUEUED -> i++
@@ -180,11 +183,11 @@ inline settle() {
   od
 }
 
-inline put_next(port) {                   /* what waits goes into O, as an output of its item */
+inline put_next(port) {                   /* a waiting output is put into O, as an output of its item */
   i = home[l].leased[key(port)];
-  n = home[l].used[port] - OUTPUTS * key(port);      /* which of the item's outputs it is */
+  n = home[l].used[port] - OUTPUTS * key(port);      /* its number among the item's outputs */
   if
-  :: n == 0 ->                                       /* the session now counts this item's */
+  :: n == 0 ->                                       /* the session now counts this item's outputs */
      home[l].skip_[port] = kept[i * PORTS + port];
 #ifndef PLANT_no_inherit
      if
@@ -202,13 +205,13 @@ inline put_next(port) {                   /* what waits goes into O, as an outpu
      assert(output[(i * OUTPUTS + n) * PORTS + port] == 1);
      assert(n == 0 || output[(i * OUTPUTS + n - 1) * PORTS + port] == 1);
      home[l].latest[port] = i + 1; home[l].count[port] = n + 1
-  :: else                                            /* it is out already */
+  :: else                                            /* it is already in O */
   fi;
   home[l].used[port]++;
   settle()
 }
 
-inline give_back() {                 /* the latest lease, to the front of I */
+inline give_back() {                 /* the latest leased item returns to the front of I */
   home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; home[l].leased[home[l].taken] = 0; waiting++
 }
 
@@ -303,7 +306,7 @@ proctype at_home(byte l) {
   :: atomic { nempty(to_home[other(home)]) -> hear_at_home(to_home[other(home)]) }
 #endif
   :: atomic { home[l].connection != host[l].connection ->      /* the host has dialled again */
-       drop(to_host[in_use(home)]);                            /* which nobody reads any more */
+       drop(to_host[in_use(home)]);                            /* which is no longer read */
 #ifndef PLANT_say_first
        drop(to_home[in_use(home)]);
 #endif
@@ -364,7 +367,7 @@ inline say_output(port) {
   to_home[in_use(host)]!OUT(port, host[l].sent[port] / OUTPUTS); host[l].sent[port]++
 }
 
-inline work() {                      /* the worker's next output, unless the host's ring has it */
+inline work() {                      /* the worker's next output, unless it is in the host's ring */
   p = host[l].position % PORTS;
   n = host[l].done * OUTPUTS + host[l].position / PORTS;
   host[l].put[p] = (n < host[l].put[p] -> host[l].put[p] : n + 1);

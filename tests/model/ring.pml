@@ -1,14 +1,14 @@
 /* The critical sections of one ring, store by store, with a death before and after each store (C11): every operation
-   happens wholly or not at all, whoever dies in it, in the recovery from it, or in the recovery from that.
+   happens completely or not at all, whether a process dies in it, in the recovery from it, or in the recovery from that.
 
-   Two writers put ITEMS items each; two readers take them on lease and acknowledge each with the next call. Who
-   dies is not replaced (lease.pml does that): a janitor, who may die too, ends the sessions of the dead; what they
-   had in hand goes back.
+   Two writers put ITEMS items each; two readers lease them and acknowledge each item with the next call. A dead process
+   is not replaced (lease.pml does that): a janitor, which may also die, ends the sessions of the dead, and their leased
+   items are returned.
 
-   The shared memory is the array `mem`; a word is named as in layout.hpp. The record `redo` is what matters: a
-   change is composed into it, marked valid, applied store by store, cleared. Composing has no steps of its own, for
-   nobody reads a record that is not valid. While a process holds the lock nobody else looks at `mem`, so a whole
-   critical section is one atomic block; a death ends the block anywhere and leaves the lock to be found dead.
+   The shared memory is the array `mem`; a word has its name in layout.hpp. The record `redo` is what matters: a change
+   is composed into it, marked valid, applied store by store, and cleared. Composing has no steps, because a record that
+   is not valid is never read. While a process holds the lock, no other process reads `mem`, so a whole critical section
+   is one atomic block; a death ends the block anywhere, and the next process finds the lock of a dead owner.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -34,8 +34,8 @@
    marked valid), PLANT_early (it is cleared before it is applied), PLANT_relative (a value is "one more", not
    absolute), PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps
    the lock), PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the
-   FIFO in one change and enters the lease list in another), PLANT_close_apart (the last one's leaving and the
-   closing are two changes). */
+   FIFO in one change and enters the lease list in another), PLANT_close_apart (ending the last session and closing the
+   channel are two changes). */
 
 #ifndef CAP
 #define CAP 1
@@ -74,7 +74,7 @@
 #define ON_LEASE 2
 
 byte mem[WORDS];
-byte payload[SLOTS + 1];             /* which item; written before the change, so no word of it */
+byte payload[SLOTS + 1];             /* number of the item; written before the change, so not part of it */
 byte at[MOST], value[MOST], valid;   /* the redo record */
 byte n;                              /* entries composed */
 
@@ -83,11 +83,11 @@ byte n;                              /* entries composed */
 #define DEAD 2                       /* its owner died */
 #define LOST 3                       /* unlocked without being made consistent: ENOTRECOVERABLE */
 byte mutex;
-bool suspect;                        /* the owner got it from a dead one and has not made it consistent */
+bool suspect;                        /* the owner got it from a dead owner and has not made it consistent */
 
 bool over[4], died[4];               /* processes */
 byte deaths;
-/* What the outside sees: these change in the step that makes a record valid. */
+/* What is visible from outside: changes in the step that makes a record valid. */
 bool is_put[TOTAL];
 bool is_done[TOTAL];
 bool drained;
@@ -165,7 +165,7 @@ inline finish() {
   may_die()
 }
 
-/* At every unlock: each slot is in exactly one place, and all counts tell the same. */
+/* At every unlock, each slot is in exactly one place, and all counts agree. */
 inline look() {
   d_step {
     assert(valid == 0);
@@ -212,7 +212,7 @@ inline look() {
   }
 }
 
-/* `chance`: what the process waits for. */
+/* `chance`: the condition that the process waits for. */
 inline lock(chance) {
   LOCKABLE && (ORPHANED || (chance));
   if
@@ -320,7 +320,7 @@ proctype writer(byte me) {
        if
        :: mem[STATE] -> unlock(); break
        :: !mem[STATE] && inside < CAP -> COMMIT(compose_put()); unlock(); sent++
-       :: else -> unlock()           /* it came to recover, and waits on */
+       :: else -> unlock()           /* it came to recover, and continues to wait */
        fi
      }
   :: else -> break
@@ -353,7 +353,7 @@ proctype reader(byte me) {
        :: else -> unlock()
        fi
      };
-     atomic { may_die() }            /* with the item in hand */
+     atomic { may_die() }            /* while it leases the item */
   od;
   atomic { lock(true); who = me; end_session(); unlock(); over[me] = true };
   goto out;
@@ -362,14 +362,14 @@ dying:
 out:
   skip
 }
-/* Ends the sessions of the dead. When it dies another one takes its place. */
+/* Ends the sessions of dead processes. If it dies, another janitor replaces it. */
 proctype janitor() {
   LOCALS;
   byte me = 4;
 again:
   do
   :: atomic {
-       /* somebody is dead and has a session */
+       /* a dead process has a session */
        lock((died[0] && mem[ROLE(0)]) || (died[1] && mem[ROLE(1)]) ||
             (died[2] && mem[ROLE(2)]) || (died[3] && mem[ROLE(3)]));
        who = 0;
@@ -379,7 +379,7 @@ again:
           :: died[who] && mem[ROLE(who)] ->
              if
              :: who >= 2 && mem[LEASE_HEAD(who)] ->
-                /* the slot's state is no part of the change */
+                /* the slot's state is not part of the change */
                 mem[PLACE(mem[LEASE_HEAD(who)])] = INSIDE;
                 COMMIT(compose_give_back())
              :: else
@@ -401,7 +401,7 @@ again:
   skip;
   d_step {
     assert(mem[STATE] && mem[OPENED] == 0 && mem[OPENED + 1] == 0 && mem[LEASED] == 0);
-    /* nothing is left but what nobody was there to read */
+    /* only items that had no reader are left */
     assert(inside == 0 || (died[2] && died[3]));
     assert(!drained || inside == 0)
   };

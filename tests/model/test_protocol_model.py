@@ -1,9 +1,9 @@
-"""Models of the protocols that spin searches exhaustively, with a death between any two steps.
+"""Models of the protocols. Spin searches them exhaustively, with a death between any two steps.
 
 They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
 and the rounds of a group. The top of each model states what it covers, and which source line each step
-represents. Every property is shown able to fail: the search must find a planted fault (``PLANT_…``) and a
-weakness of the source (``SOURCE_…``).
+represents. Every property is shown to be able to fail: the search must find a planted fault (``PLANT_…``) and
+a weakness of the source (``SOURCE_…``).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each model in the form whose full search is quickest. An unchanged model still holds, so the others run only
-# in make soak.
+# Each model, with the parameters whose full search is fastest. If a model is unchanged, it still holds, so
+# the others run only in make soak.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
@@ -37,7 +37,7 @@ WHOLE = [
     ("asking", "GETTERS=1 DEATHS=0"),
     ("group", "DEATHS=2 STOPS=1"),
 ]
-# Each model with more of one thing, large enough for every planted fault below.
+# Each model with one parameter increased, large enough for every planted fault below.
 LONGEST = [
     ("group", "DEATHS=1 CLOSES=1"),
     ("ring", "ITEMS=2 DEATHS=1"),
@@ -69,13 +69,13 @@ LONGEST = [
 ]
 
 FAULTS = [
-    # every operation happens as a whole or not at all, in one place, once
+    # every operation happens completely or not at all, in one place, once
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_ignore"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_late"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_early"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_relative"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_two_changes"),
-    # the dead process blocks no other
+    # a dead process does not block others
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_inconsistent"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_not_robust"),
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_close_apart"),
@@ -83,7 +83,7 @@ FAULTS = [
     ("ring", "ITEMS=1 DEATHS=1", "PLANT_end_leased"),
     ("lease", "DEATHS=1", "PLANT_end_leased"),
     ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_end_leased"),
-    # each output exactly once
+    # each output is put exactly once
     ("lease", "DEATHS=1", "PLANT_forget"),
     ("lease", "DEATHS=1", "PLANT_hasty"),
     ("lease", "DEATHS=1", "PLANT_apart"),
@@ -91,7 +91,7 @@ FAULTS = [
     ("lease", "DEATHS=1", "PLANT_any_resume"),
     ("lease", "DEATHS=2", "PLANT_no_inherit"),
     ("lease", "DEATHS=1 WORKERS=1", "PLANT_open_late"),
-    # no waiter sleeps while an item is available, and none sleeps without end
+    # no waiter sleeps while an item is available, and none sleeps forever
     ("gate", "ITEMS=1", "PLANT_no_wake"),
     ("gate", "ITEMS=1", "PLANT_old_seq"),
     ("gate", "ITEMS=1", "PLANT_no_tell_end"),
@@ -101,7 +101,7 @@ FAULTS = [
     ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_no_slices"),
     ("gate", "ITEMS=1", "SOURCE_QUEUE_CLOSED"),
     ("gate", "ITEMS=1 GATHER", "SOURCE_END_OWN"),
-    # each output exactly once over broken connections and dead hosts
+    # each output is put exactly once, over broken connections and dead hosts
     ("line", "ITEMS=2", "PLANT_custody_on_got"),
     ("line", "ITEMS=2", "PLANT_say_first"),
     ("line", "ITEMS=2", "PLANT_no_fence"),
@@ -119,7 +119,7 @@ FAULTS = [
     ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
-    # each request is answered once, and a channel lives while a process or an item holds it
+    # each request is answered once, and a channel exists while a process or an item holds it
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_forget"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_cancel_taken"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_drained_at_once"),
@@ -178,7 +178,7 @@ def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, 
 
 @needs_spin
 @pytest.mark.parametrize(("model", "defines"), [*WHOLE, *map(long, LONGEST)])
-def test_model_holds_in_the_whole_search(model: str, defines: str, tmp_path: Path) -> None:
+def test_model_holds_in_an_exhaustive_search(model: str, defines: str, tmp_path: Path) -> None:
     errors, states, printed = search(model, defines, tmp_path, "-O1")
     assert errors == 0, printed
     for cut_short in ("not completed", "max search depth too small", "MEMLIM"):
@@ -191,7 +191,7 @@ def test_model_holds_in_the_whole_search(model: str, defines: str, tmp_path: Pat
     ("model", "defines", "fault"),
     [*AT_ONCE, *(long(fault) for fault in [*FAULTS, FAR_FAULT] if fault not in AT_ONCE)],
 )
-def test_a_planted_fault_is_found(model: str, defines: str, fault: str, tmp_path: Path) -> None:
+def test_planted_fault_is_found(model: str, defines: str, fault: str, tmp_path: Path) -> None:
     assert fault in (HERE / f"{model}.pml").read_text(), "no such fault"
     far = fault in ("PLANT_wake_one", "PLANT_no_pass_on")
     errors, states, printed = search(model, f"{defines} {fault}", tmp_path, "-O1" if far else "-O0")
@@ -212,9 +212,11 @@ def test_every_planted_fault_is_tried() -> None:
 
 
 @pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "asking", "group"])
-def test_model_table_names_existing_source(model: str) -> None:
-    """Each "file: name, name" of the table at the top must name things in that file, and each step must be in
-    the model."""
+def test_model_table_lists_existing_source_names(model: str) -> None:
+    """Each "file: name, name" in the table at the top must list names that exist in the file.
+
+    Each step must be in the model.
+    """
     text_of_model = (HERE / f"{model}.pml").read_text()
     head = text_of_model.split("*/")[0]
     table = head.split("-----\n", 1)[1].split("\n\n", 1)[0]

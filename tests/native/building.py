@@ -1,4 +1,4 @@
-"""Build of the native test programs on demand, with the Makefile of this folder."""
+"""Build the native test programs on demand, with the Makefile in this folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ OUT = ROOT / "build" / "native-tests"
 def program(name: str) -> Path:
     """Return the path of an up-to-date program below ``build/native-tests``.
 
-    ``make test`` has built it before. Otherwise one of several processes that need programs builds, and the
-    others wait.
+    ``make test`` builds the programs beforehand. If it did not, one of the processes that need programs
+    builds them, and the others wait.
     """
     OUT.mkdir(parents=True, exist_ok=True)
     make = ["make", "--silent", "--jobs=2", f"--file={Path(__file__).with_name('Makefile')}"]
@@ -35,7 +35,7 @@ def program(name: str) -> Path:
 
 
 def run(program: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
+    """Run a program until it exits."""
     return subprocess.run(
         [str(program), *arguments],
         text=True,

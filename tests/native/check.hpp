@@ -1,7 +1,7 @@
-// The invariants of layout.hpp, ring_memory.cpp and ring_items.cpp, checked on a whole ring.
+// Checks the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp on a whole ring.
 //
-// Every slot is in exactly one place. Every list is acyclic and as long as its count says. Every sum agrees.
-// Each named viewer exists and counts its views. Offsets are relative to the header, where the file begins.
+// Every slot is in exactly one place. Every list is acyclic and as long as its count says. Every sum agrees. Each named
+// viewer exists and counts its views. Offsets are relative to the header, where the file begins.
 #pragma once
 
 #include <map>
@@ -18,9 +18,9 @@ constexpr uint64_t PAGE = 4096;
 
 struct Tolerance {
     bool lost_free_slots =
-        false;  // after a death in `tidy`, or in taking a bare slot: free slots in no list, with any block
-    bool giving_back = false;  // give_back marks its slots before its one Change
-    // how many dead users a wait queue may still count, if the cleaning process died too
+        false;  // after a death in `tidy`, or while a bare slot was being taken: free slots in no list, with any block
+    bool giving_back = false;  // give_back marks its slots before its single Change
+    // how many dead users a wait queue may still count, if the process that cleans up also died
     uint32_t waiting = 0;
 };
 
@@ -28,7 +28,7 @@ class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // Return the problems; empty if there are none. The caller holds the lock.
+    // Return the problems, or an empty string. The caller holds the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -56,7 +56,7 @@ class Check {
     Header& h;
     Tolerance tolerance;
     std::string problems;
-    std::map<uint64_t, std::string> where;  // slot -> the list that it is in
+    std::map<uint64_t, std::string> where;  // slot -> the list that contains it
     uint64_t used = 0, bytes = 0, filling = 0;
 
     void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
@@ -67,7 +67,7 @@ class Check {
     }
     Slot* slot(uint64_t p) { return ring.slot_at(p); }
 
-    // Return the length of a list, and enter its slots under `name`.
+    // Return the length of a list, and record its slots under `name`.
     template <class Each>
     uint64_t walk(uint64_t head, uint64_t* tail, const std::string& name, Each each) {
         uint64_t n = 0, last = 0;
@@ -170,7 +170,7 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // A slot in no list belongs to a session that copies, looks or fills, or an interrupted `tidy` forgot it.
+    // If a slot is in no list, a session is copying, checking or filling it, or an interrupted `tidy` lost it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -211,7 +211,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // Another session holds it only while it makes a copy, which a plain user does.
+            // Another session holds the slot only while it makes a copy, as a plain user does.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");
@@ -226,7 +226,7 @@ class Check {
         }
         equal("viewed_bytes", h.viewed_bytes, seen);
     }
-    // Return whether a slot is free and in no list, where that is tolerated.
+    // Return whether a slot is free and in no list, and the tolerance allows that.
     bool lost(uint64_t p) {
         return tolerance.lost_free_slots && slot(p)->place() == SlotState::Free && !where.count(p);
     }
@@ -237,7 +237,7 @@ class Check {
         if (h.puts - h.takes + h.parked + h.claimed > h.capacity + SESSIONS)
             wrong("far more inside than the capacity");
     }
-    // Check that no two slots share a byte of a block, and that a viewable block shares no page.
+    // Check that no two slots share a byte of a block, and that no viewable block shares a page.
     void blocks() {
         std::map<uint64_t, uint64_t> ends;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {

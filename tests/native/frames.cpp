@@ -1,11 +1,11 @@
-// Arbitrary data over a connection, from a peer that has proved the secret. It sends frames as agents do. It
-// also sends frames that are changed, repeated, left out, of absurd sizes or cut, and other bytes, in pieces
-// of any size. Arguments: `model`, `owner` or `worker`, a seed, and how many frames.
+// Arbitrary data over a connection, from a peer that has proved the secret. The peer sends frames as agents do. It also
+// sends frames that are changed, repeated, left out, cut or of absurd sizes, and other bytes, in pieces of any size.
+// Arguments: `model`, `owner` or `worker`, a seed, and the number of frames.
 //
-// `model`: items come to workers, and the test knows which frames are valid. Valid ones are put, once and in
-// order, also over the next connection. An invalid one ends the connection and leaves no trace. `home` and
-// `away`: the states of ports in both directions, where validity depends on the progress of the link's
-// threads. Received items are complete, and the rings are consistent.
+// `model`: items are sent to workers, and the test knows which frames are valid. Valid frames are put, once and in
+// order, also over the next connection. An invalid frame ends the connection and has no other effect. `home` and
+// `away`: the states of ports in both directions, where validity depends on the progress of the link's threads.
+// Received items are complete, and the rings are consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -22,7 +22,8 @@ namespace testing {
 
 namespace {
 
-constexpr unsigned HANG_LIMIT_S = 120;  // seconds until a connection that does not end is a failure
+constexpr unsigned HANG_LIMIT_S =
+    120;  // seconds after which a connection that does not end counts as a failure
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
 constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
@@ -40,7 +41,7 @@ class Draw {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // Return a number with a chance to be at a limit.
+    // Return a number that may be at or near a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -69,18 +70,18 @@ class Peer {
     ~Peer() { ::close(fd_); }
 
     void add_frame(const Head& head, const std::string& payload = {}) {
-        said += 1;
+        sent_count += 1;
         unsent_.append(reinterpret_cast<const char*>(&head), head.length());
         unsent_ += payload;
     }
     void add_frame(const std::string& bytes) {
-        said += 1;
+        sent_count += 1;
         unsent_ += bytes;
     }
     void cut() {
         if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
     }
-    // Send in pieces of any size. The link may end the connection at any of them.
+    // Send in pieces of any size. The link may end the connection during any of them.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
             const uint64_t most = draw_.one_in(3) ? 1 + draw_.below(64) : unsent_.size();
@@ -91,7 +92,7 @@ class Peer {
         }
         unsent_.clear();
     }
-    // Return the next frame; none when the connection has ended.
+    // Return the next frame, or nothing if the connection has ended.
     std::optional<Head> next_frame() {
         Head head{};
         if (!receive(&head, Head::SHORT)) return {};
@@ -114,9 +115,9 @@ class Peer {
             if (head->type == FrameType::PONG && head->n == mark) return true;
         return false;
     }
-    static inline uint64_t said = 0;  // frames, over all connections
+    static inline uint64_t sent_count = 0;  // frames, over all connections
 
-    // End the sending direction and wait until the link has noticed it.
+    // Close the sending direction and wait until the link has noticed.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (next_frame()) {}
@@ -153,14 +154,14 @@ void sound(Ring& ring) {
 
 // --- the model ---
 
-// A port of a stream as its worker uses it, and the items expected from it.
+// A port of a stream as its worker uses it, and the items that it expects.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
     User reads = open(*ring, Session::READER);
     std::vector<uint64_t> expected;
     uint64_t got = 0;      // frames
-    bool refuses = false;  // one was too large: no more is put
+    bool refuses = false;  // an item was too large: no more are put
 
     void expect(uint64_t value) {
         got += 1;
@@ -169,7 +170,7 @@ struct Port {
     void take_all() {
         uint64_t value = 0;
         for (uint64_t right : expected) {
-            // Items that waited for room when one was too large are dropped with it: the channel breaks.
+            // If an item is too large, the channel breaks, and items waiting for room are dropped as well.
             const Step step = reads.get(value, Deadline{refuses ? 0 : now_ns() + EVENT_LIMIT_NS});
             if (refuses && step == Step::NotNow) break;
             must(step == Step::Done && value == right, "an item is wrong or out of order");
@@ -201,7 +202,8 @@ class Model {
         Peer peer(link_, draw_);
         hear_states(peer);
         Sent sent = Sent::Right;
-        for (uint64_t left = draw_.below(12); left && sent == Sent::Right; --left) sent = say_something(peer);
+        for (uint64_t left = draw_.below(12); left && sent == Sent::Right; --left)
+            sent = send_something(peer);
         if (sent == Sent::Right) must(peer.wait(), "a valid frame has ended the connection");
         if (sent == Sent::Wrong) must(!peer.wait(), "an invalid frame has not ended the connection");
         peer.end();
@@ -224,7 +226,7 @@ class Model {
         }
     }
 
-    Sent say_something(Peer& peer) {
+    Sent send_something(Peer& peer) {
         Head head{.stream = uint32_t(draw_.below(STREAMS)),
                   .port = uint16_t(draw_.below(PORTS)),
                   .type = FrameType::ITEM};
@@ -285,8 +287,8 @@ class Model {
         if (head.type == FrameType::PING) return true;
         if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
-        if (head.stream >= STREAMS) return true;           // its stream was dropped here, or is not open yet
-        if (head.type == FrameType::OUTPUT) return false;  // these streams have none
+        if (head.stream >= STREAMS) return true;           // the stream was dropped here, or is not open yet
+        if (head.type == FrameType::OUTPUT) return false;  // these streams have no outputs
         if (head.port >= PORTS) return false;
         const Port& port = ports_[head.stream][head.port];
         return port.refuses || head.n == port.got;
@@ -300,7 +302,7 @@ class Model {
 
 // --- anything ---
 
-// A stream: the ring that the link takes from, and the one that it puts into.
+// A stream: the ring from which the link takes, and the ring into which it puts.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
@@ -335,7 +337,7 @@ class Anything {
         bool whole = true;
         for (uint64_t left = draw_.below(30); left && whole; --left) {
             move();
-            whole = say_something(peer);
+            whole = send_something(peer);
             if (draw_.one_in(2)) peer.send();
             if (whole && draw_.one_in(4) && !peer.wait()) break;
             while (peer.has_more() && count_frame(peer)) {}
@@ -346,7 +348,7 @@ class Anything {
     }
 
   private:
-    // Put an item in on one side, and read items from the other.
+    // Put an item on one side, and read items from the other.
     void move() {
         Ends& ends = ends_[draw_.below(STREAMS)];
         if (draw_.one_in(3)) ends.feeds.put(Message(draw_.any(), draw_.of(SIZES)), Deadline{0});
@@ -359,17 +361,18 @@ class Anything {
         return head.has_value();
     }
 
-    // Return false if the bytes were not a frame, or one without its end, so that the link handles nothing
-    // after it.
-    bool say_something(Peer& peer) {
+    // Return false if the bytes were not a complete frame, so that the link handles nothing after them.
+    bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));
-        const FrameType said[] = {FrameType::OPEN, FrameType::INPUT, FrameType::OUTPUT, FrameType::ITEM,
-                                  FrameType::OUT,  FrameType::END,   FrameType::RECALL, FrameType::PONG};
+        const FrameType sent_count[] = {FrameType::OPEN,   FrameType::INPUT, FrameType::OUTPUT,
+                                        FrameType::ITEM,   FrameType::OUT,   FrameType::END,
+                                        FrameType::RECALL, FrameType::PONG};
         const FrameType usual[] = {owner_side_ ? FrameType::INPUT : FrameType::OUTPUT,
                                    owner_side_ ? FrameType::OUT : FrameType::ITEM};
-        Head head{
-            .n = near(stream), .stream = stream, .type = draw_.one_in(4) ? draw_.of(said) : draw_.of(usual)};
+        Head head{.n = near(stream),
+                  .stream = stream,
+                  .type = draw_.one_in(4) ? draw_.of(sent_count) : draw_.of(usual)};
         head.a = near(stream);
         head.b = std::min(head.a, near(stream));
         if (head.carries_item()) {
@@ -403,7 +406,7 @@ class Anything {
 template <class World, class Make>
 void meet_often(uint64_t frames, Make make) {
     std::unique_ptr<World> world;
-    for (uint64_t n = 0; Peer::said < frames; ++n) {
+    for (uint64_t n = 0; Peer::sent_count < frames; ++n) {
         if (n % CONNECTIONS_PER_LINK == 0) world.reset(), world = make();
         world->meet();
     }
@@ -423,5 +426,5 @@ int main(int argc, char** argv) {
         meet_often<Model>(frames, [&] { return std::make_unique<Model>(draw); });
     else
         meet_often<Anything>(frames, [&] { return std::make_unique<Anything>(what == "owner", draw); });
-    printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::said));
+    printf("all connections of %llu frames have ended\n", static_cast<unsigned long long>(Peer::sent_count));
 }

@@ -1,8 +1,8 @@
-// The fault walk of groups. A member dies at the n-th fault point of two operations, n = 1, 2, 3, … until it
-// survives them. Each time all survivors must have done the same number of operations, with the right result
-// and the same end. In the other mode a thread of the member closes it there instead, which looks the same to
-// the others. Arguments: the operation's number, members, the dying member (their number: two die), the
-// distance of the tested points, "dies" or "closes".
+// The fault walk of groups. A member dies at the n-th fault point of two operations, n = 1, 2, 3, … until it survives
+// them. Each time, all survivors must have done the same number of operations, with the right result and the same end.
+// In the other mode, a thread of the member closes it at the fault point instead, which looks the same to the others.
+// Arguments: the operation's number, the number of members, the dying member (if equal to the number of members, the
+// first and the last die), the distance between tested points, "dies" or "closes".
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,13 +20,13 @@ namespace {
 
 using namespace flowchan;
 
-constexpr size_t LARGE = 150'000;  // elements: several chunks
+constexpr size_t LARGE = 150'000;  // elements, so several chunks
 constexpr int TIMES = 2;
 
-uint32_t points_left = 0;
+uint32_t remaining_points = 0;
 Member* closes = nullptr;  // the member to close instead of dying
 std::thread closing;
-constexpr int CLOSED = 42;  // the exit code of a closed member
+constexpr int CLOSED = 42;  // exit code of a closed member
 
 struct Outcome {
     int done = 0;
@@ -48,7 +48,7 @@ void must(bool holds, const char* what) {
     if (!holds) stop(what);
 }
 
-// Runs one operation: the member's input, and whether its result is right.
+// Runs one operation: makes the member's input, and checks its result.
 struct Walk {
     Member& member;
     Patience patience{Deadline{}};
@@ -153,23 +153,23 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     must(member.join() == End::Done, "join");
     if (closes_instead) closes = &member;
     Walk walk{member};
-    Outcome& mine = shared.of[rank];
+    Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow) usleep(50'000);  // others wait for it while one has died after its part
+        if (i && rank == slow)
+            usleep(50'000);  // the others wait for this member while another has died after its part
         bool right = true;
         member.in_use().lock();
         const End end = walk.run(operation, right);
         member.in_use().unlock();
-        mine.end = int(end);
+        own.end = int(end);
         if (end != End::Done) break;
-        mine.right = mine.right && right;
-        mine.done += 1;
+        own.right = own.right && right;
+        own.done += 1;
     }
     if (closing.joinable()) closing.join(), _exit(CLOSED);
 }
 
-// Run a group in which the members in `dying` end at their n-th points. Return whether none of them reached
-// its point.
+// Run a group in which the members in `dying` end at their n-th points. Return whether none of them reached that point.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
     shared = Shared{};
@@ -179,39 +179,39 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
         const pid_t child = fork();
         if (child == 0) {
             for (uint32_t i = 0; i < dying.size(); ++i)
-                if (dying[i] == rank) points_left = n + 3 * i;
-            live(fd, rank, (dying[0] + 1) % size, operation, close_them && points_left, shared);
+                if (dying[i] == rank) remaining_points = n + 3 * i;
+            live(fd, rank, (dying[0] + 1) % size, operation, close_them && remaining_points, shared);
             _exit(0);
         }
         children.push_back(child);
     }
     close(fd);
     const Outcome* first = nullptr;
-    bool anybody_died = false;
+    bool member_died = false;
     for (uint32_t rank = 0; rank < size; ++rank) {
         int status = 0;
         waitpid(children[rank], &status, 0);
         const bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
         if (killed || (WIFEXITED(status) && WEXITSTATUS(status) == CLOSED)) {
-            anybody_died = true;
+            member_died = true;
             continue;
         }
         must(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a survivor has crashed");
         const Outcome& one = shared.of[rank];
         must(one.right, "a result is wrong");
-        must(one.end == int(End::Done) || one.end == int(End::Gone), "a survivor ended in another way");
+        must(one.end == int(End::Done) || one.end == int(End::MemberLost), "a survivor ended in another way");
         if (!first) first = &one;
         must(one.done == first->done && one.end == first->end, "the survivors do not agree");
     }
-    if (!anybody_died) must(first && first->done == TIMES, "without a death all operations must be done");
-    return !anybody_died;
+    if (!member_died) must(first && first->done == TIMES, "without a death all operations must be done");
+    return !member_died;
 }
 
 }  // namespace
 
-// A closed member continues when the others have had time to notice the close.
+// A closed member continues after the others have had time to notice the close.
 void flowchan::fault_point() {
-    if (!points_left || --points_left) return;
+    if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);
     closing = std::thread([] { closes->leave(); });
     usleep(60'000);

@@ -1,5 +1,4 @@
-// Random kills of a source, and of workers that make up to three outputs of each item. Arguments: seed,
-// number of items.
+// Random kills of a source and of workers that make up to three outputs per item. Arguments: seed, number of items.
 #include "kills.hpp"
 
 namespace testing {

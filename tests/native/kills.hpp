@@ -1,7 +1,7 @@
 // Random SIGKILLs: a source and the workers of a stage run as processes over two rings and are killed at any
-// instruction, again and again. A supervisor, as in flowchan/run, gives back their leased items and starts
-// replacements. It reads the outputs, and each must come exactly once, in order where the stage is ordered.
-// Unsupervised processes may also take part.
+// instruction, again and again. A supervisor, as in flowchan/run, returns their leased items and starts replacements.
+// It reads the outputs. Each output must arrive exactly once, and in order if the stage is ordered. Unsupervised
+// processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>
@@ -15,7 +15,7 @@
 
 namespace testing {
 
-// One process that may be killed: the source (no reader), a worker, or an unsupervised one (no ports).
+// One process that may be killed: the source (no reader), a worker, or an unsupervised process (no ports).
 struct Worker {
     uint32_t reader = 0, writer = 0;
     pid_t pid = 0;
@@ -34,7 +34,7 @@ class Kills {
           workers(1 + WORKERS + others) {}
     virtual ~Kills() = default;
 
-    // Run until all `missing` outputs have come.
+    // Run until all `missing` outputs have arrived.
     void run(std::set<uint64_t> missing) {
         for (uint64_t i = 0; i <= WORKERS; ++i) open_ports(workers[i], i == 0);
         for (Worker& worker : workers) start(worker);
@@ -55,13 +55,14 @@ class Kills {
             if (step == Step::Done && until_next-- == 0) {
                 until_next = random() % 12;
                 Worker& worker = workers[random() % 8 ? 1 + random() % (workers.size() - 1) : 0];
-                for (uint64_t n = random() % 2000; n; --n) cpu_relax();  // any instruction
+                for (uint64_t n = random() % 2000; n; --n)
+                    cpu_relax();  // so that the kill may come at any instruction
                 if (worker.pid) kill(worker.pid, SIGKILL);
             }
-            look_for_dead();
+            check_for_dead();
         }
         while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
-            look_for_dead(0);
+            check_for_dead(0);
         must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
         while (!sink.held_views.empty()) sink.drop_view();
         sink.leave(true);
@@ -89,15 +90,15 @@ class Kills {
     User sink;
     uint64_t passed = 0, kills = 0;
 
-    // In the processes.
+    // Called in the processes.
     virtual void produce(User& writer) = 0;
     virtual void work(User& reader, User& writer) = 0;
     virtual void take_part() {}
-    // In the supervisor.
+    // Called in the supervisor.
     virtual void after_read(bool) {}
 
   private:
-    std::vector<Worker> workers;  // [0] is the source; behind the workers are the unsupervised processes
+    std::vector<Worker> workers;  // [0] is the source; the unsupervised processes come after the workers
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
         uint32_t session = open_session(ring, role);
@@ -132,7 +133,7 @@ class Kills {
         _exit(0);
     }
     // End the sessions of finished processes, and replace killed ones.
-    void look_for_dead(int options = WNOHANG) {
+    void check_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
             for (Worker& worker : workers) {
@@ -143,7 +144,7 @@ class Kills {
             }
         }
     }
-    // Like Supervisor._replace: the replacement's ports first, then the outputs, then the items.
+    // Like Supervisor._replace: first the replacement's ports, then the outputs, then the items.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

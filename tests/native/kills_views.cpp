@@ -1,10 +1,9 @@
-// Random kills where items are read in place and stay in view, and outputs are filled in place. Sizes vary
-// and memory is short, so it is cut again all the time around the viewed blocks. Every payload follows from
-// its number. It is verified at the get and again just before its view ends, so an overwrite in between is
-// found.
+// Random kills while items are read in place and stay in view, and outputs are filled in place. Sizes vary and memory
+// is short, so it is cut again and again around the viewed blocks. Every payload follows from its number. It is
+// verified at the get and again just before its view ends, so an overwrite in between is found.
 //
-// Where the stage is not ordered, unsupervised readers come and go. They take items, give them back, keep
-// their views for a while, and fill memory that they never put.
+// If the stage is not ordered, unsupervised readers open and close. They take items, return them, keep their views for
+// a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -35,7 +34,7 @@ class Viewers : public Kills {
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
 
-    // Moves a long-lived view to the end at times, so that views end in no fixed order.
+    // Sometimes move a long-lived view to the end, so that views end in no fixed order.
     void drop_view(User& user, size_t most) {
         while (user.held_views.size() > most) {
             if (user.held_views.size() > 1 && random() % 2)
@@ -43,7 +42,7 @@ class Viewers : public Kills {
             user.drop_view();
         }
     }
-    // Fill in place if there is memory at once, else copy.
+    // Fill in place if memory is available at once, otherwise copy.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -54,7 +53,7 @@ class Viewers : public Kills {
             if (step != Step::Done) writer.drop_view();
         }
         if (step == Step::NotNow) step = writer.put(Message(value, size, BUFFERS), {}, &item);
-        must(step == Step::Done, "a put ended with " + std::to_string(int(step)));
+        if (step != Step::Done) die("a put ended with " + std::to_string(int(step)));
     }
     void produce(User& writer) override {
         random.seed(uint64_t(getpid()));
@@ -76,7 +75,7 @@ class Viewers : public Kills {
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        drop_view(reader, random() % (MOST_SIGHTS + 1));  // it ends with the remaining ones
+        drop_view(reader, random() % (MOST_SIGHTS + 1));  // the port closes with the remaining views
     }
     void take_part() override {
         random.seed(uint64_t(getpid()));
@@ -89,7 +88,7 @@ class Viewers : public Kills {
                 step = reader.get(value, in_a_moment(), true);
             }
             if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
-            const bool leaves_first = random() % 2;  // with memory on loan
+            const bool leaves_first = random() % 2;  // the memory is still on loan
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();

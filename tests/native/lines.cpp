@@ -1,5 +1,5 @@
-// Cache lines of the shared memory that a small put and a small get write, found by comparing the memory
-// before and after. Lines that both write move between their cores at every item.
+// Cache lines of the shared memory that a small put and a small get write, found by comparing the memory before and
+// after. A line that both operations write moves between the two cores at every item.
 #include <set>
 
 #include "users.hpp"
@@ -9,7 +9,7 @@ namespace {
 using namespace testing;
 
 constexpr uint64_t LINE = 64;
-using Lines = std::set<uint64_t>;  // offsets of lines in the file
+using Lines = std::set<uint64_t>;  // offsets of the lines in the file
 
 struct Picture {
     std::string header, slots;

@@ -1,6 +1,6 @@
-// Native stress of links: remote workers over a link whose connection breaks again and again end in exact
-// totals (R4). Arguments: the number of items, how many workers, `ordered` or `unordered`, and the breaks a
-// second (0: none). It runs with and without the sanitizers.
+// Native stress of links: remote workers over a link whose connection breaks again and again end with exact totals
+// (R4). Arguments: the number of items, the number of workers, `ordered` or `unordered`, and the breaks per second (0:
+// none). It runs with and without the sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -16,7 +16,7 @@ namespace testing {
 
 namespace {
 
-// Sizes of items that are copied on their way, sent in place, or received in place.
+// Sizes of items that the link copies, sends in place, or receives in place.
 constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
 constexpr uint64_t MOST_OUTPUTS = 4;
@@ -24,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A remote worker: the rings under its ports on the worker side, and the ends of them that the link uses.
+// A remote worker: the rings under its ports on the worker side, and the ports on them that the link uses.
 struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // `shared` with the other workers: faults are planted there.
+    // The workers share `shared`, in which faults are planted.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {

@@ -1,6 +1,6 @@
-// Check that free memory is found. A loan or a put succeeds whenever a slot is free and its block fits
-// between or behind the used blocks, however the memory was cut. Random sizes in random order, in one
-// process. Items on loan, inside or in view keep their contents. Arguments: seed, number of steps.
+// Check that free memory is found. Whenever a slot is free and a block fits between or behind the used blocks, a loan
+// or a put succeeds. This holds however the memory was cut. Random sizes in random order, in one process. Items on
+// loan, inside or in view keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -60,16 +60,16 @@ class Memory {
                     inside.push_back(lent);
             }
         }
-        for (const HeldView& sight : user.held_views) sight.verify();
+        for (const HeldView& view : user.held_views) view.verify();
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Check that the largest item finds memory despite views, once no item is inside or on loan.
+    // Once no item is inside or on loan, check that the largest item finds memory despite views.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
-        auto lent = [](const HeldView& sight) { return sight.slot->loaned(); };
+        auto lent = [](const HeldView& view) { return view.slot->loaned(); };
         for (auto it = user.held_views.begin();
              (it = std::find_if(user.held_views.begin(), user.held_views.end(), lent)) !=
              user.held_views.end();) {
@@ -83,8 +83,8 @@ class Memory {
         std::swap(user.held_views.front(), user.held_views.back());
         user.drop_view();
     }
-    // Check that there are slots for `capacity` items, whatever blocks were cut. Then everything is freed,
-    // and the largest items find memory again.
+    // Check that there are slots for `capacity` items, whatever blocks were cut. After everything has been freed, the
+    // largest items must find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -112,12 +112,12 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    bool phase() const { return number / 100 % 2; }  // the memory fills, or empties
+    bool phase() const { return number / 100 % 2; }  // in one phase the memory fills, in the other it empties
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);
         return 8 + random() % (most - 8);
     }
-    // Return whether a slot is free and a block of this class fits somewhere; 0: only a slot is needed.
+    // Return whether a slot is free and a block of this class fits somewhere. Class 0 needs only a slot.
     bool found(uint32_t cls) {
         const uint64_t blocks_end = (h.length - (2 * CAPACITY + SESSIONS) * sizeof(Slot)) / PAGE * PAGE;
         std::vector<std::pair<uint64_t, uint64_t>> used{{blocks_end, blocks_end}};

@@ -5,7 +5,7 @@
 namespace testing {
 
 #if defined(PLANT_ASAN)
-// Read one byte behind a payload on the heap.
+// Read one byte past the end of a payload on the heap.
 void plant(flowchan::Ring& ring) {
     std::vector<char> payload(ring.header().capacity);
     volatile size_t size = payload.size();
@@ -13,14 +13,14 @@ void plant(flowchan::Ring& ring) {
     (void)seen;
 }
 #elif defined(PLANT_UBSAN)
-// Shift by the width of the word: a block class that no payload has.
+// Shift by the width of the word, for a block class that no payload has.
 void plant(flowchan::Ring&) {
     volatile uint32_t cls = flowchan::CLASSES + 4 * 64;
     volatile uint64_t size = flowchan::class_size(cls);
     (void)size;
 }
 #elif defined(PLANT_TSAN)
-// Count in shared memory without the lock.
+// Increment a number in shared memory without the lock.
 void plant(flowchan::Ring& ring) { ring.header().cause_size += 1; }
 #else
 void plant(flowchan::Ring&) {}

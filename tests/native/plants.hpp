@@ -1,5 +1,5 @@
-// A fault planted into the stress tests, to prove that each sanitizer finds one. A build without -DPLANT_…
-// has none.
+// A fault planted into the stress tests, to prove that each sanitizer finds one. A build without -DPLANT_… has no such
+// fault.
 #pragma once
 
 #include "ring.hpp"

@@ -1,10 +1,10 @@
-// Native stress: processes and threads over rings with the core's own waiting loop, started together, end in
-// exact totals. Arguments: `threads` (some of them attached to the ring a second time) or `processes`, and
-// the number of items for each party. It runs with and without the sanitizers.
+// Native stress: processes and threads start together, use rings with the core's own waiting loop, and end with exact
+// totals. Arguments: `threads` (some of them map the ring a second time) or `processes`, and the number of items for
+// each party. It runs with and without the sanitizers.
 //
-// The thread sanitizer sees threads that use one Ring: the lock is a pthread mutex. It cannot relate threads
-// that use a second mapping of the same memory. They are here because the core must work at any address of
-// the mapping. The sanitizers also see payload copies that are made outside of the lock.
+// The thread sanitizer sees threads that use one Ring: the lock is a pthread mutex. It cannot relate threads that use a
+// second mapping of the same memory. These threads are included because the core must work at any address of the
+// mapping. The sanitizers also see payload copies that are made outside of the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -24,7 +24,7 @@ constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
 
 struct Totals {
-    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // of all read items
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all read items
     void add(uint64_t value) {
         count += 1;
         sum += value;
@@ -32,7 +32,7 @@ struct Totals {
     }
 };
 
-// Runs parties: each on a thread of this process or in its own process.
+// Runs each party on a thread of this process or in its own process.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}
@@ -66,7 +66,7 @@ class Parties {
     std::vector<pid_t> children;
 };
 
-// Memory that all parties share, also forked children.
+// Memory that all parties share, including forked children.
 template <class T>
 struct Shared {
     T* value;
@@ -88,8 +88,7 @@ void checked(Ring& ring, const char* name) {
     must(h.readers == 0 && h.writers == 0 && h.slots_used == 0, std::string(name) + ": something is left");
 }
 
-// Writers and readers of every kind over one small channel. FIFO: each reader sees each writer's items in
-// their order.
+// Writers and readers of every kind on one small channel. FIFO: each reader sees each writer's items in order.
 void many_to_many(bool processes, uint64_t each) {
     constexpr uint64_t WRITERS = 3, READERS = 3;
     Ring one(8, 100'000);
@@ -128,7 +127,7 @@ void many_to_many(bool processes, uint64_t each) {
             User user(*ring, session, Session::WRITER);
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
-                // Every fourth put has a deadline that may expire, and is then repeated.
+                // Every fourth put has a deadline that may expire; the put is then repeated.
                 while (user.put(Message(value, size_for(value)),
                                 n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
@@ -144,11 +143,11 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users that get and put in a circle, with copies made outside of the lock. Some keep views of the
-// items they took, and fill their items in place.
+// Plain users that get and put in a circle, with copies made outside of the lock. Some keep views of the items that
+// they took, and fill their items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 1 << 20);  // room for all the items, else the last put would never end
+    Ring one(8, 1 << 20);  // with room for all items, as otherwise the last put would wait forever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value)
@@ -185,7 +184,7 @@ void round_and_round(bool processes, uint64_t turns) {
     checked(one, "the ring of rounds");
 }
 
-// An ordered stage between two channels: item i has i % 4 outputs, and they leave in the order of the items.
+// An ordered stage between two channels: item i has i % 4 outputs, which are put in the order of the items.
 void ordered_stage(bool processes, uint64_t items) {
     constexpr uint64_t WORKERS = 3;
     Ring in(6, 1 << 20), out(6, 1 << 20);

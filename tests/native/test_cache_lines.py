@@ -1,4 +1,4 @@
-"""Measure the cost of an item between two cores: moved cache lines, and the turn-taking of busy sides."""
+"""Measure the cost of an item between two cores: moved cache lines, and how busy sides take turns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def numbers(output: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", output)]
 
 
-def test_put_and_get_share_two_cache_lines_and_the_slot() -> None:
-    """The shared lines are the lock's and that of the counts; each side writes its own redo record."""
+def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
+    """The shared lines are the lock's and the counts'; each side writes its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
@@ -24,9 +24,9 @@ def test_put_and_get_share_two_cache_lines_and_the_slot() -> None:
 
 
 def turn_taking(one: int, other: int) -> tuple[int, int]:
-    """Return how many runs 20,000 operations make, and how many rests.
+    """Return the numbers of runs and of rests in 20,000 operations.
 
-    ``one`` and ``other``: ns that each side works elsewhere between two of its operations.
+    ``one`` and ``other``: ns that each side works elsewhere between two operations.
     """
     ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr
@@ -35,17 +35,17 @@ def turn_taking(one: int, other: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("elsewhere", [0, 100, 150])
-def test_sides_in_tight_loops_alternate_in_runs(elsewhere: int) -> None:
+def test_busy_sides_take_turns_in_long_runs(elsewhere: int) -> None:
     runs, _ = turn_taking(elsewhere, elsewhere)
     assert runs < 20_000 / 12
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
-def test_side_with_much_other_work_never_rests(elsewhere: tuple[int, int]) -> None:
+def test_side_that_mostly_works_elsewhere_never_rests(elsewhere: tuple[int, int]) -> None:
     assert turn_taking(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
-def test_useless_rests_become_rare(elsewhere: tuple[int, int]) -> None:
+def test_rests_without_benefit_become_rare(elsewhere: tuple[int, int]) -> None:
     runs, rests = turn_taking(*elsewhere)
     assert rests < 20 + runs / 100

@@ -1,10 +1,10 @@
 """Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring. It kills a second one while
-others recover: at every point with ``--long``, else at one of eight. The eighth points differ between the
-steps, so that each point is met. Each time the others find the lock, check every invariant of the ring, and
-read it to its end. Each item comes exactly once and in order, or not at all where its operation had not yet
-taken effect.
+``walk.cpp`` kills a process at every fault point of every operation on a ring. While the others recover, it
+kills a second process: at every point with ``--long``, otherwise at every eighth. Different steps use
+different points, so that each point is tried. Each time, the others find the lock, check every invariant of
+the ring, and read the ring to its end. Each item is read exactly once and in order, or not at all if its
+operation had not taken effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
 OPERATIONS = (
     "put small",
@@ -114,7 +114,7 @@ ONCE |= {
 """Operations whose recovery another operation walks, so that only one process dies in them."""
 
 Points = tuple[int, int]
-"""The number of points at which a process died in an operation, and a second one in the recovery."""
+"""Points at which a process died in an operation, and points at which a second one died in the recovery."""
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,7 @@ def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_walk_finds_a_put_without_a_record(walk: Path) -> None:
+def test_c11_walk_detects_a_put_without_a_redo_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

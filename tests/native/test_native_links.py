@@ -1,5 +1,4 @@
-"""Run links without Python: under load and breaks, under each sanitizer, and with arbitrary frames of a
-peer."""
+"""Run links without Python: under load and breaks, under each sanitizer, and with arbitrary frames."""
 
 from __future__ import annotations
 
@@ -9,10 +8,10 @@ import pytest
 from building import program, run
 from test_native_stress import OPTIONS, SANITIZERS, planted
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
-# The thread sanitizer records sent memory at the end of the call. The data may have arrived before that, and
-# its memory may be in use again.
+# The thread sanitizer records sent memory at the end of the call, when the data may have arrived and its
+# memory may be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),
@@ -40,9 +39,9 @@ def test_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 
 @planted
-def test_each_sanitizer_finds_a_fault_planted_into_a_link(sanitizer: str, plant: str, report: str) -> None:
+def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
-    # the planted race needs two threads at one moment, which a busy machine may not provide at once
+    # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
     for _ in range(10):
         ended = run(harmed, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
         if ended.returncode != 0:
@@ -53,7 +52,7 @@ def test_each_sanitizer_finds_a_fault_planted_into_a_link(sanitizer: str, plant:
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
 def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
-    """Otherwise a host that sends faster than its connection would need ever more memory."""
+    """Otherwise a host that sends faster than its connection would use ever more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"all {500 * (copied + 100_000)} bytes came\n"
@@ -61,7 +60,7 @@ def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
 
 @pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number
 @pytest.mark.parametrize("world", ["model", "owner", "worker"])
-def test_link_puts_valid_frames_and_disconnects_on_invalid_ones(
+def test_link_puts_valid_frames_and_disconnects_after_invalid_frames(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
     """C1, C4: no invalid frame is put, no valid one is lost, and nothing crashes or hangs."""

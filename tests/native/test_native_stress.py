@@ -1,4 +1,4 @@
-"""Load the ring without Python, and expect exact totals, also under each sanitizer."""
+"""Load the ring without Python, also under each sanitizer, and expect exact totals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles for all of them
+pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
 
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
@@ -16,7 +16,7 @@ OPTIONS = {
 }
 """Options by folder of build/native-tests; ``address`` includes the sanitizer of undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""Only long runs compile the core for each, because the result for an unchanged core is known."""
+"""Only long runs compile the core for each sanitizer, as an unchanged core gives the same result."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
@@ -42,7 +42,7 @@ def test_c1_c4_c5_c8_ring_totals_are_exact_under_load(who: str) -> None:
 
 
 @seeds(3)
-def test_c11_random_kills_lose_and_repeat_no_items(seed: int) -> None:
+def test_c11_no_item_is_lost_or_repeated_by_random_kills(seed: int) -> None:
     ended = run(program("plain/kills"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -52,7 +52,7 @@ def test_c11_random_kills_lose_and_repeat_no_items(seed: int) -> None:
 
 
 @seeds(4)
-def test_c11_random_kills_overwrite_no_viewed_or_lent_memory(seed: int) -> None:
+def test_c11_random_kills_do_not_overwrite_viewed_or_lent_memory(seed: int) -> None:
     ended = run(program("plain/kills_views"), str(seed), "2000")
     assert ended.returncode == 0, ended.stderr
     found = re.findall(r"^(ordered|unordered): (\d+) passed, (\d+) kills$", ended.stdout, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_c11_random_kills_overwrite_no_viewed_or_lent_memory(seed: int) -> None:
 
 
 @seeds(5)
-def test_c2_free_memory_is_found_however_it_was_cut(seed: int) -> None:
+def test_c2_free_memory_is_found_however_it_is_divided(seed: int) -> None:
     ended = run(program("plain/memory"), str(seed), "5000")
     assert ended.returncode == 0, ended.stderr
     found, not_found = map(int, re.findall(r"\d+", ended.stdout)[:2])
@@ -81,7 +81,7 @@ def test_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads at one moment, which a busy machine may not provide at once
+    # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:

@@ -1,4 +1,4 @@
-"""Check that the tuner finds the quickest of several plans, also when the quickest one changes."""
+"""Check that the tuner finds the fastest of several plans, even if a different plan becomes the fastest."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ HALF = 20_000
 
 
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
-    """Return the share of each plan in both halves of a run. ``before`` and ``after``: ns that each plan
-    takes there."""
+    """Return the share of each plan in both halves of a run.
+
+    ``before`` and ``after`` are the ns that each plan takes in the first and the second half.
+    """
     ended = run(program("plain/tuner"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
     counts = [int(count) / HALF for count in ended.stdout.split()]
@@ -31,17 +33,17 @@ def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]
         ((100, 101, 102), (102, 101, 100)),
     ],
 )
-def test_nearly_all_operations_use_the_quickest_plan(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+def test_nearly_all_operations_use_the_fastest_plan(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     for times, found in zip((before, after), shares(before, after), strict=True):
         assert found[times.index(min(times))] > 0.85
 
 
-def test_every_plan_is_tried_however_clear_the_result() -> None:
+def test_every_plan_is_tried_even_if_one_is_much_faster() -> None:
     for found in shares((1, 10**6, 10**6), (1, 10**6, 10**6)):
         assert all(0 < share < 0.01 for share in found[1:])
 
 
-def test_every_plan_is_tried_when_the_quickest_becomes_slow() -> None:
-    """Long before their regular try."""
+def test_every_plan_is_tried_when_the_fastest_becomes_slow() -> None:
+    """They are tried long before their regular turn."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -1,4 +1,4 @@
-// For the one file of a program that has `main`.
+// Include this only in the file with `main`.
 #pragma once
 
 #include <pthread.h>
@@ -7,8 +7,7 @@
 #include <ctime>
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not intercept this lock function of pthread; it does intercept
-// `pthread_mutex_timedlock`.
+// GCC's thread sanitizer does not intercept this pthread lock function; it intercepts `pthread_mutex_timedlock`.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;
     clock_gettime(clock, &now);

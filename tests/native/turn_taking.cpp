@@ -1,6 +1,6 @@
-// Turn-taking of two processes that take a ring from each other, on a simulated clock. An operation takes the
-// ring as soon as it can, then its process works elsewhere for the given time in ns. Prints how many runs the
-// operations made, and how many rests there were.
+// Turn-taking of two processes that take a ring from each other, on a simulated clock. An operation takes the ring as
+// soon as it can; after that, its process works elsewhere for the given time in ns. Prints the number of runs in which
+// the operations were made, and the number of rests.
 #include <cstdio>
 #include <cstdlib>
 
@@ -8,12 +8,12 @@
 
 namespace {
 
-using flowchan::Pace;
+using flowchan::TurnTaking;
 
 struct Side {
-    Pace pace;
+    TurnTaking turn_taking;
     int64_t elsewhere;            // time between two operations
-    int64_t free_at = 1'000'000;  // when it wants the ring next
+    int64_t free_at = 1'000'000;  // when the process wants the ring next
     bool rested = false;
     int64_t rests = 0;
 };
@@ -23,8 +23,8 @@ struct Side {
 int main(int argc, char** argv) {
     if (argc != 4) return 2;
     constexpr int64_t NS = 3, AT_HOME = 50 * NS,
-                      // cost of an operation whose lines are in the own cache or in the other's
-        AWAY = 600 * NS;
+                      // cost of an operation whose lines are in this core's cache or in the other core's
+        NOT_WAITING = 600 * NS;
     const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
     Side sides[2];
     sides[0].elsewhere = std::atoll(argv[1]) * NS;
@@ -35,17 +35,18 @@ int main(int argc, char** argv) {
         Side& side = sides[sides[1].free_at < sides[0].free_at];
         const bool had = last == &side;
         const int64_t wanted = side.free_at;
-        if (!had && !side.rested && side.pace.should_rest(wanted)) {
-            side.free_at += Pace::REST;
+        if (!had && !side.rested && side.turn_taking.should_rest(wanted)) {
+            side.free_at += TurnTaking::REST;
             side.rested = true;
             side.rests += 1;
             continue;
         }
-        if (!had) side.pace.took_over(side.rested ? wanted - Pace::REST : wanted, total), runs += 1;
+        if (!had)
+            side.turn_taking.took_over(side.rested ? wanted - TurnTaking::REST : wanted, total), runs += 1;
         side.rested = false;
-        side.pace.count();
+        side.turn_taking.count();
         total += 1;
-        now = std::max(now, wanted) + (had ? AT_HOME : AWAY);
+        now = std::max(now, wanted) + (had ? AT_HOME : NOT_WAITING);
         side.free_at = now + side.elsewhere;
         last = &side;
     }

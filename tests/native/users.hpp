@@ -1,7 +1,8 @@
-// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The
-// users put and take like puts.cpp and gets.cpp, with the core's own waiting loop.
+// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The users put
+// and take like puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -22,11 +23,15 @@ using namespace flowchan;
 inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
+// Checks in hot loops must not make a string each time.
+inline void must(bool holds, const char* what) {
+    if (!holds) die(what);
+}
 
-// A number and, up to `size` bytes, data that follows from it. Sizes above 256 are sent as BYTES or as the
-// given `kind`, sizes above Taken::LOCAL as a large put.
+// A number and, up to `size` bytes, data that is derived from it. Sizes above 256 are sent as BYTES or as the given
+// `kind`, sizes above Taken::LOCAL as a large put.
 struct Message {
-    static constexpr uint64_t LEAST = sizeof(uint64_t);
+    static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
     Kind kind;
 
@@ -34,9 +39,19 @@ struct Message {
         : bytes(std::max(size, LEAST)), kind(kind) {
         lay(value, bytes.data(), bytes.size());
     }
+    // The next CYCLE bytes of a message from byte `i` on. Byte `i` is value * 31 + i, so they repeat.
+    static const char* data_from(uint64_t value, uint64_t i) {
+        static const auto bytes = [] {
+            std::array<char, 2 * CYCLE> all{};
+            for (uint64_t n = 0; n < all.size(); ++n) all[n] = char(n);
+            return all;
+        }();
+        return bytes.data() + (value * 31 + i) % CYCLE;
+    }
     static void lay(uint64_t value, char* at, uint64_t size) {
         memcpy(at, &value, sizeof value);
-        for (uint64_t i = LEAST; i < size; ++i) at[i] = char(value * 31 + i);
+        for (uint64_t i = LEAST; i < size; i += CYCLE)
+            memcpy(at + i, data_from(value, i), std::min(CYCLE, size - i));
     }
     // Fill `frame`, which then refers to this message.
     void fill(Frame& frame) const {
@@ -52,14 +67,15 @@ struct Message {
     static uint64_t value_of(const char* at, uint64_t size) {
         uint64_t value;
         memcpy(&value, at, sizeof value);
-        for (uint64_t i = LEAST; i < size; ++i)
-            if (at[i] != char(value * 31 + i))
-                die("byte " + std::to_string(i) + " of message " + std::to_string(value) + " is wrong");
+        for (uint64_t i = LEAST; i < size; i += CYCLE)
+            if (memcmp(at + i, data_from(value, i), std::min(CYCLE, size - i)) != 0)
+                die("bytes of message " + std::to_string(value) + " are wrong, from byte " +
+                    std::to_string(i));
         return value;
     }
 };
 
-// Run one operation that needs no waiting, with the lock around it.
+// Run one operation that does not need to wait, while holding the lock.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -88,7 +104,7 @@ struct HeldView {
     }
 };
 
-// A port or plain user. `in` numbers the items to which this one's outputs belong.
+// A port of a ring, or a plain user.
 struct User {
     Ring& ring;
     uint32_t session = 0;
@@ -96,7 +112,7 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;  // keeps views of the items that it got
+    bool keeps = false;  // whether it keeps views of the items that it got
     std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
@@ -106,12 +122,11 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
-    Caller as_caller() const {  // like `writing` of puts.cpp
+    Caller as_caller() const {  // like `writing` in puts.cpp
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put like put_frame and put_large of puts.cpp. `item`: the number of the input item that the output
-    // belongs to.
+    // Put like put_frame and put_large in puts.cpp. `item`: the number of the input item to which the output belongs.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -134,7 +149,7 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get like get_step of gets.cpp. `more`: leased items stay on lease.
+    // Get like get_step in gets.cpp. `more`: leased items stay on lease.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -171,19 +186,19 @@ struct User {
         Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // Put the oldest loan of `lender`, like put_loaned of puts.cpp.
+    // Put the oldest loan of `lender`, like put_loaned in puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
-        HeldView& sight = lender.held_views.front();
+        HeldView& view = lender.held_views.front();
         Frame frame;
         frame.kind = BUFFERS;
-        frame.size = sight.size;
+        frame.size = view.size;
         bool skipped = false;
         Step step = perform(
             ring, [&](bool) { return as_caller(); },
             [&](Wakes& wakes) {
                 if (item) begin(*item);
                 if ((skipped = skip())) return Step::Done;
-                return ring.put_loan(sight.slot, frame, as_writer(), wakes);
+                return ring.put_loan(view.slot, frame, as_writer(), wakes);
             },
             deadline);
         if (skipped)
@@ -192,7 +207,7 @@ struct User {
             lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // Finish an item like done_with of ports.cpp.
+    // Finish an item like done_with in ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {
@@ -234,7 +249,7 @@ inline uint32_t open_session(Ring& ring, Session::Role role) {
 }
 inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ring, role), role}; }
 
-// Map the same ring once more.
+// Map the same ring again.
 inline std::unique_ptr<Ring> attach(Ring& ring) {
     int fd = dup(ring.fd());
     must(fd >= 0, "dup");

@@ -1,9 +1,9 @@
-// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives.
-// Each time other processes continue with the state that it left. Then all is repeated with a second process
-// that dies at every step of the recovery.
+// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives. Each time,
+// other processes carry on from the state that it left. After that, everything is repeated with a second process that
+// dies at every step of the recovery.
 //
-// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store of a critical
-// section, after taking the lock and before dropping it.
+// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store of a critical section,
+// after taking the lock and before dropping it.
 #pragma once
 
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ struct Journal {
     volatile int done;  // steps that have returned
 };
 
-// The rings of one scenario as one process sees them, and the sessions that were opened for it beforehand.
+// The rings of one scenario as one process sees them, and the sessions that were opened before it.
 struct Scene {
     std::unique_ptr<Ring> in, out;  // null if the scenario has no such ring
     std::vector<User> users;        // on either ring
@@ -37,25 +37,27 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // whether a second process dies in the recovery; not where another scenario walks the same steps
+    // whether a second process dies in the recovery; false if another scenario walks the same steps
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
-    std::function<void(Scene&)> act;                        // run by the process that dies
-    std::function<void(Scene&)> take_over = [](Scene&) {};  // what a supervisor does then; may run twice
-    // the possible contents of `in` then
+    std::function<void(Scene&)> act;  // run by the process that dies
+    std::function<void(Scene&)> take_over = [](Scene&) {
+    };  // what a supervisor does after the death; may run twice
+    // the possible contents of `in` after the death
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
     std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // further checks
     std::function<void(Scene&)> finish;                               // instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {};  // after that: the remaining views are dropped
+    std::function<void(Scene&)> last = [](Scene&) {
+    };  // runs at the end, when the remaining views are dropped
 };
 
 struct Walked {
     long points = 0;      // steps of the operation at which a process died
-    long recoveries = 0;  // steps of the recovery at which a second one died
+    long recoveries = 0;  // steps of the recovery at which a second process died
 };
 
-inline long fault_left = 0;  // 0: the process does not die
+inline long fault_left = 0;  // 0: the process survives
 
 inline void find_dead(Ring& ring) {
     locked(ring, [&](Wakes& wakes) {
@@ -76,7 +78,7 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // 0: the recovery survives. Neighbouring steps begin at other points, so that each point is met.
+            // 0: the recovery survives. Neighbouring steps start at different points, so that each point is tried.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
@@ -97,7 +99,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // a second process dies at one of this many points of a recovery
+    const long every;  // a second process dies at one of every this many points of a recovery
     Journal* journal;
     std::string at;
 
@@ -142,8 +144,8 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // Check the rings, with users that existed all the time and that map them at other addresses than the
-    // dead one did.
+    // Check the rings, with users that existed throughout and that map the rings at other addresses than the dead
+    // process did.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
@@ -170,7 +172,7 @@ class Walk {
         scenario.last(scene);
         for (auto& ring : seen) checked(*ring, scenario.tolerance, "at the end");
     }
-    // Let both users put, close the ring, and read it to its end.
+    // Put with both users, close the ring, and read it to its end.
     void read_to_the_end(Scene& scene, Ring& second) {
         User one = open(*scene.in, Session::PLAIN), other = open(second, Session::PLAIN);
         Values more;
@@ -201,7 +203,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. Without other users every read must succeed or reach the end at once.
+    // Read a closed ring to its end. As no other users exist, every read must succeed or reach the end at once.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {
@@ -211,7 +213,7 @@ class Walk {
                 values.push_back(value);
                 continue;
             }
-            const bool cut_off = one.ring.header().cut_off;  // a writer died: the end is not clean
+            const bool cut_off = one.ring.header().cut_off;  // a writer died, so the end is not clean
             must(step == (cut_off ? Step::Broken : Step::Drained),
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
@@ -234,6 +236,6 @@ std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
 std::vector<Scenario> bundle_scenarios();
-Scenario planted_scenario();  // a put that keeps no record; walked only when asked for, and must fail
+Scenario planted_scenario();  // a put that keeps no record; it is walked only on request, and must fail
 
 }  // namespace testing

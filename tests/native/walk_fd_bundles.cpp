@@ -1,5 +1,4 @@
-// The fault walk over fd bundles: an item that exists has its descriptors in the ring's socket, whichever
-// process dies.
+// The fault walk over fd bundles: if an item exists, its descriptors are in the ring's socket, whichever process dies.
 #include <sys/socket.h>
 
 #include "walk.hpp"
@@ -48,7 +47,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// Check that items inside have their bundles. Bundles without an item disappear at the next look.
+// Check that items inside have their bundles. Bundles without an item disappear at the next check.
 void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {

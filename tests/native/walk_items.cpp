@@ -7,8 +7,8 @@ namespace {
 
 constexpr uint64_t LARGE = 6000, HUGE_ONE = 70'000;
 
-// Return the possible contents after `done` of `puts`, behind `before`: the current one may have taken effect
-// or not.
+// Return the possible contents after `done` of `puts`, behind `before`. The current put may or may not have taken
+// effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + done);
@@ -19,7 +19,7 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
     }
     return lists;
 }
-// Return the possible rest of `all` after `done` takes.
+// Return what may remain of `all` after `done` takes.
 Lists taken_so_far(const Values& all, int done) {
     Lists lists{Values(all.begin() + done, all.end())};
     if (size_t(done) < all.size()) lists.push_back(Values(all.begin() + done + 1, all.end()));
@@ -48,7 +48,7 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// A put of a large item that is in progress when the channel is closed puts nothing.
+// If a put of a large item is in progress when the channel is closed, it puts nothing.
 Scenario close_between() {
     Scenario s{"put large, closed in between"};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -72,7 +72,7 @@ Scenario close_between() {
     return s;
 }
 
-// A run is put wholly or not at all. It goes into slots that were used before.
+// A run is put completely or not at all. It uses slots that were used earlier.
 Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
     const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
     Scenario s{name};
@@ -124,7 +124,7 @@ Scenario taking(const char* name, uint64_t size) {
     return s;
 }
 
-// A supervised reader: its leased items come back when it dies, acknowledged ones do not. `runs`: one Change
+// A supervised reader: when it dies, its leased items are returned, but not its acknowledged ones. `runs`: one Change
 // takes the whole batch.
 Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
@@ -162,7 +162,7 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     };
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [=](int done) {
-        // Acknowledging a batch takes one Change for each of its items.
+        // Acknowledging a batch takes one Change per item.
         Lists lists;
         int least = std::max(0, done - 1) * batch, most = std::min(done, 2) * batch;
         for (int gone = least; gone <= most; ++gone) lists.push_back(Values(all.begin() + gone, all.end()));
@@ -179,8 +179,8 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     return s;
 }
 
-// The item taken last cannot be received and goes back to the front. A plain reader that dies in between has
-// taken it.
+// The last item that was taken cannot be received and is returned to the front. If a plain reader dies in between, the
+// item counts as taken.
 Scenario putting_back(const char* name, uint64_t size, bool leases) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -223,7 +223,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
     return s;
 }
 
-// More slots and blocks than were reserved when the channel was made.
+// The ring needs more slots and blocks than were reserved when the channel was made.
 Scenario growing() {
     Values before;
     for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);

@@ -14,8 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// Return the possible contents after `done` of `puts`, behind `before`: the current one may have taken effect
-// or not.
+// Return the possible contents after `done` of `puts`, behind `before`. The current put may or may not have taken
+// effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -56,7 +56,7 @@ Scenario lending() {
     return s;
 }
 
-// A port with memory on loan ends. It stays until another one puts the memory or it is dropped.
+// A port with memory on loan closes. Its session remains until another port puts the memory or it is dropped.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -85,7 +85,7 @@ Scenario lent_by_closed_port() {
     return s;
 }
 
-// Outputs of an ordered stage: item 1's waits for its turn.
+// Outputs of an ordered stage: the output of item 1 waits for its turn.
 Scenario lent_ordered() {
     Scenario s{"put a loan, parked"};
     s.twice = false;
@@ -149,7 +149,7 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// After many items the memory is cut into more blocks than max_bytes, all free, none of the right size.
+// After many items, the memory is cut into more blocks than max_bytes, all free, and none of the right size.
 Scenario all_free() {
     Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -173,8 +173,8 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut, and every third block is in view: larger ones must be cut from the gaps. `again`: a
-// process that takes over after a death cuts too, and dies in it.
+// All memory is cut, and every third block is in view: larger blocks must be cut from the gaps. `again`: a process that
+// takes over after a death also cuts blocks, and dies while doing so.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});
@@ -204,7 +204,7 @@ Scenario gaps(const char* name, bool again) {
             user.leave(true);
         };
     s.look = [](Scene& scene, int) {
-        for (const HeldView& sight : scene.users[0].held_views) sight.verify();
+        for (const HeldView& view : scene.users[0].held_views) view.verify();
     };
     s.last = [](Scene& scene) {
         User& user = scene.users[0];

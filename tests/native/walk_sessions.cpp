@@ -1,4 +1,4 @@
-// The fault walk over sessions and the ends of a channel.
+// The fault walk over sessions and over the ways in which a channel ends.
 #include "walk.hpp"
 
 namespace testing {
@@ -23,7 +23,7 @@ Scenario closing() {
     return s;
 }
 
-// The items inside a broken channel are discarded; an item on lease is still finished.
+// The items inside a broken channel are discarded; a leased item is still finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -57,8 +57,8 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     return s;
 }
 
-// A session is opened, used and ended. It is the only one of its role, so its end closes the channel, however
-// it ends.
+// A session is opened, used and ended. It is the only session with its role, so the channel closes when it ends, in
+// whatever way it ends.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -79,7 +79,7 @@ Scenario last_of(const char* name, Session::Role role) {
     return s;
 }
 
-// One of two leaves: the channel stays open, whatever happens.
+// One of two sessions ends: the channel stays open in every case.
 Scenario one_of_two(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -95,7 +95,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     return s;
 }
 
-// The leased items of a reader are given back, to the front and in their order.
+// The leased items of a reader are returned to the front in their order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -120,7 +120,7 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The leased items are finished, one Change each; unfinished ones go back when the process dies.
+// The leased items are finished with one Change each; unfinished items are returned when the process dies.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };
@@ -128,7 +128,7 @@ Scenario finishing() {
     return s;
 }
 
-// A process has died in the middle of everything; the one that cleans up after it dies too.
+// A process died in the middle of everything; the process that cleans up after it also dies.
 Scenario sweeping() {
     Scenario s{"sweep up after a dead process"};
     s.tolerance.waiting = 1;

@@ -1,6 +1,5 @@
-// The fault walk over a stage's worker: it leases items from `in` and puts outputs into `out`. Whenever it
-// dies, its replacement takes its items. Each output appears exactly once, in order where the stage is
-// ordered.
+// The fault walk over a stage's worker: it leases items from `in` and puts outputs into `out`. Whenever it dies, its
+// replacement takes its items. Each output appears exactly once, and in order if the stage is ordered.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -11,11 +10,11 @@ namespace {
 
 struct Kind {
     bool ordered, single;
-    uint64_t size;  // of the outputs
+    uint64_t size;  // size of the outputs
 };
-using Outputs = std::vector<Values>;  // by the number of the item
+using Outputs = std::vector<Values>;  // indexed by the number of the item
 
-// Put all outputs for one item, then mark it as having no more.
+// Put all outputs for one item, then record that the item has no more outputs.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
@@ -31,7 +30,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// Act like a supervisor after a worker's death. The supervisor may die in the middle, so this may run twice.
+// Act as a supervisor does after a worker's death. The supervisor may die during this, so it may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -47,9 +46,9 @@ void expect_out(Scene& scene, Values expected, bool ordered) {
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// One writer of an ordered stage processes the items mine[0], mine[1], …, and others before and after it
-// process the rest. users: 0 the one that dies, 1 its replacement, 2 the others. The leased items are its
-// unfinished ones.
+// One writer of an ordered stage processes the items mine[0], mine[1], … Other writers process the items before and
+// after those. User 0 is the one that dies, 1 its replacement, 2 the others. The leased items are the first writer's
+// unfinished items.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -82,7 +81,7 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// The channel is closed while outputs for items 1 and 3 are parked. Those for items 0 and 2 can no longer be
+// The channel is closed while the outputs for items 1 and 3 are parked. After that, those for items 0 and 2 cannot be
 // put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
@@ -105,7 +104,7 @@ Scenario closing(const char* name, Kind kind) {
     return s;
 }
 
-// A writer died after `put` of the outputs of item 0; the supervisor dies while it retires it.
+// A writer died after it had put `put` outputs of item 0; the supervisor dies while it retires the writer.
 Scenario retiring(const char* name, Kind kind) {
     const Values outputs{1, 2, 3};
     Scenario s{name};
@@ -127,7 +126,7 @@ Scenario retiring(const char* name, Kind kind) {
     return s;
 }
 
-// The replacement, which inherits its predecessor's output count, dies too.
+// The replacement, which inherits its predecessor's output count, also dies.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
     s.twice = kind.size <= Taken::LOCAL;
@@ -153,9 +152,9 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// Run a whole worker: lease, outputs, acknowledge. users: 0 reader and 1 writer of the one that dies, 2 and 3
-// its replacement. `again`: at the first output of this item the worker begins the item again, once, and does
-// not die.
+// Run a whole worker: lease, outputs, acknowledge. Users 0 and 1 are the reader and writer of the worker that dies.
+// Users 2 and 3 are those of its replacement. `again`: at the first output of this item, the worker starts the item again, once,
+// and does not die.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
@@ -228,7 +227,7 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
     return s;
 }
 
-// Act like a supervisor after a reader's death. The supervisor may die in the middle, so this may run twice.
+// Act as a supervisor does after a reader's death. The supervisor may die during this, so it may run twice.
 void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
@@ -237,11 +236,10 @@ void reserve_for(User& from, User& to, bool all = false) {
     });
 }
 
-// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in their order,
-// and no other reader waits for them. users: 0 the dead one, 1 and 2 its replacements, 3 another reader.
-// `tried`: the first replacement works on one and dies too, outside user code, so only its untouched items
-// stay reserved for its replacement. `all`: the reader died outside user code, and all its leased items are
-// reserved.
+// A reader has died in user code while it leased items 1 and 2. Only its replacement gets them, in their order, and no
+// other reader waits for them. User 0 is the dead reader, 1 and 2 are its replacements, 3 is another reader. `tried`:
+// the first replacement works on one item and also dies, outside user code, so only its untouched items stay reserved
+// for the next replacement. `all`: the reader died outside user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;
@@ -272,7 +270,7 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
             reserve_for(scene.users[0], scene.users[1], all);
     };
     s.finish = [=](Scene& scene) {
-        User &successor = scene.users[tried ? 2 : 1], &other = scene.users[3];
+        User &replacement = scene.users[tried ? 2 : 1], &other = scene.users[3];
         if (tried && scene.in->session(scene.users[1].session).role == Session::READER)
             reserve_for(scene.users[1], scene.users[2]);
         Values values;
@@ -282,11 +280,11 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
                  "another reader got a reserved item");
             values.push_back(value);
         }
-        while (successor.get(value, Deadline{0}) == Step::Done) values.push_back(value);
+        while (replacement.get(value, Deadline{0}) == Step::Done) values.push_back(value);
         std::sort(values.begin(), values.end());
         must(values == Values{1, 2, 3}, "the items were" + Walk::text(values));
         must(other.get(value, Deadline{0}) == Step::Drained, "something is left");
-        for (User* user : {&scene.users[1], &successor, &other})
+        for (User* user : {&scene.users[1], &replacement, &other})
             if (scene.in->session(user->session).role == Session::READER) user->leave(true);
         if (!tried) scene.users[2].leave(true);
     };

@@ -1,4 +1,4 @@
-// The fault walk over views: blocks that are read in place, and stay in view wherever their slot goes.
+// The fault walk over views: blocks that are read in place, and stay in view wherever their slots go.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -31,7 +31,7 @@ void acknowledge(User& user) {
     locked(user.ring, [&](Wakes& wakes) { user.ring.acknowledge(user.reader, wakes); });
 }
 void verify_all(const User& user) {
-    for (const HeldView& sight : user.held_views) sight.verify();
+    for (const HeldView& view : user.held_views) view.verify();
 }
 // Check that no views are left.
 void nothing_seen(Scene& scene) {
@@ -44,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// Return the possible rests of `all` after `least` to `most` of them have gone.
+// Return what may remain of `all` after `least` to `most` of the items are gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -52,12 +52,12 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// No view is left over, whenever the viewer dies.
+// No view is left over, at whatever point the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
-        scene.users.push_back(open(*scene.in, Session::READER));  // one reader exists all the time
+        scene.users.push_back(open(*scene.in, Session::READER));  // one reader exists throughout
     };
     s.look = [](Scene& scene, int) {
         nothing_seen(scene);
@@ -89,7 +89,7 @@ Scenario taking() {
     return s;
 }
 
-// A viewed item of a plain user goes back to the front while it is still in view; the next user makes a copy.
+// A plain user's viewed item is returned to the front while it is still in view; the next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back a viewed item", all);
@@ -108,7 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader: it drops the view of an acknowledged item (HELD), then of one that it still leases.
+// A reader drops the view of an acknowledged item (HELD), then that of an item that it still leases.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -137,7 +137,7 @@ Scenario leasing() {
     return s;
 }
 
-// A reader leaves, and drops the views of items that it has given back: INSIDE again, with it as the viewer.
+// A reader closes, and drops the views of items that it returned: they are INSIDE, with the reader as viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("give back viewed items, then drop the views", all);
@@ -158,7 +158,7 @@ Scenario given_back() {
     return s;
 }
 
-// A session with HELD and LEASED views ends, and stays until the last of them is gone.
+// A session with HELD and LEASED views ends, but remains until the last of these views is gone.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session with views", all);
@@ -199,8 +199,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process has died that viewed slots in every place and had memory on loan. The one that cleans up after it
-// dies too.
+// A process that died viewed slots in every place and had memory on loan. The process that cleans up after it also
+// dies.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -245,8 +245,8 @@ Scenario died(const char* name, bool supervised) {
     return s;
 }
 
-// A reader has given items back that it still views, and others take them. They copy them. Items that they
-// have finished become HELD for the first reader, which still reads them afterwards.
+// A reader has returned items that it still views, and other users take them and copy them. Items that these users have
+// finished become HELD for the first reader, which still reads them afterwards.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -281,8 +281,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     };
     s.last = [](Scene& scene) {
         User& first = scene.users[0];
-        for (const HeldView& sight : first.held_views)
-            must(sight.slot->place() == SlotState::Held && sight.slot->viewer() == first.session,
+        for (const HeldView& view : first.held_views)
+            must(view.slot->place() == SlotState::Held && view.slot->viewer() == first.session,
                  "another session views the item");
         first.drop_view();
         verify_all(first);
@@ -292,8 +292,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first reader drops its view while the second one copies: the block must stay unchanged until the copy
-// is made.
+// The first reader drops its view while the second reader copies: the block must stay unchanged until the copy is
+// complete.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("drop a view while another user copies", all);
@@ -327,8 +327,7 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process. The views of the former process stay valid, whatever happens to the new
-// one.
+// A port moves to another process. The views of the former process stay valid, whatever happens to the new one.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner has views"};

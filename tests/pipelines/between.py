@@ -1,4 +1,4 @@
-"""Between whom the patterns hold that several processes share, and where the parties of a test run."""
+"""Combinations of processes that share a pattern, and where the peers of a test run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PEERS: dict[str, Any] = {"processes": ProcessPeer, "hosts": HostPeer}
 
 
 class _OnHosts:
-    """Workers like those of ``map``, with a separate program for each."""
+    """Workers like those of ``map``, each in its own program."""
 
     def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._args = args  # there until the peers have it
+        self._args = args  # kept until the peers have received them
         self._peers = [HostPeer(function, *args, worker + 1) for worker in range(number)]
 
     def join(self) -> list[Any]:
@@ -31,5 +31,5 @@ class _OnHosts:
 
 
 def start(on: Any, number: int, function: Callable[..., Any], *args: Any) -> Any:
-    """``map``, also with ``on="host"``."""
+    """Call ``map``, also with ``on="host"``."""
     return _OnHosts(number, function, args) if on == "host" else map(number, function, *args, on=on)

@@ -1,5 +1,7 @@
-"""Servers and clients: what torch-ipc's client and server promise, each of its tests by its counterpart; and
-what becomes of those that die. Clients are threads here, and programs apart where they die."""
+"""Servers and clients: the promises of torch-ipc's client and server, and deaths.
+
+Each of torch-ipc's tests has a counterpart. Clients are threads here, or separate programs if they die.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ def server():
         yield server
 
 
-def beside(server, function, tag=""):
-    """A client in a thread, for as long as the function takes."""
+def with_helper(server, function, tag=""):
+    """Run a client in a thread until the function returns."""
 
     def work():
         with Client(server.address, server.secret, tag=tag) as client:
@@ -44,12 +46,12 @@ def free_address():
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-# --- as torch-ipc ---
+# --- tests of torch-ipc ---
 
 
 def test_listen_and_connect(server):
     """testListenAndConnect: the server sees tags and numbers, and may change the tags."""
-    peer = beside(server, lambda client: (client.id, client.recv()), tag="first")
+    peer = with_helper(server, lambda client: (client.id, client.recv()), tag="first")
     (client,) = server.clients(1)
     assert (client.tag, client.id) == ("first", 1)
     client.tag = "renamed"
@@ -60,7 +62,7 @@ def test_listen_and_connect(server):
 
 
 def test_slow_start():
-    """testSlowStart: the client comes before its server."""
+    """testSlowStart: the client starts before its server."""
     address = free_address()
 
     def early():
@@ -69,7 +71,7 @@ def test_slow_start():
 
     peer = ThreadPeer(early)
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as wrong:
-        wrong.accept()[0].close()  # it has dialled in vain
+        wrong.accept()[0].close()  # the client has dialled the wrong server
     with Server(address, secret=SECRET) as server:
         server.clients(1)[0].send("late")
         assert peer.result() == "late"
@@ -82,7 +84,7 @@ def test_ping_pong(server):
         client.send("ping")
         return client.recv()
 
-    peer = beside(server, ping)
+    peer = with_helper(server, ping)
     (client,) = server.clients(1)
     assert client.recv() == "ping"
     client.send("pong")
@@ -90,7 +92,7 @@ def test_ping_pong(server):
 
 
 def test_ping_pong_without_waiting(server):
-    """testPingPongAsync: there is nothing at first."""
+    """testPingPongAsync: at first, nothing has arrived."""
 
     def ping(client):
         with pytest.raises(Empty):
@@ -108,7 +110,7 @@ def test_ping_pong_without_waiting(server):
         wait_until(came)
         return found
 
-    peer = beside(server, ping)
+    peer = with_helper(server, ping)
     (client,) = server.clients(1)
     assert client.recv() == "ping"
     client.send("pong")
@@ -116,9 +118,9 @@ def test_ping_pong_without_waiting(server):
 
 
 def test_broadcast(server):
-    """testBroadcast: to those with a tag, then to all."""
+    """testBroadcast: first to clients with a tag, then to all."""
     peers = [
-        beside(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
+        with_helper(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
     ]
     server.clients(10)
@@ -129,7 +131,7 @@ def test_broadcast(server):
 
 
 def test_broadcast_encodes_once(server):
-    """And arrays in it arrive whole."""
+    """Arrays in the message arrive unchanged."""
     counted = []
 
     class Counts:
@@ -137,7 +139,7 @@ def test_broadcast_encodes_once(server):
             counted.append(self)
             return int, (7,)
 
-    peers = [beside(server, lambda client: client.recv()) for _ in range(3)]
+    peers = [with_helper(server, lambda client: client.recv()) for _ in range(3)]
     server.clients(3)
     server.broadcast((Counts(), np.arange(100_000)))
     assert [(seven, int(array.sum())) for seven, array in (peer.result() for peer in peers)] == [
@@ -147,8 +149,8 @@ def test_broadcast_encodes_once(server):
 
 
 def test_recv_any(server):
-    """testRecvAny: one message of each client."""
-    peers = [beside(server, lambda client: client.send(client.id)) for _ in range(10)]
+    """testRecvAny: one message from each client."""
+    peers = [with_helper(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)
     assert sorted(message for message, _ in found) == list(range(1, 11))
@@ -161,7 +163,7 @@ def test_recv_any_of_a_tag(server):
         client.send(client.tag)
         client.recv()
 
-    peers = [beside(server, work, tag) for tag in ("a", "b")]
+    peers = [with_helper(server, work, tag) for tag in ("a", "b")]
     server.clients(2)
     assert server.recv_any(tag="b")[0] == "b"
     with pytest.raises(Empty):
@@ -178,12 +180,12 @@ def test_bytes_go_both_ways(server):
     def echo(client):
         client.send(client.recv(into=torch.zeros(100, dtype=torch.uint8)) + 1)
 
-    peer = beside(server, echo)
+    peer = with_helper(server, echo)
     (client,) = server.clients(1)
     client.send(torch.arange(100, dtype=torch.uint8))
-    mine = torch.zeros(100, dtype=torch.uint8)
-    assert client.recv(into=mine) is mine
-    assert torch.equal(mine, torch.arange(1, 101, dtype=torch.uint8))
+    own = torch.zeros(100, dtype=torch.uint8)
+    assert client.recv(into=own) is own
+    assert torch.equal(own, torch.arange(1, 101, dtype=torch.uint8))
     peer.result()
 
 
@@ -198,9 +200,9 @@ def test_bytes_go_both_ways(server):
     ],
     ids=["size", "dimensions", "number of dimensions", "type", "array"],
 )
-def test_message_that_does_not_fit_stays_the_next_one(server, wrong):
+def test_message_that_does_not_fit_can_be_received_again(server, wrong):
     """testStorageSizeMismatch, testTensorNumDimensionsMismatch, testTensorDimensionSizeMismatch."""
-    peer = beside(server, lambda client: client.send(torch.ones(2, 3)))
+    peer = with_helper(server, lambda client: client.send(torch.ones(2, 3)))
     (client,) = server.clients(1)
     with pytest.raises(ValueError, match="into must"):
         client.recv(into=wrong())
@@ -221,8 +223,11 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_tensors(server, view):
-    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized: also into views."""
-    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized.
+
+    Tensors are also received into views.
+    """
+    peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1)
     assert torch.equal(client.recv(into=into), VIEWS[view]())
@@ -233,16 +238,16 @@ def test_tensors(server, view):
     not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
 )
 @pytest.mark.parametrize("view", VIEWS)
-def test_tensors_of_the_host_into_those_of_a_device(server, view):
+def test_host_tensors_can_be_received_into_device_tensors(server, view):
     """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
-    peer = beside(server, lambda client: client.send(VIEWS[view]()))
+    peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
     into = torch.full_like(VIEWS[view](), -1, device="cuda")
     assert torch.equal(client.recv(into=into).cpu(), VIEWS[view]())
     peer.result()
 
 
-def test_a_client_moves_from_thread_to_thread(server):
+def test_a_client_can_be_passed_between_threads(server):
     """testSerialize."""
     client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
     with client:
@@ -256,10 +261,10 @@ def test_net_stats(server):
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        # The thread that sends counts when its call has returned, perhaps after the answer has come.
+        # The sending thread counts after its call has returned, perhaps after the answer has arrived.
         wait_until(lambda: client.stats().sent > 100_000)
 
-    peer = beside(server, work)
+    peer = with_helper(server, work)
     (client,) = server.clients(1)
     client.recv()
     there = client.stats()
@@ -269,11 +274,11 @@ def test_net_stats(server):
     peer.join()
 
 
-# --- and what it lacks ---
+# --- tests that torch-ipc does not have ---
 
 
-def test_a_clients_farewell_is_the_clean_end(server):
-    peer = beside(server, lambda client: client.send("last"))
+def test_client_that_closes_ends_the_connection_cleanly(server):
+    peer = with_helper(server, lambda client: client.send("last"))
     (client,) = server.clients(1)
     peer.join()
     assert client.recv() == "last"
@@ -284,7 +289,7 @@ def test_a_clients_farewell_is_the_clean_end(server):
     assert server.clients() == []
 
 
-def test_a_servers_farewell_is_the_clean_end():
+def test_server_that_closes_ends_the_connection_cleanly():
     server = Server()
 
     def read(client):
@@ -296,7 +301,7 @@ def test_a_servers_farewell_is_the_clean_end():
                 client.send("nobody is there")
         return found
 
-    peer = beside(server, read)
+    peer = with_helper(server, read)
     server.clients(1)
     server.broadcast("one")
     server.broadcast("two")
@@ -311,12 +316,12 @@ def test_closed_server_accepts_no_client():
         Client(server.address, server.secret, timeout=0.2)
 
 
-ImpatientHome = partial(ChannelServer, peer_timeout=2)
+ImpatientOwner = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
-    """All that it had sent is received first."""
-    monkeypatch.setattr(joining, "ChannelServer", ImpatientHome)
+    """Everything that the client had sent is received first."""
+    monkeypatch.setattr(joining, "ChannelServer", ImpatientOwner)
 
     def work(address, secret):
         client = Client(address, secret, tag="dies")
@@ -340,7 +345,7 @@ def test_death_of_server_differs_from_its_close():
     address = free_address()
 
     def serve():
-        joining.ChannelServer = ImpatientHome
+        joining.ChannelServer = ImpatientOwner
         server = Server(address, secret=SECRET)
         server.clients(1)[0].send("alive")
         server.recv_any()
@@ -355,8 +360,8 @@ def test_death_of_server_differs_from_its_close():
 
 
 @pytest.mark.parametrize("end", [Server, partial(Client, "127.0.0.1:1", bytes(32))])
-def test_tls_is_yes_or_no(end):
-    with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, not 'x'"):
+def test_tls_accepts_only_bools(end):
+    with pytest.raises(TypeError, match=r"(Server|Client): tls must be True or False, got 'x'"):
         end(tls="x")
 
 

@@ -1,4 +1,4 @@
-"""A graph as the data of a training loop: epochs, seeds, leaving early, failures, and torch's DataLoader."""
+"""A graph as the data of a training loop: epochs, seeds, early exits, failures, and torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pid(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
-def test_workers_last_over_all_epochs_of_a_block() -> None:
+def test_workers_are_kept_for_all_epochs_of_a_block() -> None:
     numbers = [1, 2, 3]
     data = dataset(Graph("lasting").source(lambda: map(checked, numbers)).map(pid, on="process"), seed=1)
     with data:
@@ -86,7 +86,7 @@ def checked(number: int) -> int:
     return number
 
 
-def test_seed_repeats_epochs_that_differ_from_each_other() -> None:
+def test_same_seed_repeats_the_same_sequence_of_epochs() -> None:
     first, again, other = (dataset(Graph("g").source(shuffled, 50), seed=seed) for seed in (1, 1, 2))
     epochs = [list(first), list(first)]
     assert [list(again), list(again)] == epochs
@@ -97,7 +97,7 @@ def test_seed_repeats_epochs_that_differ_from_each_other() -> None:
     assert list(resumed) == epochs[1]
 
 
-def test_without_a_seed_torchs_generator_decides() -> None:
+def test_torchs_generator_sets_the_seed_if_none_is_given() -> None:
     data = dataset(Graph("g").source(shuffled, 50))
     found = []
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_without_a_seed_torchs_generator_decides() -> None:
     assert found[0][0] != found[0][1]
 
 
-def test_torchs_dataloader_takes_it() -> None:
+def test_torchs_dataloader_accepts_the_dataset() -> None:
     data = dataset(Graph("tensors").source(range(10)).map(tensor, on="process", workers=2))
     assert isinstance(data, torch_data.IterableDataset)
     whole = list(torch_data.DataLoader(data, batch_size=None))
@@ -115,7 +115,7 @@ def test_torchs_dataloader_takes_it() -> None:
     assert [len(batch) for batch in torch_data.DataLoader(data, batch_size=4)] == [4, 4, 2]
 
 
-def test_workers_of_a_dataloader_are_refused_with_the_remedy() -> None:
+def test_dataloader_workers_raise_with_the_remedy() -> None:
     with pytest.raises(RuntimeError, match="use num_workers=0"):
         list(torch_data.DataLoader(squares(), batch_size=None, num_workers=1))
 
@@ -135,7 +135,7 @@ def test_unfinished_epoch_ends_with_the_block() -> None:
     with dataset(graph.source(count).map(abs, on="process")) as data:
         items = iter(data)
         assert next(items) == 0
-    with pytest.raises(ValueError, match="port was closed"):
+    with pytest.raises(ValueError, match=r"port of .* was closed"):
         next(items)
 
 
@@ -148,16 +148,16 @@ def test_tensors_are_pinned_on_a_thread_with_gpu(
     assert next(iter(data))["x"].tolist() == [101, 101, 101]
 
 
-def test_without_a_gpu_nothing_is_pinned() -> None:
+def test_tensors_are_not_pinned_without_gpu() -> None:
     graph = Graph("plain")
     dataset(graph.source([tensor(1)]), pin_memory=not torch.cuda.is_available())
     assert [stage.name for stage in graph.stages] == ["source", "dataset"]
 
 
-def test_a_wrong_argument_is_named() -> None:
+def test_error_names_a_wrong_argument() -> None:
     with pytest.raises(TypeError, match=r"stream must be a stream of a graph, got \[1\]"):
         dataset([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed must be an int or None, got 'x'"):
         squares(seed="x")
-    with pytest.raises(TypeError, match="pin_memory must be True or False, not 'cuda'"):
+    with pytest.raises(TypeError, match="pin_memory must be True or False, got 'cuda'"):
         squares(pin_memory="cuda")

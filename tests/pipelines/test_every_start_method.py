@@ -1,5 +1,7 @@
-"""The patterns do the same under fork, forkserver and spawn, with functions and classes of the program
-itself."""
+"""The patterns work in the same way under fork, forkserver and spawn.
+
+They use functions and classes that the program itself defines.
+"""
 
 from __future__ import annotations
 

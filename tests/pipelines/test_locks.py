@@ -1,5 +1,7 @@
-"""``Lock`` and ``Semaphore``: between the threads of one process and of several, on one machine and on
-several."""
+"""``Lock`` and ``Semaphore``, shared by the threads of one or several processes.
+
+The processes are on one machine or on several.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def fork(work: Callable[[], object]) -> Any:
 
 
 @everywhere
-def test_one_at_a_time_is_inside(across: Any, on: Any, tmp_path: Path) -> None:
-    """A file read and written again in two steps loses nothing."""
+def test_lock_admits_one_user_at_a_time(across: Any, on: Any, tmp_path: Path) -> None:
+    """If a file is read and then written in a second step, no change is lost."""
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -66,7 +68,7 @@ def test_threads_and_processes_share_one_lock(across: Any, tmp_path: Path) -> No
 
 
 @between
-def test_a_thread_may_take_it_again(across: Any) -> None:
+def test_a_thread_can_acquire_its_lock_again(across: Any) -> None:
     lock = Lock(across=across)
     with lock, lock:
         assert lock.locked()
@@ -74,7 +76,7 @@ def test_a_thread_may_take_it_again(across: Any) -> None:
 
 
 @between
-def test_try_and_timeout_give_false_while_another_has_it(across: Any) -> None:
+def test_acquire_returns_false_while_another_holds_the_lock(across: Any) -> None:
     lock = Lock(across=across)
 
     def attempt(worker: int) -> tuple[bool, bool, bool]:
@@ -87,7 +89,7 @@ def test_try_and_timeout_give_false_while_another_has_it(across: Any) -> None:
     lock.release()
 
 
-def test_only_the_holder_releases() -> None:
+def test_only_the_holder_can_release_the_lock() -> None:
     lock = Lock()
     with pytest.raises(RuntimeError):
         lock.release()
@@ -96,7 +98,7 @@ def test_only_the_holder_releases() -> None:
 
 
 @between
-def test_a_lock_that_arrives_twice_is_one_lock(across: Any) -> None:
+def test_lock_received_twice_is_one_lock(across: Any) -> None:
     lock = Lock(across=across)
     assert pickle.loads(pickle.dumps(lock)) is lock
     with lock, pickle.loads(pickle.dumps(lock)):
@@ -113,7 +115,7 @@ ENDS: dict[str, Callable[[], object]] = {
 
 @between
 @pytest.mark.parametrize("end", ENDS)
-def test_when_the_holder_dies_the_next_one_gets_it(across: Any, end: str) -> None:
+def test_next_waiter_gets_the_lock_when_its_holder_dies(across: Any, end: str) -> None:
     lock = Lock(across=across)
 
     def hold() -> None:
@@ -128,7 +130,7 @@ def test_when_the_holder_dies_the_next_one_gets_it(across: Any, end: str) -> Non
 
 
 @between
-def test_a_waiting_process_gets_it_when_the_holder_is_killed(across: Any) -> None:
+def test_waiting_process_gets_the_lock_when_its_holder_is_killed(across: Any) -> None:
     lock, entered = Lock(across=across), Channel[str](2, across=across)
 
     def hold() -> None:
@@ -153,29 +155,29 @@ def test_a_waiting_process_gets_it_when_the_holder_is_killed(across: Any) -> Non
 @between
 def test_forked_child_does_not_hold_its_parents_lock(across: Any) -> None:
     lock = Lock(across=across)
-    told = Channel[bool](2, across="processes")
+    reported = Channel[bool](2, across="processes")
 
     def attempt() -> None:
-        told.put(lock.acquire(blocking=False))
+        reported.put(lock.acquire(blocking=False))
         with lock:
-            told.put(True)
+            reported.put(True)
 
     with lock:
         child = fork(attempt)
-        assert told.get() is False
+        assert reported.get() is False
         wait_blocked(lock.channels[0], readers=1)
         assert lock.locked()
-    assert told.get() is True
+    assert reported.get() is True
     child.join()
 
 
 def take(lock: Lock, inside: Any) -> None:
-    """Runs in a spawned process."""
+    """Take the lock in a spawned process."""
     with lock:
         inside.put("inside")
 
 
-def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
+def test_lock_can_be_an_argument_of_a_spawned_process() -> None:
     lock, inside = Lock(), Channel[str](across="processes")
     child = multiprocessing.get_context("spawn").Process(target=take, args=(lock, inside))
     with lock:
@@ -190,7 +192,7 @@ def test_a_lock_is_an_argument_of_a_spawned_process() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
-    """C11: as one whose host is lost, though it lives; and when it is heard of again it has nothing."""
+    """C11: a silent process is treated as if its host were lost; if it returns, it holds nothing."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:
@@ -211,8 +213,8 @@ def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
 
 
 @everywhere
-def test_no_more_are_inside_than_a_semaphore_lets_in(across: Any, on: Any) -> None:
-    inside = Channel[int](2, across=across)  # a third one would find it full
+def test_semaphore_limits_the_number_of_users_inside(across: Any, on: Any) -> None:
+    inside = Channel[int](2, across=across)  # with a third user inside, the channel would be full
 
     def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
         for _ in range(20):
@@ -226,7 +228,7 @@ def test_no_more_are_inside_than_a_semaphore_lets_in(across: Any, on: Any) -> No
 
 
 @between
-def test_a_semaphore_may_be_tried_and_waited_for(across: Any) -> None:
+def test_semaphore_can_be_acquired_with_and_without_blocking(across: Any) -> None:
     semaphore = Semaphore(2, across=across)
     assert semaphore.acquire()
     assert semaphore.acquire(timeout=0.01)
@@ -238,8 +240,8 @@ def test_a_semaphore_may_be_tried_and_waited_for(across: Any) -> None:
     assert waiting.result()
 
 
-def test_a_process_releases_no_more_than_it_has_acquired() -> None:
-    """Whichever of its threads do."""
+def test_process_cannot_release_more_permits_than_it_acquired() -> None:
+    """This holds for all threads of the process together."""
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()
@@ -266,7 +268,7 @@ def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None
         others.get()
         assert semaphore.acquire()
         assert semaphore.acquire()
-        assert not semaphore.acquire(blocking=False)  # ours are not free
+        assert not semaphore.acquire(blocking=False)  # this process's permits are not free
         for _ in range(2):
             semaphore.release()
         child.join()
@@ -274,19 +276,19 @@ def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None
 
 
 @between
-def test_a_forked_child_has_acquired_nothing(across: Any) -> None:
-    semaphore, told = Semaphore(1, across=across), Channel[str](across="processes")
+def test_forked_child_holds_no_permits(across: Any) -> None:
+    semaphore, reported = Semaphore(1, across=across), Channel[str](across="processes")
 
     def release() -> None:
         try:
             semaphore.release()
         except ValueError:
-            told.put("nothing to release")
-        told.put(f"{semaphore.acquire(blocking=False)}")
+            reported.put("nothing to release")
+        reported.put(f"{semaphore.acquire(blocking=False)}")
 
     with semaphore:
         child = fork(release)
-        assert [told.get(), told.get()] == ["nothing to release", "False"]
+        assert [reported.get(), reported.get()] == ["nothing to release", "False"]
         child.join()
     assert semaphore.acquire(blocking=False)
     semaphore.release()

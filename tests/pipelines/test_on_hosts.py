@@ -62,7 +62,7 @@ def test_task_with_module_missing_on_host_names_both(tmp_path: Path, monkeypatch
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
             task.result()
     note = caught.value.__notes__[0]
-    assert note.startswith("raised on host 'local-1': what a task uses must be importable there, or of")
+    assert note.startswith("raised on host 'local-1': the objects of a task must be importable there, or")
 
 
 def test_process_on_host_is_replaced_after_max_tasks() -> None:
@@ -159,10 +159,10 @@ def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None
         wait_until(lambda: len([*tmp_path.glob("held *")]) == 2)
         others = psutil.Process(process.pid).children(recursive=True)
         assert len(others) == 5  # one fork server, two agents, two workers
-        for line in ("flowchan: stopping", "flowchan: broken off"):
+        for line in ("flowchan: stopping", "flowchan: aborted"):
             process.send_signal(signal.SIGINT)
-            while line not in (said := process.stderr.readline()):
-                assert said, line
+            while line not in (message := process.stderr.readline()):
+                assert message, line
         process.communicate()
     assert process.returncode == -signal.SIGINT
     _, left = psutil.wait_procs(others, timeout=WAIT_LIMIT_S)

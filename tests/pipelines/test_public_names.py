@@ -12,7 +12,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import pipelines
 
-optional("torch")  # its threads begin here, not in a test
+optional("torch")  # torch's threads start here, not in a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
@@ -33,13 +33,16 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# Modules that patterns may use besides the public names: placements, argument checks, refusals and failures.
+# Modules that patterns may use besides the public names: options, placements, argument checks, the globals of
+# the main script, refusals and failures.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
     "flowchan.declare.callables",
+    "flowchan.declare.options",
     "flowchan.declare.placements",
     "flowchan.items.unpicklable",
+    "flowchan.items.worker_globals",
     "flowchan.remote.joining",
     "flowchan.items.text",
     "flowchan.run.policy.failures",
@@ -51,7 +54,7 @@ NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 
 def imported(source: Path) -> dict[str, set[str]]:
-    """The names that a file imports of flowchan, by module."""
+    """Return the names that a file imports from flowchan, by module."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flowchan":
@@ -62,7 +65,7 @@ def imported(source: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_of_flowchan_only_public_names_are_imported(source: Path) -> None:
+def test_patterns_import_only_public_names_of_flowchan(source: Path) -> None:
     native = NATIVE.get(source.name, set())
     for module, names in imported(source).items():
         if module in ("flowchan", "flowchan._core"):

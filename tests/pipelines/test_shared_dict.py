@@ -1,5 +1,4 @@
-"""``SharedDict``: a mapping between processes, of one machine and of several; every operation is done as a
-whole."""
+"""``SharedDict``: a mapping between processes on one or several machines; each operation is atomic."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def test_shared_dict_copies_its_initial_items() -> None:
 
 
 @between
-def test_it_is_a_mutable_mapping(across: Any) -> None:
+def test_shared_dict_is_a_mutable_mapping(across: Any) -> None:
     shared: SharedDict[Any, Any] = SharedDict({"a": 1}, across=across)
     shared["b"] = [2]
     assert shared["b"] == [2]
@@ -127,7 +126,7 @@ def test_a_change_that_raises_changes_nothing() -> None:
 
 
 def test_shared_dict_over_hosts_rejects_local_values() -> None:
-    """C13: and nothing is changed."""
+    """C13: the mapping is unchanged."""
     shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
 
     def assign() -> None:
@@ -143,17 +142,17 @@ def test_shared_dict_over_hosts_rejects_local_values() -> None:
 @between
 @pytest.mark.parametrize("done", [False, True])
 def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: bool) -> None:
-    shared, told = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
+    shared, reported = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:
         with shared.lock:
             if done:
                 shared._cell.put({"n": pickle.dumps(1)})
-            told.put(None)
+            reported.put(None)
             signal.pause()
 
     child = PEERS[across](die)
-    told.get()
+    reported.get()
     child.kill()
     assert shared["n"] == int(done)
     shared["n"] += 1
@@ -162,7 +161,7 @@ def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: boo
 
 
 @between
-def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
+def test_shared_dict_outlives_processes_that_use_it(across: Any) -> None:
     shared: SharedDict[int, int] = SharedDict(across=across)
     for number in range(3):
         PEERS[across](shared.update, {number: 1}).result()
@@ -170,8 +169,8 @@ def test_it_outlives_the_processes_that_come_and_go(across: Any) -> None:
 
 
 @everywhere
-def test_a_mapping_that_only_another_one_holds_can_be_changed(across: Any, on: Any) -> None:
-    """No process has an object of the inner mapping between two accesses."""
+def test_mapping_held_only_by_another_mapping_can_be_changed(across: Any, on: Any) -> None:
+    """Between two accesses, no process has an object for the inner mapping."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:

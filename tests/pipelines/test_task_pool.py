@@ -1,5 +1,4 @@
-"""``TaskPool`` and ``BackgroundTask``: tasks as ``concurrent.futures`` knows them, on threads and on
-processes."""
+"""``TaskPool`` and ``BackgroundTask``: tasks as in ``concurrent.futures``, on threads and on processes."""
 
 from __future__ import annotations
 
@@ -123,7 +122,7 @@ def test_more_tasks_than_workers_can_be_polled(on: Any) -> None:
 
 
 @everywhere
-def test_a_task_that_fails_raises_for_itself_only(on: Any) -> None:
+def test_failed_task_does_not_affect_other_tasks(on: Any) -> None:
     def eighth_fails(number: int) -> int:
         return fail(number) or 0 if number % 8 == 0 else number
 
@@ -156,7 +155,7 @@ def test_map_keeps_the_order(on: Any) -> None:
 
 
 @everywhere
-def test_callbacks_hear_of_the_end(on: Any) -> None:
+def test_callbacks_run_when_a_task_ends(on: Any) -> None:
     heard = Channel[Any]()
     with TaskPool(1, on=on) as pool:
         pool.submit(abs, -3).add_done_callback(lambda future: heard.put(future.result()))
@@ -178,7 +177,7 @@ def test_a_task_that_has_not_begun_can_be_cancelled(on: Any) -> None:
     with TaskPool(1, on=on) as pool:
         held = pool.submit(gate.wait)
         gate.wait_held()
-        if on == "process":  # the next one counts as begun while it waits for a worker
+        if on == "process":  # the next task counts as started while it waits for a worker
             following = pool.submit(abs, 0)
             wait_until(following.running)
         waiting = [pool.submit(called.put, number) for number in range(3)]
@@ -231,8 +230,10 @@ def test_pool_without_references_finishes_its_tasks(on: Any) -> None:
 
 
 def test_process_is_replaced_after_max_tasks() -> None:
-    """No task is lost or done twice by it, none is held up by the pauses after deaths, and the initializer is
-    called in each."""
+    """No task is lost, done twice, or delayed by the pauses after deaths.
+
+    The initializer is called in each process.
+    """
     begun = Channel[int](across="processes")
     with TaskPool(1, on="process", initializer=lambda: begun.put(os.getpid()), max_tasks_per_child=2) as pool:
         where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]
@@ -285,7 +286,7 @@ def test_a_task_that_asks_to_exit_ends_no_worker(on: Any) -> None:
 
 
 @everywhere
-def test_arrays_go_there_and_back(on: Any) -> None:
+def test_arrays_can_be_arguments_and_results(on: Any) -> None:
     array = np.arange(300_000.0)
     with TaskPool(1, on=on) as pool:
         assert np.array_equal(pool.submit(np.negative, array).result(), -array)
@@ -299,13 +300,17 @@ def test_tasks_may_submit_tasks() -> None:
 def test_wrong_arguments_raise_at_the_call() -> None:
     with pytest.raises(TypeError, match="callable"):
         BackgroundTask(42)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="workers"):
+    with pytest.raises(ValueError, match="TaskPool: workers must be at least 1, got 0"):
         TaskPool(0)
+    with pytest.raises(TypeError, match="TaskPool: workers must be an int of at least 1, got '2'"):
+        TaskPool("2")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='"thread", "process"'):
         TaskPool(1, on="processes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tasks_per_child must be at least 1"):
         TaskPool(1, on="process", max_tasks_per_child=0)
-    with pytest.raises(ValueError, match="needs worker processes"):
+    with pytest.raises(
+        ValueError, match="max_tasks_per_child must be None with on='thread', got 1; use on='process'"
+    ):
         TaskPool(1, max_tasks_per_child=1)
     with TaskPool(1) as pool, pytest.raises(TypeError, match="callable"):
         pool.submit(42)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""``TaskPool``: an error of a task stays with its future, and a failed pool reports its cause.
+"""``TaskPool``: an error in a task only affects its future, and a failed pool reports its cause.
 
 Idle workers keep no object alive.
 """
@@ -41,7 +41,7 @@ def refuse(error: type[Exception]) -> None:
 
 
 class Pickles:
-    """Pickling it calls ``there``; unpickling it calls ``here``."""
+    """Object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
 
     def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
         self.there, self.here = there, here
@@ -122,8 +122,8 @@ def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest
         start.put(2)
         assert future.result() == 2
         assert pool.submit(abs, -3).result() == 3
-    assert "asked to exit" in caplog.text
-    caplog.clear()  # a traceback holds the frames of the pool
+    assert "asks to exit" in caplog.text
+    caplog.clear()  # a traceback would keep the frames of the pool alive
 
 
 @everywhere
@@ -140,42 +140,42 @@ def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
 # Objects that idle workers keep
 
 
-class Told:
-    """Says when it goes, in the process where it was made or in another."""
+class ReportsItsEnd:
+    """Object that reports when it is freed, in any process."""
 
-    def __init__(self, told: Channel[str], word: str) -> None:
-        self.told, self.word = told, word
+    def __init__(self, reported: Channel[str], word: str) -> None:
+        self.reported, self.word = reported, word
 
     def __del__(self) -> None:
-        self.told.put(f"{self.word} {os.getpid()}")
+        self.reported.put(f"{self.word} {os.getpid()}")
 
 
-class ToldError(Exception):
-    def __init__(self, told: Channel[str]) -> None:
-        super().__init__(told)
-        self.last_words = Told(told, "exception")
+class ReportingError(Exception):
+    def __init__(self, reported: Channel[str]) -> None:
+        super().__init__(reported)
+        self.last_words = ReportsItsEnd(reported, "exception")
 
 
-def answer(told: Channel[str], argument: Any) -> tuple[int, Told]:
-    return os.getpid(), Told(told, "result")
+def answer(reported: Channel[str], argument: Any) -> tuple[int, ReportsItsEnd]:
+    return os.getpid(), ReportsItsEnd(reported, "result")
 
 
-def fail(told: Channel[str], argument: Any) -> None:
-    raise ToldError(told)
+def fail(reported: Channel[str], argument: Any) -> None:
+    raise ReportingError(reported)
 
 
 def test_an_idle_process_keeps_neither_argument_nor_result_nor_exception() -> None:
-    told = Channel[str](across="processes")
+    reported = Channel[str](across="processes")
     with TaskPool(1, on="process") as pool:
-        pid, _ = pool.submit(answer, told, Told(told, "argument")).result()
+        pid, _ = pool.submit(answer, reported, ReportsItsEnd(reported, "argument")).result()
         expected = {f"argument {pid}", f"result {pid}"}
         while expected:
-            expected.discard(told.get(timeout=60))
-        failed = pool.submit(fail, told, Told(told, "argument"))
-        assert isinstance(failed.exception(), ToldError)
+            expected.discard(reported.get(timeout=60))
+        failed = pool.submit(fail, reported, ReportsItsEnd(reported, "argument"))
+        assert isinstance(failed.exception(), ReportingError)
         expected = {f"argument {pid}", f"exception {pid}"}
         while expected:
-            expected.discard(told.get(timeout=60))
+            expected.discard(reported.get(timeout=60))
 
 
 class Thing:
@@ -183,10 +183,10 @@ class Thing:
         return self
 
     def fails(self) -> None:
-        raise ToldNothingError(self)
+        raise SilentError(self)
 
 
-class ToldNothingError(Exception):
+class SilentError(Exception):
     pass
 
 
@@ -195,15 +195,15 @@ class ToldNothingError(Exception):
 def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, method: str) -> None:
     with TaskPool(1, on=on) as pool:
         thing = Thing()
-        gone = weakref.ref(thing)
+        reference = weakref.ref(thing)
         future = pool.submit(getattr(thing, method))
         del thing
         wait_until(future.done)
         ended = future.exception() if method == "fails" else future.result()
-        gone = gone if ended is None else weakref.ref(ended)
+        reference = reference if ended is None else weakref.ref(ended)
         del future, ended
         gc.collect()
-        wait_until(lambda: gone() is None)
+        wait_until(lambda: reference() is None)
 
 
 # A pool that has ended
@@ -216,10 +216,11 @@ def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
     with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
         pool.submit(abs, 1)
     assert not isinstance(caught.value, BrokenExecutor)
+    assert caught.value.__cause__ is None
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
-    """Its workers can't start: they import the program, which makes a pool."""
+    """Its workers cannot start: they import the program, which makes another pool."""
     program = tmp_path / "program.py"
     program.write_text(
         """

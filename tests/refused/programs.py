@@ -18,7 +18,7 @@ import seccomp
 
 from flowchan import Channel, Graph, GraphError, select
 
-BLOCKED = 1.0  # seconds over which CPU time is taken
+BLOCKED = 1.0  # seconds over which CPU time is measured
 
 
 def waiting(channels: list[Channel]) -> bool:
@@ -26,8 +26,10 @@ def waiting(channels: list[Channel]) -> bool:
 
 
 def blocked_select() -> None:
-    """The share of a core that a blocked select takes; then what it gets when an item comes to the last
-    channel."""
+    """Print the share of a core that a blocked select uses.
+
+    After that, print what it returns when an item is put into the last channel.
+    """
     channels = [Channel(across=transport) for transport in ("threads", "processes", "processes")]
     got: list[object] = []
     selecting = threading.Thread(target=lambda: got.append(select(channels).item))
@@ -43,7 +45,7 @@ def blocked_select() -> None:
 
 
 def blocked_coroutines() -> None:
-    """Two calls of one event loop that wait, one for each transport."""
+    """Await two calls in one event loop, one per transport."""
     channels = [Channel(across=transport) for transport in ("threads", "processes")]
 
     async def get_both() -> list[object]:
@@ -72,7 +74,7 @@ def run() -> None:
 
 
 def death() -> None:
-    """A worker dies over an item, and is replaced."""
+    """Let a worker die while it processes an item; it is replaced."""
     died: Channel[bool] = Channel(across="processes")
 
     def work(item: int) -> int:
@@ -86,16 +88,16 @@ def death() -> None:
     print(graph.run()[total], len(died))
 
 
-def stay(item: int) -> int:
+def remain(item: int) -> int:
     os.write(1, b"at work\n")
     threading.Event().wait()
     return item
 
 
 def orphans() -> None:
-    """Two workers that never end by themselves."""
+    """Start two workers that never end unless they are ended."""
     graph = Graph("orphans")
-    graph.source(range(2)).map(stay, workers=2, on="process").sink(print)
+    graph.source(range(2)).map(remain, workers=2, on="process").sink(print)
     graph.run()
 
 
@@ -116,7 +118,7 @@ def threads() -> None:
 
 
 def tls() -> None:
-    """Two ends that meet over TLS, then a death while a child still has copies of both."""
+    """Connect two ends over TLS; after that, one process dies while a child still has copies of both ends."""
     from flowchan.transport import tcp
     from flowchan.transport.authentication import meet
 

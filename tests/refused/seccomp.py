@@ -1,4 +1,4 @@
-"""Makes the kernel refuse system calls to this process and its children, as the filters of containers do."""
+"""Make the kernel refuse system calls to this process and its children, as container filters do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERS = {
 }  # fmt: skip
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # of 32 bits; with a constant
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # load 32 bits; compare with a constant
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
@@ -23,7 +23,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(call: str, error: int = errno.EPERM) -> None:
-    """From now on ``call`` fails with ``error``. It can't be taken back."""
+    """Make ``call`` fail with ``error`` from now on. This cannot be undone."""
     code = [
         (_LOAD, 0, 0, 0),  # the call's number
         (_JUMP_IF_EQUAL, 0, 1, NUMBERS[call]),
@@ -39,7 +39,7 @@ def refuse(call: str, error: int = errno.EPERM) -> None:
 
 
 def without_proc() -> None:
-    """Give this process its own view of the files, in which /proc is empty."""
+    """Give this process its own view of the file system, in which /proc is empty."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, mounts, private, recursive = 0x10000000, 0x00020000, 1 << 18, 1 << 14
     if (

@@ -1,6 +1,6 @@
 """Kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
 
-flowchan uses another way, or raises an error that names the call. The refusals are real ones, in separate
+flowchan works without the call, or raises an error that names it. The calls are really refused, in separate
 processes.
 """
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 both_errors = pytest.mark.parametrize("error", [errno.EPERM, errno.ENOSYS], ids=errno.errorcode.get)
 
 
-def said(function: str, call: str, error: int = 0) -> str:
+def message(function: str, call: str, error: int = 0) -> str:
     command = [sys.executable, PROGRAMS, function, call, str(error)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -36,22 +36,22 @@ def said(function: str, call: str, error: int = 0) -> str:
 
 @both_errors
 def test_c10_blocked_select_sleeps_and_wakes_without_futex_waitv(error: int) -> None:
-    assert said("blocked_select", "futex_waitv", error) == "sleeps item"
+    assert message("blocked_select", "futex_waitv", error) == "sleeps item"
 
 
 @both_errors
 def test_c9_coroutines_wait_at_both_media_without_futex_waitv(error: int) -> None:
-    assert said("blocked_coroutines", "futex_waitv", error) == "[0, 1]"
+    assert message("blocked_coroutines", "futex_waitv", error) == "[0, 1]"
 
 
 @both_errors
 def test_workers_in_processes_work_without_pidfd_open(error: int) -> None:
-    assert said("run", "pidfd_open", error) == "9900"
+    assert message("run", "pidfd_open", error) == "9900"
 
 
 @both_errors
 def test_r4_death_of_worker_is_noticed_without_pidfd_open(error: int) -> None:
-    assert said("death", "pidfd_open", error) == "4950 1"
+    assert message("death", "pidfd_open", error) == "4950 1"
 
 
 @both_errors
@@ -61,7 +61,8 @@ def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int)
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
         parent.send_signal(signal.SIGKILL)
-        assert parent.stdout.read() == ""  # its end comes when the workers, who have it too, are gone
+        # standard output ends after the workers, which also have it, have ended
+        assert parent.stdout.read() == ""
 
 
 @both_errors
@@ -81,19 +82,19 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 def test_refused_system_call_of_process_channels_is_named(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
-        "filter of a container or "
-        f"of a service manager; allow {call} in it"
+        "filter of a container or service manager; "
+        f"allow {call} in it"
     )
-    channel = said("channel", call, error)
+    channel = message("channel", call, error)
     assert f"{error}, " in channel
     assert reason in channel
-    assert said("run", call, error).startswith(f"system {reason}")
-    assert said("threads", call, error) == "9900 item"
+    assert message("run", call, error).startswith(f"system {reason}")
+    assert message("threads", call, error) == "9900 item"
 
 
 def test_process_channels_without_proc_name_the_missing_mount() -> None:
     try:
-        channel = said("channel", "proc")
+        channel = message("channel", "proc")
     except AssertionError as error:
         if "PermissionError" in str(error):
             pytest.skip("this user may not hide /proc: run this as root, or where users may make namespaces")
@@ -101,11 +102,11 @@ def test_process_channels_without_proc_name_the_missing_mount() -> None:
     reason = "channels between processes need /proc, which is not mounted here (mount -t proc proc /proc)"
     assert channel.startswith("FileNotFoundError(2, ")
     assert reason in channel
-    assert said("run", "proc").startswith(f"system {reason}")
-    assert said("threads", "proc") == "9900 item"
+    assert message("run", "proc").startswith(f"system {reason}")
+    assert message("threads", "proc") == "9900 item"
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
-    """One error is enough: the code does not distinguish them, and torch takes long to import."""
-    assert said("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"
+    """One error is enough: the code does not distinguish the errors, and torch takes long to import."""
+    assert message("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

@@ -27,17 +27,17 @@ def _method(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Count how often supervisors look for a deadlock, and let them look without a pause."""
     count = itertools.count()
     seen = [0]
-    real = Supervisor._look_for_deadlock
+    real = Supervisor._check_deadlock
 
-    def look(self: Supervisor) -> None:
+    def check(self: Supervisor) -> None:
         real(self)
         seen[0] = next(count)
 
-    monkeypatch.setattr(Supervisor, "_look_for_deadlock", look)
+    monkeypatch.setattr(Supervisor, "_check_deadlock", check)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.001)
     monkeypatch.setattr(deadlock, "STILL", 0.001)
     return lambda: seen[0]

@@ -59,14 +59,16 @@ def by_branches(stream: Stream[int]) -> Stream[int]:
     return stream.graph.merge(even.map(double), odd.filter(lambda number: True).map(double))  # type: ignore[attr-defined]
 
 
-WAYS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_the_end, by_branches]
+VARIANTS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_the_end, by_branches]
 
 
-def asked(declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]) -> Any:
+def ask_in_graph(
+    declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]
+) -> Any:
     """Return the result of ``use(run, questions)`` for a graph between an input and a collect."""
 
     async def main() -> Any:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         declare(questions).collect(name="end")
         with graph.start() as run:
@@ -75,8 +77,8 @@ def asked(declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_hundred_concurrent_requests_get_their_own_answers(way: Any) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_hundred_concurrent_requests_get_their_own_answers(variant: Any) -> None:
     async def use(run: Run, questions: Any) -> None:
         answers = [run.ask(questions, number) for number in (*range(13), 13, *range(15, 201))]
         found = await asyncio.gather(*answers, return_exceptions=True)
@@ -84,12 +86,12 @@ def test_two_hundred_concurrent_requests_get_their_own_answers(way: Any) -> None
         assert isinstance(found[13], ValueError)
         assert str(found[13]) == "thirteen"
 
-    asked(way, use)
+    ask_in_graph(variant, use)
 
 
 def test_items_without_requests_reach_the_results() -> None:
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         result = questions.batch(4, timeout=0.001).map(double_all).unbatch().collect()
         with graph.start() as run:
@@ -107,7 +109,7 @@ def test_caller_learns_that_its_item_killed_the_worker() -> None:
             await run.ask(questions, 14)
         assert await run.ask(questions, 4) == 8
 
-    asked(by_processes, use)
+    ask_in_graph(by_processes, use)
 
 
 class Bomb:
@@ -134,15 +136,15 @@ def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bo
         asks = [run.ask(questions, Bomb()) for _ in range(2)]
         for error in await asyncio.gather(*asks, return_exceptions=True):
             assert isinstance(error, WorkerDied)
-            assert "2 × exited with code 7" in str(error)
+            assert "each exited with code 7" in str(error)
         assert await run.ask(questions, 4) == 4
 
-    asked(declare, use)
+    ask_in_graph(declare, use)
 
 
 def test_failed_request_is_counted_and_does_not_end_the_run() -> None:
     async def main() -> str:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         questions.map(double, name="double").collect(name="end")
         with graph.start() as run:
@@ -157,7 +159,7 @@ def test_failed_request_is_counted_and_does_not_end_the_run() -> None:
 
 def test_sink_answers_with_the_return_value() -> None:
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         questions.sink(double)
         with graph.start() as run:
@@ -170,7 +172,7 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
     """The batch ends in a second function, in a filter that drops it, or in a sink."""
 
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         batches: Any = graph.input("batches")
         again, sieved = (graph.input(name) for name in ("again", "sieved"))
         batches.batch(4, timeout=0.002).sink(double_all)
@@ -187,8 +189,8 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
             ]
             one, other = await asyncio.gather(run.ask(again, 3), run.ask(again, 13), return_exceptions=True)
             assert (one, type(other)) == (6, ValueError)
-            gone = await asyncio.gather(*(run.ask(sieved, n) for n in range(3)), return_exceptions=True)
-            assert [type(error) for error in gone] == [LookupError] * 3
+            cancelled = await asyncio.gather(*(run.ask(sieved, n) for n in range(3)), return_exceptions=True)
+            assert [type(error) for error in cancelled] == [LookupError] * 3
 
     asyncio.run(main())
 
@@ -198,7 +200,7 @@ def test_item_dropped_by_a_filter_has_no_answer() -> None:
         with pytest.raises(LookupError, match="stage 'sieve' dropped the item, so it has no answer"):
             await run.ask(questions, 3)
 
-    asked(lambda stream: stream.filter(lambda number: number != 3, name="sieve"), use)
+    ask_in_graph(lambda stream: stream.filter(lambda number: number != 3, name="sieve"), use)
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
@@ -211,7 +213,7 @@ def test_cancelled_request_is_dropped_at_the_next_stage(on: Any) -> None:
         return number
 
     async def main() -> Run:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         questions.map(hold, on=on, name="hold").map(double, on=on, name="double").collect(name="end")
         with graph.start() as run:
@@ -237,18 +239,18 @@ def test_cancelled_request_is_dropped_at_the_next_stage(on: Any) -> None:
 def test_late_cancellation_does_not_cancel_another_request() -> None:
     async def main() -> None:
         seeds.enter(seeds.Worker("stage", 1, 1, 0, 0))
-        told: list[int] = []
-        questions = requests.Requests(lambda: None, told.append)
+        reported: list[int] = []
+        questions = requests.Requests(lambda: None, reported.append)
         try:
-            first, *others, last = [questions.begin(None)[0] for _ in range(cancelled_requests.PLACES + 1)]
+            first, *others, last = [questions.begin(None)[0] for _ in range(cancelled_requests.SLOTS + 1)]
             for one in others:
                 questions.forget(one.question)
             questions.forget(first.question)
-            assert not cancelled_requests.is_crossed_off(last.question, last.board)
+            assert not cancelled_requests.is_cancelled(last.question, last.board)
             questions.forget(last.question)
-            assert cancelled_requests.is_crossed_off(last.question, last.board)
-            assert not cancelled_requests.is_crossed_off(first.question, first.board)
-            assert told == [one.question for one in (*others, first, last)]
+            assert cancelled_requests.is_cancelled(last.question, last.board)
+            assert not cancelled_requests.is_cancelled(first.question, first.board)
+            assert reported == [one.question for one in (*others, first, last)]
         finally:
             questions.end()
 
@@ -259,7 +261,7 @@ def test_item_of_an_ended_branch_has_no_answer() -> None:
     """A take that has enough items drops it, or a stage before that take."""
 
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions", capacity=100)
         branches = questions.partition(lambda number: number % 3, 3)
         branches[0].take(1).collect(name="one")
@@ -269,8 +271,8 @@ def test_item_of_an_ended_branch_has_no_answer() -> None:
             for number in (0, 1):
                 assert await run.ask(questions, number) == 2 * number
                 answers = [run.ask(questions, number + 3, timeout=60) for _ in range(2)]
-                gone = await asyncio.gather(*answers, return_exceptions=True)
-                assert [type(error) for error in gone] == [LookupError] * 2
+                cancelled = await asyncio.gather(*answers, return_exceptions=True)
+                assert [type(error) for error in cancelled] == [LookupError] * 2
             assert await run.ask(questions, 2) == 2
         assert "MISSING" not in run.report()
 
@@ -287,14 +289,14 @@ def unreadable(number: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "item"),
+    ("variant", "item"),
     [
         (by_processes, NeverArrives()),
         (in_batches, NeverArrives()),
         (lambda stream: stream.map(unreadable, on="process"), 0),
     ],
 )
-def test_caller_learns_that_its_item_cannot_be_unpickled(way: Any, item: Any) -> None:
+def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any) -> None:
     """Unpickling fails in a worker, in a batch, or at the end of the graph."""
 
     async def use(run: Run, questions: Any) -> None:
@@ -302,7 +304,7 @@ def test_caller_learns_that_its_item_cannot_be_unpickled(way: Any, item: Any) ->
         one, failed, two = await asyncio.gather(*answers, return_exceptions=True)
         assert (one, type(failed), two) == (2, ZeroDivisionError, 4)
 
-    asked(way, use)
+    ask_in_graph(variant, use)
 
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
@@ -310,7 +312,7 @@ def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
     """The unreadable item has no caller, and the plain item alone would arrive."""
 
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         batches = questions.batch(2).map(list, on="process", name="copy")
         batches.collect()
@@ -332,19 +334,19 @@ def test_run_error_of_a_request_names_only_the_item() -> None:
             await run.ask(questions, 3)
 
     with pytest.raises(RunError) as caught:
-        asked(lambda stream: stream.map(exit), use)
+        ask_in_graph(lambda stream: stream.map(exit), use)
     assert caught.value.exceptions[0].item == "3"
 
 
 def test_requests_of_a_failed_batch_count_as_failed_once() -> None:
     async def main() -> Run:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         sieved, batches = (graph.input(name) for name in ("sieved", "batches"))
         sieved.filter(lambda number: False, name="sieve").collect()
         batches.batch(3).map(fail_all, name="all").collect()
         with graph.start() as run:
-            asked = [*(run.ask(batches, number) for number in range(3)), run.ask(sieved, 1)]
-            await asyncio.gather(*asked, return_exceptions=True)
+            ask_in_graph = [*(run.ask(batches, number) for number in range(3)), run.ask(sieved, 1)]
+            await asyncio.gather(*ask_in_graph, return_exceptions=True)
         return run
 
     run = asyncio.run(main())
@@ -358,28 +360,28 @@ def fail_all(numbers: list[int]) -> list[int]:
 
 def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
     """One branch drops a member while a function of the other branch still uses it."""
-    here, there = Gate(), Gate()
+    first, second = Gate(), Gate()
 
     def hold(numbers: list[int]) -> list[int]:
-        here.wait()
+        first.wait()
         return numbers
 
     async def main() -> Run:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         one, other = questions.batch(2).tee(2)
         one.map(hold, name="hold").sink(id)
-        other.filter(lambda numbers: there.wait(True), name="held").sink(len, name="end")
+        other.filter(lambda numbers: second.wait(True), name="held").sink(len, name="end")
         with graph.start() as run:
-            asked = [asyncio.create_task(run.ask(questions, number)) for number in range(2)]
-            for gate in (here, there):
+            ask_in_graph = [asyncio.create_task(run.ask(questions, number)) for number in range(2)]
+            for gate in (first, second):
                 await asyncio.to_thread(gate.wait_held)
-            asked[1].cancel()
-            await asyncio.gather(asked[1], return_exceptions=True)
-            there.open()
+            ask_in_graph[1].cancel()
+            await asyncio.gather(ask_in_graph[1], return_exceptions=True)
+            second.open()
             await asyncio.to_thread(wait_until, lambda: stage_of(run, "end").items_out == 1)
-            here.open()
-            await asked[0]
+            first.open()
+            await ask_in_graph[0]
         return run
 
     assert stage_of(asyncio.run(main()), "hold").failed == 0
@@ -398,13 +400,13 @@ def test_all_callers_learn_that_the_run_failed() -> None:
         found.extend(await asyncio.gather(*answers, return_exceptions=True))
 
     with pytest.raises(RunError):
-        asked(lambda stream: stream.map(gate.wait), use)
+        ask_in_graph(lambda stream: stream.map(gate.wait), use)
     assert [type(one) for one in found] == [RunError] * 5
 
 
 def test_ask_after_the_end_of_the_run_raises() -> None:
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         questions.collect()
         with graph.start() as run:
@@ -424,7 +426,7 @@ def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch
         usual(self)
 
     monkeypatch.setattr(requests.Requests, "end", end)
-    graph = Graph("asked")
+    graph = Graph("ask_in_graph")
     graph.input("questions").collect()
     with graph.start() as run:
         pass
@@ -436,18 +438,18 @@ def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch
     [
         (
             lambda s: s.flat_map(lambda n: [n]).collect(),
-            "reach 'flat_map', and flat_map does not work item by item",
+            "must not reach 'flat_map', because flat_map has no single output",
         ),
         (
             lambda s: s.reduce(max, 0).batch(3).sink(print),
-            "reach 'max', and reduce does not work item by item",
+            "must not reach 'max', because reduce has no single output",
         ),
-        (lambda s: s.collect().sink(print), "reach 'collect', and collect does not work item by item"),
+        (lambda s: s.collect().sink(print), "must not reach 'collect', because collect has no single output"),
     ],
 )
 def test_ask_refuses_streams_without_an_answer(declare: Any, message: str) -> None:
     async def main() -> None:
-        graph = Graph("asked")
+        graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
         declare(questions)
         with graph.start() as run:

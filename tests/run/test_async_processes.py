@@ -133,13 +133,13 @@ def test_dead_worker_is_replaced(tmp_path) -> None:
 
 def test_requests_are_answered() -> None:
     graph = Graph("async")
-    asked = graph.input("asked")
-    answers = asked.map(Adds, on="process").collect()
+    questions = graph.input("asked")
+    answers = questions.map(Adds, on="process").collect()
 
     async def ask() -> list[int]:
         with graph.start() as run:
-            found = [await run.ask(asked, number) for number in range(3)]
-            run[asked].close()
+            found = [await run.ask(questions, number) for number in range(3)]
+            run[questions].close()
         return found
 
     del answers

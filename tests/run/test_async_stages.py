@@ -482,11 +482,11 @@ def test_operators_without_async_support_report_it() -> None:
 
 
 def test_async_stages_are_checked_like_others() -> None:
-    async def shout(item: str) -> str:
+    async def to_upper(item: str) -> str:
         return item.upper()
 
     graph = Graph("async")
-    graph.source([1]).map(shout, name="shout")
-    assert problems_of(graph) == [("unread", "shout")]
+    graph.source([1]).map(to_upper, name="to_upper")
+    assert problems_of(graph) == [("unread", "to_upper")]
     with pytest.raises(ValueError, match="workers"):
-        graph.source([1]).map(shout, workers=0)
+        graph.source([1]).map(to_upper, workers=0)

@@ -267,4 +267,4 @@ def test_abort_accepts_an_exception_or_nothing() -> None:
     graph.stage(breaks, name="guilty").sink(same)
     error = failure_of(graph)
     assert isinstance(error.__cause__, TypeError)
-    assert "cause must be an exception or None, not 'gone'" in str(error)
+    assert "cause must be an exception or None, got 'gone'" in str(error)

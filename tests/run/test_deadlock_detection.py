@@ -37,15 +37,15 @@ def edge(writer: str, reader: str, readers: int = 0, writers: int = 0, **counts:
     return dataclasses.replace(found, **counts)
 
 
-def look(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Observation:
+def observation(*edges: EdgeStats, stages: tuple[StageStats, ...] | None = None, **about: Any) -> Observation:
     if stages is None:
         stages = tuple(stage(name) for name in dict.fromkeys(one.writer for one in edges))
     return Observation(RunStats("graph", "running", 1.0, stages, edges, None), **about)
 
 
-LOOP = look(edge("first", "second", readers=1), edge("second", "first", readers=1))
+LOOP = observation(edge("first", "second", readers=1), edge("second", "first", readers=1))
 """View in which each stage waits for items of the other."""
-FULL = look(edge("first", "second", writers=1), edge("second", "first", writers=1))
+FULL = observation(edge("first", "second", writers=1), edge("second", "first", writers=1))
 
 
 def text_of(stuck: object) -> str:
@@ -59,7 +59,9 @@ def test_two_equal_views_with_all_workers_waiting_are_a_deadlock() -> None:
 
 
 def test_writer_that_waits_for_bytes_gets_the_memory_remedy() -> None:
-    short = look(edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1))
+    short = observation(
+        edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1)
+    )
     assert MORE_MEMORY in text_of(judge(short, short))
 
 
@@ -70,10 +72,10 @@ def test_single_view_proves_nothing() -> None:
 @pytest.mark.parametrize(
     "moved",
     [
-        look(edge("first", "second", readers=1, passed=1), edge("second", "first", readers=1)),
-        look(edge("first", "second", readers=1, inside=0), edge("second", "first", readers=1)),
-        look(*LOOP.stats.edges, stages=(stage("first", restarts=1), stage("second"))),
-        look(*LOOP.stats.edges, counts=(1,)),
+        observation(edge("first", "second", readers=1, passed=1), edge("second", "first", readers=1)),
+        observation(edge("first", "second", readers=1, inside=0), edge("second", "first", readers=1)),
+        observation(*LOOP.stats.edges, stages=(stage("first", restarts=1), stage("second"))),
+        observation(*LOOP.stats.edges, counts=(1,)),
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
@@ -86,9 +88,9 @@ def test_movement_between_two_views_is_not_a_deadlock(moved: Observation) -> Non
 @pytest.mark.parametrize(
     "going_on",
     [
-        look(edge("first", "second", readers=1), edge("second", "first")),
-        look(edge("first", "second", readers=1, woken=1), edge("second", "first", readers=1)),
-        look(edge("first", "second", readers=1, selecting=1), edge("second", "first", readers=1)),
+        observation(edge("first", "second", readers=1), edge("second", "first")),
+        observation(edge("first", "second", readers=1, woken=1), edge("second", "first", readers=1)),
+        observation(edge("first", "second", readers=1, selecting=1), edge("second", "first", readers=1)),
         dataclasses.replace(LOOP, outside=True),
         dataclasses.replace(LOOP, unread=frozenset({RESULT})),
     ],
@@ -102,7 +104,7 @@ def test_worker_able_to_move_is_not_a_deadlock(going_on: Observation) -> None:
 
 def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
     """The program fills an input and reads two results; one of them has a writer who waits."""
-    return look(
+    return observation(
         edge("input", "work", writers=putting),
         edge("work", "result", writers=writers),
         edge("other", "another", readers=getting),
@@ -111,24 +113,24 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
     )
 
 
-@pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}])
-def test_full_result_is_gathered_while_the_program_waits_elsewhere(waits: dict[str, int]) -> None:
+@pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}, {}])
+def test_full_result_is_gathered_until_the_program_reads_it(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
 
-def test_full_result_is_left_to_a_possible_reader() -> None:
-    assert judge(results(writers=1), results(writers=1)) is None
-    assert judge(results(writers=1), results(writers=1, putting=1)) is None
+def test_result_with_room_is_left_to_a_possible_reader() -> None:
+    assert judge(results(writers=0), results(writers=1)) is None
+    assert judge(results(writers=1), results(writers=0)) is None
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 
 # --- when to inspect a run ---
 
 
-def looked(glances: list[Activity]) -> tuple[int, list[object]]:
+def observations(activities: list[Activity]) -> tuple[int, list[object]]:
     """Return the number of inspections of a run of two workers, and the finding at each poll."""
-    times, count, now = iter(glances), [0], [0.0]
+    times, count, now = iter(activities), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 
     def closely(unread: frozenset[WorkerId]) -> Observation:
@@ -136,37 +138,37 @@ def looked(glances: list[Activity]) -> tuple[int, list[object]]:
         return LOOP
 
     found = []
-    for _ in glances:
+    for _ in activities:
         now[0] += STILL
-        found.append(deadlocks.look(now[0], TWO, lambda: next(times), closely))
+        found.append(deadlocks.check(now[0], TWO, lambda: next(times), closely))
     return count[0], found
 
 
 def test_run_that_moves_is_never_inspected() -> None:
-    assert looked([Activity(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
+    assert observations([Activity(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
 
 
-@pytest.mark.parametrize("glance", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
-def test_run_with_a_working_worker_or_open_input_is_not_inspected(glance: Activity) -> None:
-    assert looked([glance] * 5) == (0, [None] * 5)
+@pytest.mark.parametrize("activity", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
+def test_run_with_a_working_worker_or_open_input_is_not_inspected(activity: Activity) -> None:
+    assert observations([activity] * 5) == (0, [None] * 5)
 
 
 def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     unread = frozenset(TWO)
-    assert looked([Activity(7, 2, 0, unread=unread)] * 3)[0] == 0
-    assert looked([Activity(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
-    assert looked([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
+    assert observations([Activity(7, 2, 0, unread=unread)] * 3)[0] == 0
+    assert observations([Activity(7, 0, 1, opened=True, unread=unread)] * 3)[0] == 2
+    assert observations([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
 def test_run_that_is_still_is_inspected_twice() -> None:
-    count, found = looked([Activity(7, 1, 1)] * 3)
+    count, found = observations([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
     assert isinstance(found[2], Stuck)
 
 
 def test_movement_between_two_views_restarts_the_inspection() -> None:
-    count, found = looked([Activity(7, 2, 0)] * 2 + [Activity(8, 2, 0)] * 2)
+    count, found = observations([Activity(7, 2, 0)] * 2 + [Activity(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
 
 
@@ -174,16 +176,16 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     answers = iter([None, None, LOOP, None, LOOP])
     deadlocks, found = Deadlocks(0.0), []
     for now in (1, 2, 2.01, 2.02, 3, 3.01):
-        found.append(deadlocks.look(now, TWO, lambda: Activity(7, 2, 0), lambda _: next(answers)))
+        found.append(deadlocks.check(now, TWO, lambda: Activity(7, 2, 0), lambda _: next(answers)))
     assert found[:-1] == [None] * 5
     assert isinstance(found[-1], Stuck)
     assert next(answers, "all") == "all"
 
 
 def test_remote_workers_count_by_their_own_reports() -> None:
-    away = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
-    stats = look(
-        edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=away
+    absent = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
+    stats = observation(
+        edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=absent
     ).stats
     into, out = Waits(reading={"first": 1}, writing={"second": 2}).put_into(stats).edges
     assert (into.waiting_readers, out.waiting_readers, out.waiting_writers) == (1, 1, 2)
@@ -191,4 +193,4 @@ def test_remote_workers_count_by_their_own_reports() -> None:
 
 def test_run_is_not_inspected_before_the_interval() -> None:
     deadlocks = Deadlocks(0.0)
-    assert deadlocks.look(STILL / 2, TWO, pytest.fail, pytest.fail) is None
+    assert deadlocks.check(STILL / 2, TWO, pytest.fail, pytest.fail) is None

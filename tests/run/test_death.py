@@ -174,15 +174,15 @@ COLLECTED = """
         print(error.exceptions[0])
 """
 
-WAYS = {
+VARIANTS = {
     "ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "collected": "signal.signal(signal.SIGCHLD, collect)",
 }
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", VARIANTS)
 def test_death_is_noticed_in_a_program_that_reaps_its_children(how: str, tmp_path: Path) -> None:
     """The run knows that the worker died, even if it cannot know how."""
-    out = run_python(script(tmp_path, COLLECTED.replace("HOW", WAYS[how])))
+    out = run_python(script(tmp_path, COLLECTED.replace("HOW", VARIANTS[how])))
     assert out.startswith("True\n")
     assert "SIGKILL" in out or "ignores SIGCHLD or collects its children" in out

@@ -4,7 +4,9 @@ clock."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +18,7 @@ from flowchan.run.observe import measure
 from flowchan.run.policy import decisions
 from flowchan.run.policy.actions import (
     BreakChannels,
+    DropQueued,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -23,23 +26,26 @@ from flowchan.run.policy.actions import (
     RestartGang,
     StopSources,
     Terminate,
+    Warn,
 )
 from flowchan.run.policy.decisions import (
     GRACE,
-    STOP_SECONDS,
-    AbortAsked,
-    Moved,
-    StopAsked,
+    STOP_NOTICE_S,
+    AbortRequested,
+    StopRequested,
     Tick,
     decide,
+    next_at,
 )
 from flowchan.run.policy.events import (
+    Death,
     Ended,
     Failure,
-    Gone,
     GroupLost,
+    ProcessEnded,
     WorkerId,
 )
+from flowchan.run.policy.restart_limit import RESTART_PERIOD_S
 from flowchan.run.policy.transitions import (
     Phase,
     PolicyState,
@@ -55,6 +61,11 @@ GOING_ON = [phase for phase in get_args(Phase) if phase != "ended"]
 
 def at(phase: Phase, **values: Any) -> PolicyState:
     return dataclasses.replace(START, phase=phase, **values)
+
+
+def restarted(stage: str, times: int) -> dict[str, Any]:
+    """Return the values of a state in which a stage has restarted at time 0."""
+    return {"restarts": {stage: times}, "recent_restarts": {stage: (0.0,) * times}}
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
@@ -78,11 +89,11 @@ def test_end_of_the_last_worker_ends_the_run(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize(
-    "happening", [Ended(MAP), failure(MAP), died(MAP), StopAsked(), AbortAsked(), Tick()]
+    "event", [Ended(MAP), failure(MAP), died(MAP), StopRequested(), AbortRequested(), Tick()]
 )
-def test_events_after_the_end_change_nothing(happening: Any) -> None:
+def test_events_after_the_end_change_nothing(event: Any) -> None:
     state = at("ended", alive=frozenset())
-    assert decide(state, happening, 1e9) == (state, ())
+    assert decide(state, event, 1e9) == (state, ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
@@ -124,10 +135,72 @@ def test_death_without_restarts_left_is_a_failure(phase: Phase) -> None:
     assert actions == (BreakChannels(), ReleasePorts(MAP))
 
 
+LASTING = at("running", limits={"map": 10})
+
+
+def after_deaths(state: PolicyState, deaths: Sequence[Death], every: float) -> tuple[PolicyState, list[Warn]]:
+    """Let workers die one after the other. Return the state and the warnings."""
+    warnings = []
+    for number, death in enumerate(deaths):
+        state, actions = decide(state, death, number * every)
+        warnings += [action for action in actions if isinstance(action, Warn)]
+    return state, warnings
+
+
+def test_restarts_of_an_earlier_period_do_not_count() -> None:
+    often = RESTART_PERIOD_S / 10
+    state, warnings = after_deaths(LASTING, [died(MAP)] * 100, every=often)
+    assert (state.phase, state.restarts) == ("running", {"map": 100})
+    assert len(warnings) == 1  # the stage stays near its limit
+    state, _ = after_deaths(LASTING, [died(MAP)] * 11, every=often * 0.99)
+    assert state.phase == "failing"
+    assert "10 of 10 restarts are used in 60 s" in str(failure_in(state).error)
+
+
+def test_pauses_before_replacements_do_not_end_the_period() -> None:
+    """Otherwise a limit that is higher than the number of pauses in a period would never be reached."""
+    state, now = at("running", limits={"map": 100}), 0.0
+    for number in range(101):
+        state, actions = decide(state, dataclasses.replace(died(MAP), deaths=number), now)
+        now += sum(action.pause for action in actions if isinstance(action, Replace))
+    assert now > 5 * RESTART_PERIOD_S
+    assert (state.phase, state.restarts) == ("failing", {"map": 100})
+
+
+def test_deaths_over_items_use_no_restarts() -> None:
+    over = [dataclasses.replace(died(MAP), over_item=number % 3 + 1) for number in range(12)]
+    state, warnings = after_deaths(LASTING, over, every=0.0)
+    assert (state.phase, state.restarts, warnings) == ("running", {"map": 12}, [])
+    state, _ = decide(at("running", limits={"map": 0}), over[0], 0.0)
+    assert state.phase == "failing"
+
+
+def test_slow_starts_that_all_die_end_the_run() -> None:
+    starts = [dataclasses.replace(died(MAP), unbegun=number) for number in range(1, 5)]
+    state, _ = after_deaths(LASTING, starts, every=2 * RESTART_PERIOD_S)
+    assert "it dies before it begins to work" in str(failure_in(state).error)
+    explicit = dataclasses.replace(LASTING, limits={"map": 3}, explicit=frozenset({"map"}))
+    state, _ = after_deaths(explicit, starts[:3], every=2 * RESTART_PERIOD_S)
+    assert state.phase == "running"
+    state, _ = after_deaths(explicit, starts, every=2 * RESTART_PERIOD_S)
+    assert "it dies before it begins to work" in str(failure_in(state).error)
+
+
+@pytest.mark.parametrize(("limit", "first"), [(1, 1), (2, 1), (10, 8), (100, 80)])
+def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
+    state = at("running", limits={"map": limit})
+    state, warnings = after_deaths(state, [died(MAP)] * (first - 1), every=0.0)
+    assert warnings == []
+    _, warnings = after_deaths(state, [died(MAP)] * (limit - first + 1), every=0.0)
+    (warning,) = warnings
+    assert (warning.stage, warning.topic) == ("map", "restarts")
+    assert f"has used {first} of {limit} restarts in 60 s" in warning.text
+
+
 def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
     """A stage whose workers cannot be replaced still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
-    state, actions = decide(at("running", limits={"map": 2}, restarts={"map": 2}), lost, 0.0)
+    state, actions = decide(at("running", limits={"map": 2}, **restarted("map", 2)), lost, 0.0)
     assert (state.phase, state.restarts) == ("running", {"map": 2})
     assert actions == (Replace(MAP, 0.0),)
     state, _ = decide(at("running", limits={"map": 0}), lost, 0.0)
@@ -145,10 +218,10 @@ def test_death_of_a_terminated_worker_is_not_a_failure(phase: Phase) -> None:
 def test_death_with_restarts_left_does_not_fail_an_ending_run(
     phase: Phase,
 ) -> None:
-    state, actions = decide(at(phase, limits={"map": 2}, restarts={"map": 1}), died(MAP), 0.0)
+    state, actions = decide(at(phase, limits={"map": 2}, **restarted("map", 1)), died(MAP), 0.0)
     assert (state.phase, state.failures) == (phase, ())
     assert actions == (ReleasePorts(MAP),)
-    state, _ = decide(at(phase, limits={"map": 2}, restarts={"map": 2}), died(MAP), 0.0)
+    state, _ = decide(at(phase, limits={"map": 2}, **restarted("map", 2)), died(MAP), 0.0)
     assert len(state.failures) == 1
 
 
@@ -164,13 +237,13 @@ def test_gang_restarts_after_all_its_workers_have_ended() -> None:
     state, actions = decide(GANG_AT_WORK, missing(third), 0.0)
     assert (state.failures, actions) == ((), ())
     state, actions = decide(state, died(first), 0.0)
-    assert actions == (Terminate(second, force=True), Terminate(third, force=True))
+    assert actions[1:] == (Terminate(second, force=True), Terminate(third, force=True))
     assert state.ends_with_peers(second)
-    state, actions = decide(state, Gone(third), 0.0)
+    state, actions = decide(state, ProcessEnded(third), 0.0)
     assert actions == ()
-    state, actions = decide(state, Gone(second), 0.0)
+    state, actions = decide(state, ProcessEnded(second), 0.0)
     assert actions == (RestartGang(GANG, 0.0, first),)
-    assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": 1})
+    assert state == dataclasses.replace(GANG_AT_WORK, **restarted("gang", 1))
 
 
 def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
@@ -182,7 +255,7 @@ def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
 def test_only_unfinished_workers_of_a_gang_restart() -> None:
     first, second, third = GANG
     state, _ = decide(GANG_AT_WORK, died(first), 0.0)
-    state, _ = decide(state, Gone(third), 0.0)
+    state, _ = decide(state, ProcessEnded(third), 0.0)
     state, actions = decide(state, Ended(second), 0.0)
     assert actions == (ReleasePorts(second), RestartGang((first, third), 0.0, first))
 
@@ -193,12 +266,12 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
         for worker in GANG:
             state, _ = decide(state, missing(worker), 0.0)
         for worker in GANG[:2]:
-            state, actions = decide(state, Gone(worker), 0.0)
+            state, actions = decide(state, ProcessEnded(worker), 0.0)
             assert actions == ()
-        state, actions = decide(state, Gone(GANG[2]), 0.0)
+        state, actions = decide(state, ProcessEnded(GANG[2]), 0.0)
         if restart < 3:
-            assert actions == (RestartGang(GANG, 0.0, None),)
-            assert state == dataclasses.replace(GANG_AT_WORK, restarts={"gang": restart})
+            assert actions[-1] == RestartGang(GANG, 0.0, None)
+            assert state == dataclasses.replace(GANG_AT_WORK, **restarted("gang", restart))
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [GANG[0]])
     assert BreakChannels() in actions
 
@@ -206,29 +279,29 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
     """Members on other hosts may have missed it before."""
     first, second, _ = GANG
-    left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
-    state, _ = decide(GANG_AT_WORK, left, 0.0)
-    assert (state.phase, state.failures) == ("failing", (left,))
+    failure_left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
+    state, _ = decide(GANG_AT_WORK, failure_left, 0.0)
+    assert (state.phase, state.failures) == ("failing", (failure_left,))
     why = failure(first)
     state, _ = decide(state, why, 0.0)
     assert state.failures == (why,)
 
 
-@pytest.mark.parametrize("heard", [0, 1, 2], ids=["first", "before its process is gone", "last"])
-def test_gang_ends_when_one_worker_ends_without_readers(heard: int) -> None:
+@pytest.mark.parametrize("is_reported", [0, 1, 2], ids=["first", "before its process is gone", "last"])
+def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> None:
     """Members on other hosts may have missed it before that end is heard. The third worker waits for an
     item."""
     first, second, third = GANG
-    happenings = [missing(second), *([Gone(second)] if heard else [])]
-    happenings.insert(heard, Ended(first, early=True))
+    events = [missing(second), *([ProcessEnded(second)] if is_reported else [])]
+    events.insert(is_reported, Ended(first, early=True))
     state = GANG_AT_WORK
-    for happening in happenings:
-        state, _ = decide(state, happening, 0.0)
+    for event in events:
+        state, _ = decide(state, event, 0.0)
     assert state == dataclasses.replace(
         GANG_AT_WORK, alive=frozenset({third}), no_readers=frozenset({"gang"})
     )
     state, actions = decide(state, died(third), 0.0)
-    assert actions == (RestartGang((third,), 0.0, third),)
+    assert actions[-1] == RestartGang((third,), 0.0, third)
 
 
 def test_worker_of_a_finishing_run_may_lose_a_member() -> None:
@@ -240,7 +313,7 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
     first, second, third = GANG
     state = dataclasses.replace(GANG_AT_WORK, limits={})
     state, _ = decide(state, missing(third), 0.0)
-    state, _ = decide(state, Gone(third), 0.0)
+    state, _ = decide(state, ProcessEnded(third), 0.0)
     state, actions = decide(state, died(first), 0.0)
     assert (state.phase, state.alive) == ("failing", frozenset({second}))
     assert actions == (BreakChannels(), ReleasePorts(first), ReleasePorts(third))
@@ -249,15 +322,15 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
 
 
 def test_failing_gang_releases_earlier_gangs() -> None:
-    left, here, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
-    workers = frozenset({left, here, *others})
+    failure_left, present, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
+    workers = frozenset({failure_left, present, *others})
     state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
     actions: tuple[Any, ...] = ()
-    for worker in (left, *others):
+    for worker in (failure_left, *others):
         state, _ = decide(state, missing(worker), 0.0)
-        state, actions = decide(state, Gone(worker), 0.0)
-    assert (state.phase, state.alive, state.ended_peers) == ("failing", {here}, frozenset())
-    assert ReleasePorts(left) in actions
+        state, actions = decide(state, ProcessEnded(worker), 0.0)
+    assert (state.phase, state.alive, state.ended_peers) == ("failing", {present}, frozenset())
+    assert ReleasePorts(failure_left) in actions
 
 
 ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
@@ -266,7 +339,7 @@ ELASTIC = dataclasses.replace(GANG_AT_WORK, elastic=frozenset({"gang"}))
 def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     first, second, third = GANG
     state, actions = decide(ELASTIC, died(first), 0.0)
-    assert actions == (Replace(first, 0.0),)
+    assert actions[1:] == (Replace(first, 0.0),)
     state, actions = decide(state, GroupLost(third, missing(third)), 0.0)
     assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
@@ -302,27 +375,27 @@ def test_elastic_gang_without_deaths_regroups_within_its_restarts() -> None:
 
 
 def test_stop_stops_the_sources() -> None:
-    state, actions = decide(START, StopAsked(), 7.0)
+    state, actions = decide(START, StopRequested(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
     assert actions == (StopSources(),)
 
 
-@pytest.mark.parametrize("phase", [phase for phase in GOING_ON if phase != "running"])
+@pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
 def test_stop_of_an_ending_run_changes_only_its_state(phase: Phase) -> None:
-    state, actions = decide(at(phase), StopAsked(), 7.0)
+    state, actions = decide(at(phase), StopRequested(), 7.0)
     assert (state, actions) == (at(phase, stopped=True), ())
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping", "finishing"])
 def test_abort_breaks_the_channels(phase: Phase) -> None:
-    state, actions = decide(at(phase), AbortAsked(), 7.0)
+    state, actions = decide(at(phase), AbortRequested(), 7.0)
     assert (state.phase, state.since, state.aborted) == ("aborting", 7.0, True)
     assert actions == (BreakChannels(),)
 
 
 @pytest.mark.parametrize("phase", ["failing", "aborting"])
 def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
-    assert decide(at(phase), AbortAsked(), 7.0) == (at(phase), ())
+    assert decide(at(phase), AbortRequested(), 7.0) == (at(phase), ())
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
@@ -349,18 +422,35 @@ def test_stopped_run_finishes_once_only_its_sources_are_left() -> None:
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 
 
-def test_stopped_run_without_moving_items_is_aborted() -> None:
-    assert decide(at("stopping"), Tick(), STOP_SECONDS) == (at("stopping"), ())
-    state, actions = decide(at("stopping"), Tick(), STOP_SECONDS + 1)
-    assert (state.phase, actions) == ("aborting", (BreakChannels(),))
+def test_stopped_run_warns_once_and_discards_nothing() -> None:
+    assert decide(at("stopping"), Tick(), STOP_NOTICE_S) == (at("stopping"), ())
+    state, (warning,) = decide(at("stopping"), Tick(), STOP_NOTICE_S + 1)
+    assert isinstance(warning, Warn)
+    assert "was stopped 30 s ago and still works on what was in flight, in map, sink" in warning.text
+    assert state.phase == "stopping"
+    assert decide(state, Tick(), 1e9) == (state, ())
+    assert next_at(state) == math.inf
 
 
-def test_moving_items_extend_the_time_of_a_stopped_run() -> None:
-    state, actions = decide(at("stopping"), Moved(), STOP_SECONDS + 1)
-    assert (state, actions) == (dataclasses.replace(at("stopping"), since=STOP_SECONDS + 1), ())
-    assert decide(state, Tick(), 2 * STOP_SECONDS) == (state, ())
-    for phase in ("running", "finishing", "aborting"):
-        assert decide(at(phase), Moved(), 1.0) == (at(phase), ())
+def test_stopped_run_is_aborted_after_its_timeout() -> None:
+    state, actions = decide(START, StopRequested(timeout=40.0), 7.0)
+    assert (state.phase, actions, next_at(state)) == ("stopping", (StopSources(),), 7.0 + STOP_NOTICE_S)
+    state, _ = decide(state, Tick(), 46.0)
+    assert (state.phase, next_at(state)) == ("stopping", 47.0)
+    state, actions = decide(state, Tick(), 47.0)
+    assert (state.phase, state.aborted, actions) == ("aborting", True, (BreakChannels(),))
+
+
+def test_second_stop_sets_another_timeout() -> None:
+    state, _ = decide(START, StopRequested(), 0.0)
+    state, actions = decide(state, StopRequested(timeout=5.0, finish_queued=False), 100.0)
+    assert (state.phase, state.since, state.stop_by, actions) == ("stopping", 0.0, 105.0, (DropQueued(),))
+    assert decide(state, StopRequested(), 101.0) == (state, ())
+
+
+def test_stop_without_queued_items_drops_them() -> None:
+    _, actions = decide(START, StopRequested(finish_queued=False), 7.0)
+    assert actions == (StopSources(), DropQueued())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

@@ -18,16 +18,16 @@ from flowchan.run.policy.actions import (
     Terminate,
 )
 from flowchan.run.policy.decisions import (
-    AbortAsked,
-    StopAsked,
+    AbortRequested,
+    StopRequested,
     Tick,
     decide,
     next_at,
 )
 from flowchan.run.policy.events import (
     Ended,
-    Gone,
     GroupLost,
+    ProcessEnded,
     WorkerId,
 )
 from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, Size
@@ -77,12 +77,12 @@ class Runs(RuleBasedStateMachine):
         )
 
     @property
-    def living(self) -> frozenset[WorkerId]:
+    def alive_workers(self) -> frozenset[WorkerId]:
         return self.state.alive - self.state.ended_peers
 
-    def happens(self, happening: Any) -> None:
+    def happens(self, event: Any) -> None:
         before = self.state
-        self.state, actions = decide(before, happening, self.now)
+        self.state, actions = decide(before, event, self.now)
         for action in actions:
             if isinstance(action, BreakChannels):
                 assert not self.broken, "channels are broken once"
@@ -102,32 +102,32 @@ class Runs(RuleBasedStateMachine):
                 assert action.worker in before.alive - before.leaving
             elif isinstance(action, FormGroup):
                 stage = action.workers[0].stage
-                mates = {worker for worker in self.state.alive - self.state.joining if worker.stage == stage}
-                assert set(action.workers) == mates, "all that are at work"
+                peers = {worker for worker in self.state.alive - self.state.joining if worker.stage == stage}
+                assert set(action.workers) == peers, "all that are at work"
 
     def some(self, data: st.DataObject, workers: frozenset[WorkerId]) -> WorkerId:
         return data.draw(st.sampled_from(sorted(workers, key=str)))
 
     def goes(self, worker: WorkerId) -> None:
         """Report that a process is gone without having reported its end."""
-        self.happens(Gone(worker) if self.state.ends_with_peers(worker) else died(worker))
+        self.happens(ProcessEnded(worker) if self.state.ends_with_peers(worker) else died(worker))
 
-    @precondition(lambda self: self.living - self.state.missing_peer.keys())
+    @precondition(lambda self: self.alive_workers - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_ends(self, data: st.DataObject) -> None:
-        worker = self.some(data, self.living - self.state.missing_peer.keys())
+        worker = self.some(data, self.alive_workers - self.state.missing_peer.keys())
         self.happens(Ended(worker, early=data.draw(st.booleans())))
 
-    @precondition(lambda self: self.living - self.state.missing_peer.keys())
+    @precondition(lambda self: self.alive_workers - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_fails(self, data: st.DataObject) -> None:
         self.failed += 1
-        self.happens(failure(self.some(data, self.living - self.state.missing_peer.keys())))
+        self.happens(failure(self.some(data, self.alive_workers - self.state.missing_peer.keys())))
 
-    @precondition(lambda self: self.living - self.state.missing_peer.keys())
+    @precondition(lambda self: self.alive_workers - self.state.missing_peer.keys())
     @rule(data=st.data())
     def a_worker_misses_another_of_its_group(self, data: st.DataObject) -> None:
-        self.happens(missing(self.some(data, self.living - self.state.missing_peer.keys())))
+        self.happens(missing(self.some(data, self.alive_workers - self.state.missing_peer.keys())))
 
     @precondition(lambda self: self.without_group)
     @rule(data=st.data())
@@ -143,14 +143,14 @@ class Runs(RuleBasedStateMachine):
             one for one in state.alive - state.without_group.keys() if one.stage in state.elastic
         )
 
-    @precondition(lambda self: self.living & self.state.processes)
+    @precondition(lambda self: self.alive_workers & self.state.processes)
     @rule(data=st.data())
     def a_process_dies(self, data: st.DataObject) -> None:
-        self.goes(self.some(data, self.living & self.state.processes))
+        self.goes(self.some(data, self.alive_workers & self.state.processes))
 
     @precondition(lambda self: self.state.sizes)
     @rule(data=st.data(), workers=st.integers(1, 4))
-    def somebody_scales_a_stage(self, data: st.DataObject, workers: int) -> None:
+    def stage_is_scaled(self, data: st.DataObject, workers: int) -> None:
         stage = data.draw(st.sampled_from(sorted(self.state.sizes)))
         before = self.at_work(stage)
         self.happens(Scale(stage, workers))
@@ -161,12 +161,12 @@ class Runs(RuleBasedStateMachine):
         return frozenset(one for one in self.state.alive - self.state.leaving if one.stage == stage)
 
     @rule()
-    def somebody_stops_the_run(self) -> None:
-        self.happens(StopAsked())
+    def run_is_stopped(self) -> None:
+        self.happens(StopRequested())
 
     @rule()
-    def somebody_aborts_the_run(self) -> None:
-        self.happens(AbortAsked())
+    def run_is_aborted(self) -> None:
+        self.happens(AbortRequested())
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
@@ -180,12 +180,12 @@ class Runs(RuleBasedStateMachine):
         )
 
     @invariant()
-    def ended_means_nobody_is_alive(self) -> None:
+    def ended_means_no_worker_is_alive(self) -> None:
         if hasattr(self, "state"):
             assert (self.state.phase == "ended") == (not self.state.alive)
 
     @invariant()
-    def time_changes_something_when_it_is_said_and_not_before(self) -> None:
+    def decisions_change_only_at_announced_times(self) -> None:
         if not hasattr(self, "state"):
             return
         at, now = next_at(self.state), getattr(self, "now", 0.0)
@@ -194,17 +194,20 @@ class Runs(RuleBasedStateMachine):
         assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
-        """A stopped run ends by the passing of time alone, after any events. Killed processes die."""
+        """A run that is stopped with a timeout ends by the passing of time alone, after any events. Killed
+        processes die."""
         if not hasattr(self, "state"):
             return
-        self.happens(StopAsked())
+        self.happens(StopRequested(timeout=60.0))
         for _ in range(1000):
             if self.state.phase == "ended":
                 return
             self.now += 1.0
             self.happens(Tick())
-            for worker in sorted((self.killed | self.state.missing_peer.keys()) & self.living, key=str):
-                if worker in self.living:
+            for worker in sorted(
+                (self.killed | self.state.missing_peer.keys()) & self.alive_workers, key=str
+            ):
+                if worker in self.alive_workers:
                     self.goes(worker)
         raise AssertionError(f"stuck: {self.state}")
 

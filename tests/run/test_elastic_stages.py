@@ -15,7 +15,7 @@ from support.waiting import wait_until
 from flowchan import Channel, Graph, In, Out, Run, hosts, worker
 from flowchan.run.crew import local_part
 from flowchan.run.policy.decisions import (
-    StopAsked,
+    StopRequested,
     decide,
 )
 from flowchan.run.policy.events import Ended, WorkerId
@@ -351,10 +351,10 @@ def fixed() -> Iterator[tuple[str, Any]]:
     yield "a batch", lambda graph: graph.source(range(3)).batch(2, name="it").collect()
     yield "a stage", lambda graph: graph.stage(general, graph.source(range(3)), name="it").collect()
     yield "a map with an async def function", lambda graph: graph.source([1]).map(late, name="it").collect()
-    yield "a map whose workers are told apart", _told_apart
+    yield "a map with an output or input for each worker", _per_worker
 
 
-def _told_apart(graph: Graph) -> None:
+def _per_worker(graph: Graph) -> None:
     graph.source(range(3)).map(abs, name="it", workers=2).allreduce("sum").collect()
 
 
@@ -393,7 +393,7 @@ def test_scale_reports_wrong_arguments() -> None:
             run.scale("other", 2)
         with pytest.raises(KeyError, match="is not a stage of graph 'fixed'"):
             run.scale(Graph("another").source([1]), 2)
-        with pytest.raises(ValueError, match="workers must be at least 1, not 0"):
+        with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
             run.scale(squares, 0)
 
 
@@ -430,7 +430,7 @@ def test_scale_removes_the_workers_with_the_highest_numbers() -> None:
 def test_scale_does_nothing_once_the_run_or_the_stage_ends() -> None:
     ended = running(last=1)
     assert decide(ended, Scale("work", 2), 12.0) == (ended, ())
-    stopping, _ = decide(running(ONE, last=1), StopAsked(), 11.0)
+    stopping, _ = decide(running(ONE, last=1), StopRequested(), 11.0)
     assert decide(stopping, Scale("work", 2), 12.0)[1] == (AddWorker(TWO),)
     finishing, _ = decide(running(ONE, last=1), Ended(SINK), 11.0)
     assert decide(finishing, Scale("work", 2), 12.0)[1] == ()

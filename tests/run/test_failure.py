@@ -342,11 +342,11 @@ def test_result_that_cannot_be_sent_fails_with_its_item(operator: str) -> None:
 
 @everywhere
 def test_first_failure_is_listed_first(on: Any) -> None:
-    entered, first_is_told = Gate(), Gate()
+    entered, first_failure_is_reported = Gate(), Gate()
 
     def second(item: int) -> None:
         entered.open()
-        first_is_told.wait()
+        first_failure_is_reported.wait()
         raise UsersError("second", 2)
 
     def first(item: int) -> None:
@@ -359,7 +359,7 @@ def test_first_failure_is_listed_first(on: Any) -> None:
     right.sink(second, on=on)
     run = graph.start()
     wait_until(lambda: bool(run._supervisor.state.failures))
-    first_is_told.open()
+    first_failure_is_reported.open()
     with pytest.raises(RunError) as caught:
         run.wait()
     assert [error.stage for error in caught.value.exceptions] == ["first", "second"]

@@ -11,7 +11,7 @@ from support.worker_latch import Gate
 
 from flowchan import Graph, RunStats
 from flowchan.run.policy.decisions import (
-    StopAsked,
+    StopRequested,
 )
 from flowchan.run.policy.events import Began, Ended, Retried, WorkerId
 
@@ -75,8 +75,8 @@ def test_events_of_each_worker_arrive_in_order() -> None:
         gate.open()
         run.wait()
     for stage in ("work", "last"):
-        mine = [event for event in seen if getattr(event, "worker", None) == WorkerId(stage, 1)]
-        kinds = [type(event) for event in mine]
+        own = [event for event in seen if getattr(event, "worker", None) == WorkerId(stage, 1)]
+        kinds = [type(event) for event in own]
         assert kinds[-1:] == [Ended]
         assert kinds in ([Began, Ended], [Ended])  # it may have begun before the subscription
 
@@ -98,12 +98,12 @@ def test_events_include_retries_and_stops() -> None:
         gate.open()
         run.wait()
     assert Retried(WorkerId("work", 1)) in seen
-    assert any(isinstance(event, StopAsked) for event in seen)
+    assert any(isinstance(event, StopRequested) for event in seen)
 
 
 def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[RunStats] = []
-    looks = threading.Semaphore(0)
+    checks = threading.Semaphore(0)
 
     def fail(stats: RunStats) -> None:
         calls.append(stats)
@@ -114,10 +114,10 @@ def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.L
     with (
         graph.start() as run,
         run.subscribe(stats=fail, every=0.01),
-        run.subscribe(stats=lambda stats: looks.release(), every=0.01),
+        run.subscribe(stats=lambda stats: checks.release(), every=0.01),
     ):
         for _ in range(3):
-            looks.acquire()
+            checks.acquire()
         gate.open()
         assert run.wait()[end] == [1, 2]
     assert len(calls) == 1

@@ -34,7 +34,7 @@ from flowchan import (
 from flowchan.collective import Group
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.events import WorkerId
-from flowchan.run.worker.gang_membership import GangMembership
+from flowchan.run.worker.gang_membership import GangMembership, Memberships
 from flowchan.run.worker.opening import Ports
 
 
@@ -60,8 +60,8 @@ def test_each_worker_is_a_member_of_one_group(on: Any) -> None:
         out.put((worker().number, group.rank, group.size, group.name, group.allreduce(group.rank)))
 
     graph = Graph("gang")
-    told = graph.stage(tell, on=on, workers=3, name="tell").collect()
-    assert sorted(graph.run()[told]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
+    reported = graph.stage(tell, on=on, workers=3, name="tell").collect()
+    assert sorted(graph.run()[reported]) == [(rank + 1, rank, 3, "tell", 3) for rank in range(3)]
 
 
 @pytest.mark.usefixtures("_method")
@@ -93,9 +93,9 @@ def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.Monk
     recovered: dict[int, bool] = {}
     usual = RunPorts.recover
 
-    def recover(self: RunPorts, id: WorkerId, blame: bool) -> None:
+    def recover(self: RunPorts, id: WorkerId, blame: bool, alone: bool = False) -> None:
         recovered[id.number] = blame
-        usual(self, id, blame)
+        usual(self, id, blame, alone)
 
     monkeypatch.setattr(RunPorts, "recover", recover)
 
@@ -133,7 +133,7 @@ def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()
     first, second = Group._make_all(2, "gang")
-    one = GangMembership(WorkerId("gang", 1), first, None, lambda _: None, ports)
+    one = GangMembership(WorkerId("gang", 1), Memberships(first), lambda _: None, ports)
     other = threading.Thread(target=one.enter)
     other.start()
     with second:
@@ -170,7 +170,7 @@ def test_wrong_declarations_are_refused_with_the_allowed_values() -> None:
     graph.stage(summed, graph.source([1]), elastic=True, name="threads").collect()
     found = {(problem.stage, problem.rule) for problem in graph.check()}
     assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
-    with pytest.raises(ValueError, match="elastic=True is for a gang"):
+    with pytest.raises(ValueError, match="elastic=True needs a gang"):
         graph.stage(lonely, graph.source([1]), elastic=True)
     with pytest.raises(GraphError, match="which the run passes"):
         graph.run()

@@ -87,7 +87,7 @@ SUM = """
             raise
 """
 
-WAYS = [
+VARIANTS = [
     "graph.run()",
     "graph.start().wait()",
     "graph.start().wait(timeout=1000)",
@@ -114,10 +114,10 @@ def interrupted(
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_ctrl_c_returns_the_finished_results(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ctrl_c_returns_the_finished_results(variant: str, tmp_path: Path) -> None:
     # that block has no reader
-    text = SUM.replace("WAY", way).replace("ENOUGH", "20" if "body" in way else "500")
+    text = SUM.replace("WAY", variant).replace("ENOUGH", "20" if "body" in variant else "500")
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process)
     assert (code, out) == (-signal.SIGINT, "results\n"), err
@@ -158,7 +158,7 @@ def test_sigterm_in_run_returns_the_finished_results(tmp_path: Path) -> None:
     with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
         code, out, err = interrupted(process, signal.SIGTERM)
     assert (code, out) == (-signal.SIGTERM, "results\n"), err
-    assert "SIGTERM again to break off" in err
+    assert "press SIGTERM again to discard them" in err
     assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
@@ -184,15 +184,15 @@ def test_second_ctrl_c_returns_partial_results_and_reports_the_loss(tmp_path: Pa
         except Interrupted as interrupted:
             print(interrupted.results[total], interrupted.report.split()[2], flush=True)
     """
-    for way in ("run()", "start().wait()"):
-        with start(script(tmp_path, text.replace("WAY", way))) as process:
+    for variant in ("run()", "start().wait()"):
+        with start(script(tmp_path, text.replace("WAY", variant))) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             assert process.stdout.readline() == "going\n", process.communicate()
             process.send_signal(signal.SIGINT)
             assert "stopping" in process.stderr.readline()
             process.send_signal(signal.SIGINT)
-            assert process.stderr.readline() == "flowchan: broken off, what was in flight is discarded\n"
+            assert process.stderr.readline() == "flowchan: aborted: items in flight were discarded\n"
             out, err = process.communicate()
         assert (process.returncode, out) == (0, "3 aborted\n"), err
 
@@ -293,8 +293,8 @@ def test_ctrl_c_handler_is_restored_after_many_overlapping_loops() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("way", ["loop", "wait"])
-def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["loop", "wait"])
+def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(variant: str, tmp_path: Path) -> None:
     text = """
         import asyncio, itertools
         from flowchan import Graph
@@ -325,7 +325,7 @@ def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(way: str, tmp_path: Pa
                 whole = [*seen, *run.wait()[listed]]
                 print(run.state, whole == list(range(len(whole))), flush=True)
     """
-    with start(script(tmp_path, text.replace("WAY", way))) as process:
+    with start(script(tmp_path, text.replace("WAY", variant))) as process:
         code, out, err = interrupted(process)
     assert (code, out) == (0, "stopped True\n"), err
     assert err.count("flowchan: stopping") == 1

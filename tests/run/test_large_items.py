@@ -86,8 +86,8 @@ def test_explanation_names_the_process_that_holds_memory() -> None:
     edge = EdgeStats(
         "resize", "resize", "upload", "processes", 3, 64, 5, 1.0, waiting_writers=1, holders=held
     )
-    said = explain(RunStats("images", "running", 1.0, (stage,), (edge,), None))
-    assert "waits to put into 'resize' (3 of 64; process 7 holds 2 blocks, 3.2 MB)" in said
+    message = explain(RunStats("images", "running", 1.0, (stage,), (edge,), None))
+    assert "waits to put into 'resize' (3 of 64; process 7 holds 2 blocks, 3.2 MB)" in message
 
 
 AFTER_OPENMP = """

@@ -14,8 +14,8 @@ from support.worker_latch import Gate
 from flowchan import Graph
 
 
-def talk(number: int) -> int:
-    log = logging.getLogger("mine.parts")
+def log_item(number: int) -> int:
+    log = logging.getLogger("own.parts")
     log.debug("not asked for")
     log.info("item %d", number, extra={"size": 3, "odd": object()})
     try:
@@ -34,15 +34,15 @@ def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureF
     """Each record arrives once, under every start method, with its stage and number."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
-    graph.source(range(4)).map(talk, on="process", workers=2, name="loud").sink(abs)
+    graph.source(range(4)).map(log_item, on="process", workers=2, name="loud").sink(abs)
     graph.run()
-    records = [record for record in caplog.records if record.name == "mine.parts"]
-    assert sorted(names(caplog, "mine.parts", logging.INFO)) == [f"item {n}" for n in range(4)]
+    records = [record for record in caplog.records if record.name == "own.parts"]
+    assert sorted(names(caplog, "own.parts", logging.INFO)) == [f"item {n}" for n in range(4)]
     for record in records:
         about = vars(record)
         assert (about["stage"], about["host"]) == ("loud", "")
         assert record.processName == f"flowchan logged/loud {about['number']}"
-        assert record.funcName == "talk"
+        assert record.funcName == "log_item"
         assert about["number"] in (1, 2)
         assert record.process != os.getpid()
     (failed,) = (record for record in records if record.levelno == logging.ERROR)
@@ -53,31 +53,31 @@ def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureF
 @pytest.mark.usefixtures("_method")
 def test_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
     """One logger wants more records than the root and does not propagate them."""
-    mine, kept = logging.getLogger("mine.parts"), Kept()
-    before = mine.level, mine.propagate
-    mine.setLevel(logging.DEBUG)
-    mine.propagate = False
-    mine.addHandler(kept)
+    own, kept = logging.getLogger("own.parts"), Kept()
+    before = own.level, own.propagate
+    own.setLevel(logging.DEBUG)
+    own.propagate = False
+    own.addHandler(kept)
     caplog.set_level(logging.ERROR)
     graph = Graph("logged")
-    graph.source([0]).map(talk, on="process").sink(abs)
+    graph.source([0]).map(log_item, on="process").sink(abs)
     try:
         graph.run()
     finally:
-        mine.removeHandler(kept)
-        mine.setLevel(before[0])
-        mine.propagate = before[1]
-    assert kept.heard == ["not asked for", "item 0"]
-    assert not names(caplog, "mine.parts", logging.INFO)
+        own.removeHandler(kept)
+        own.setLevel(before[0])
+        own.propagate = before[1]
+    assert kept.reported_all == ["not asked for", "item 0"]
+    assert not names(caplog, "own.parts", logging.INFO)
 
 
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.reported_all: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
+        self.reported_all.append(record.getMessage())
 
 
 def test_failing_filter_of_the_program_does_not_end_the_run(
@@ -88,11 +88,11 @@ def test_failing_filter_of_the_program_does_not_end_the_run(
 
     # otherwise it is printed like an error of a handler
     monkeypatch.setattr(logging, "raiseExceptions", False)
-    monkeypatch.setattr(logging.getLogger("mine.parts"), "filters", [refuse])
+    monkeypatch.setattr(logging.getLogger("own.parts"), "filters", [refuse])
     monkeypatch.setattr(logging.getLogger("flowchan.run"), "filters", [refuse])
     caplog.set_level(logging.DEBUG)
     graph = Graph("logged")
-    result = graph.source(range(4)).map(talk, on="process").collect()
+    result = graph.source(range(4)).map(log_item, on="process").collect()
     assert graph.run()[result] == [0, 1, 2, 3]
 
 
@@ -113,10 +113,8 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
-    assert (
-        "exited with code 7 without finishing, at work on an item; it is replaced, restart 1 of 10" in first
-    )
-    assert "restart 2 of 10" in second
+    assert first.endswith("exited with code 7 without finishing while it worked on an item; it is replaced")
+    assert "like 1 before it on the same item; it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
     assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
 
@@ -145,9 +143,9 @@ def test_worker_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) ->
     held.wait_held()
     run.abort()
     run.wait()
-    told = names(caplog, "flowchan.run", logging.WARNING)
-    assert [text.rpartition(" ")[2] for text in told] == ["terminated", "killed"]
-    assert all(text.startswith("worker slow 1 has not ended ") for text in told)
+    reported = names(caplog, "flowchan.run", logging.WARNING)
+    assert [text.rpartition(" ")[2] for text in reported] == ["terminated", "killed"]
+    assert all(text.startswith("worker slow 1 did not end within ") for text in reported)
 
 
 def test_program_without_logging_setup_shows_nothing(tmp_path: Path) -> None:
@@ -173,10 +171,10 @@ def test_stats_list_the_pids_of_worker_processes() -> None:
     pids = held.map(str, name="threads").collect()
     with graph.start() as run:
         gate.wait_held(2)
-        told = stage_of(run, "held").pids
+        reported = stage_of(run, "held").pids
         assert stage_of(run, "threads").pids == ()
         gate.open()
-    assert sorted(map(str, told)) == sorted(run.wait()[pids])
+    assert sorted(map(str, reported)) == sorted(run.wait()[pids])
     assert stage_of(run, "held").pids == ()
 
 

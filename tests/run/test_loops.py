@@ -92,19 +92,19 @@ def test_reader_that_stops_ends_a_loop(on: Any) -> None:
 def test_stage_feeds_itself() -> None:
     """Its only input is its own output; it begins and ends the graph."""
 
-    def doubled(mine: In[int], out: Out[int], told: Out[int]) -> None:
+    def doubled(items: In[int], out: Out[int], messages: Out[int]) -> None:
         out.put(1)
-        for number in mine:
-            told.put(number)
+        for number in items:
+            messages.put(number)
             if number > 500:
                 return
             out.put(2 * number)
 
     graph = Graph("self")
-    mine = graph.feedback()
-    out, told = graph.stage(doubled, mine)
-    mine.feed(out)
-    result = told.collect()
+    items = graph.feedback()
+    out, messages = graph.stage(doubled, items)
+    items.feed(out)
+    result = messages.collect()
     assert graph.run()[result] == [2**power for power in range(10)]
 
 
@@ -158,7 +158,7 @@ def test_killed_worker_in_a_loop_loses_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 @everywhere
 def test_loop_in_which_all_stages_wait_is_a_deadlock(on: Any) -> None:
     """The stage waits for the feedback before it has sent anything."""

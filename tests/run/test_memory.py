@@ -87,7 +87,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
     run.wait()
 
 
-@pytest.mark.usefixtures("looks")
+@pytest.mark.usefixtures("checks")
 def test_deadlock_for_lack_of_bytes_is_described() -> None:
     """The zip needs a batch of 20 from one branch; the other branch cannot hold 20 of these items."""
     graph = Graph("stuck")
@@ -139,7 +139,7 @@ def test_limits_of_control_groups_count(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine").write_text(line)
-    monkeypatch.setattr(memory, "MINE", tmp_path / "mine")
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "mine")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     before = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.available() == (before if limit is None else limit)
@@ -161,7 +161,7 @@ def test_out_of_memory_kills_of_the_kernel_are_counted(
     for name, text in {**files, "mine_": line}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "MINE", tmp_path / "mine_")
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "mine_")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory, "VMSTAT", tmp_path / "vmstat")
     assert memory.oom_kills() == kills
@@ -206,7 +206,7 @@ class Slotted:
         self.data = data
 
 
-class Told:
+class ReportsItsEnd:
     nbytes = 12_345_678
 
 
@@ -228,7 +228,7 @@ class Told:
         ([Sample(np.zeros(125_000), "cat") for _ in range(50)], 50 * MB, 51 * MB),
         (Slotted(bytes(MB)), MB, MB + 1000),
         ({bytes([number]) * KB for number in range(10)}, 10 * KB, 12 * KB),
-        (Told(), 12_345_678, 12_345_678),
+        (ReportsItsEnd(), 12_345_678, 12_345_678),
         (np, 0, 0),
         (Sample, 0, 0),
     ],

@@ -25,14 +25,14 @@ def same(item: Any) -> Any:
     return item
 
 
-def goes_on(run: Run, looks: Callable[[], int]) -> bool:
+def goes_on(run: Run, checks: Callable[[], int]) -> bool:
     """Return whether the run still runs after its supervisor has checked it often enough to call it stuck."""
-    after = looks() + 10
-    wait_until(lambda: looks() > after or run._supervisor.ended.is_set())
+    after = checks() + 10
+    wait_until(lambda: checks() > after or run._supervisor.ended.is_set())
     return run.stats().state == "running"
 
 
-def test_slow_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_slow_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """All workers wait except one, which works on its item without changing a count."""
     gate = Gate()
     graph = Graph("slow")
@@ -42,28 +42,28 @@ def test_slow_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
     waiting = threading.Thread(target=run.wait)
     waiting.start()
     gate.wait_held()
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     gate.open()
     waiting.join()
     assert run.wait()[result] == [None] * 5
 
 
-def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """A thread outside the graph may fill that channel."""
-    mine: Channel[int] = Channel()
+    own: Channel[int] = Channel()
     graph = Graph("outside")
-    result = graph.source(range(3)).map(lambda item: item + mine.get()).collect()
+    result = graph.source(range(3)).map(lambda item: item + own.get()).collect()
     run = graph.start()
     waiting = threading.Thread(target=run.wait)
     waiting.start()
-    wait_until(lambda: mine.stats().waiting_readers == 1)
-    assert goes_on(run, looks)
-    mine.put_many([10, 20, 30])
+    wait_until(lambda: own.stats().waiting_readers == 1)
+    assert goes_on(run, checks)
+    own.put_many([10, 20, 30])
     waiting.join()
     assert run.wait()[result] == [10, 21, 32]
 
 
-def test_batch_with_a_timeout_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_batch_with_a_timeout_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """The batch is sent after its timeout, and all workers continue."""
     graph = Graph("patient")
     left, right = graph.source(range(2)).tee(2, capacity=1)
@@ -73,7 +73,7 @@ def test_batch_with_a_timeout_is_not_a_deadlock(looks: Callable[[], int]) -> Non
     waiting.start()
     waits(run, left.name, readers=1)
     waits(run, right.name, writers=1)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     waiting.join()
     pairs = run.wait()[result]
     assert [item for batch, _ in pairs for item in batch] == [0, 1][: sum(len(batch) for batch, _ in pairs)]
@@ -139,7 +139,7 @@ over: list[threading.Event] = []  # set by each test for the functions above
 
 
 @pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
-def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, looks: Callable[[], int]) -> None:
+def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, checks: Callable[[], int]) -> None:
     """All workers wait for an item, but the async stage has other work."""
     over[:] = [threading.Event()]
 
@@ -150,12 +150,12 @@ def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, looks: Callabl
     run = feedback(first).start()
     waits(run, "first", readers=1)
     wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     over[0].set()
     run.wait()
 
 
-def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], int]) -> None:
+def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], int]) -> None:
     """This holds even if that task awaits a channel, because only the worker's own waits are visible."""
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -165,12 +165,12 @@ def test_worker_that_awaits_another_task_counts_as_working(looks: Callable[[], i
     run = feedback(first).start()
     waits(run, "first", readers=1)
     wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     run.abort()
     run.wait()
 
 
-def test_coroutine_with_a_time_limit_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_coroutine_with_a_time_limit_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """The task itself awaits the channel, and only its event loop knows the limit."""
     over = threading.Event()
 
@@ -182,14 +182,14 @@ def test_coroutine_with_a_time_limit_is_not_a_deadlock(looks: Callable[[], int])
 
     run = feedback(first).start()
     waits(run, "first", readers=1)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     over.set()
     run.wait()
 
 
 @together
 def test_loop_that_awaits_an_outside_future_is_not_a_deadlock(
-    together: Callable[..., Any], looks: Callable[[], int]
+    together: Callable[..., Any], checks: Callable[[], int]
 ) -> None:
     """The future is awaited in different ways together with waits for the channel."""
     over = threading.Event()
@@ -207,30 +207,30 @@ def test_loop_that_awaits_an_outside_future_is_not_a_deadlock(
     run = feedback(first).start()
     waits(run, "first", readers=1)
     wait_until(lambda: run.stats().edges[0].waiting_readers + run.stats().edges[1].waiting_readers == 2)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     over.set()
     run.wait()
 
 
-def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(looks: Callable[[], int]) -> None:
-    mine: Channel[int] = Channel()
+def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(checks: Callable[[], int]) -> None:
+    own: Channel[int] = Channel()
 
     async def add(item: int) -> int:
-        return item + await mine.aget()
+        return item + await own.aget()
 
     graph = Graph("outside")
     result = graph.source(range(3)).map(add).collect()
     run = graph.start()
     waiting = threading.Thread(target=run.wait)
     waiting.start()
-    wait_until(lambda: mine.stats().waiting_readers == 1)
-    assert goes_on(run, looks)
-    mine.put_many([10, 20, 30])
+    wait_until(lambda: own.stats().waiting_readers == 1)
+    assert goes_on(run, checks)
+    own.put_many([10, 20, 30])
     waiting.join()
     assert run.wait()[result] == [10, 21, 32]
 
 
-def test_stopped_process_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_stopped_process_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """The process was woken but cannot run. The other workers wait for it, and it continues after SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
@@ -244,49 +244,49 @@ def test_stopped_process_is_not_a_deadlock(looks: Callable[[], int]) -> None:
     os.kill(process.pid, signal.SIGSTOP)
     run[numbers].put(1)
     run[numbers].close()
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     os.kill(process.pid, signal.SIGCONT)
     waiting.join()
     assert run.wait()[result] == [1]
 
 
-def test_open_input_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_open_input_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     graph = Graph("open")
     numbers = graph.input()
     total = numbers.map(same, workers=3).reduce(int.__add__, 0)
     with graph.start() as run:
         waits(run, numbers.name, readers=3)
-        assert goes_on(run, looks)
+        assert goes_on(run, checks)
         run[numbers].put(5)
     assert run.wait()[total] == 5
 
 
-def test_unread_results_are_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_unread_results_are_not_a_deadlock(checks: Callable[[], int]) -> None:
     graph = Graph("later")
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     run = graph.start()
     waits(run, "source", writers=1)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     assert run.wait()[result] == list(range(100))
 
 
-def test_user_pausing_between_results_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_user_pausing_between_results_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     graph = Graph("paused")
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     with graph.start() as run:
         items = run.iter(result)
         assert next(items) == 0
         waits(run, "source", writers=1)
-        assert goes_on(run, looks)
+        assert goes_on(run, checks)
         assert list(items) == list(range(1, 100))
 
 
-def test_selecting_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
+def test_selecting_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """It waits at two channels, one of them its own; its waits must not hide that another stage works."""
-    mine: Channel[int] = Channel()
+    own: Channel[int] = Channel()
 
     def choose(items: In[int], out: Out[int]) -> None:
-        out.put(select([items, mine]).item)
+        out.put(select([items, own]).item)
 
     graph = Graph("selecting")
 
@@ -298,16 +298,16 @@ def test_selecting_stage_is_not_a_deadlock(looks: Callable[[], int]) -> None:
     run = graph.start()
     waiting = threading.Thread(target=run.wait)
     waiting.start()
-    wait_until(lambda: mine.stats().waiting_readers == 1)
+    wait_until(lambda: own.stats().waiting_readers == 1)
     gate.wait_held()
-    assert goes_on(run, looks)
-    mine.put(7)
+    assert goes_on(run, checks)
+    own.put(7)
     gate.open()
     waiting.join()
     assert run.wait()[result] == [7]
 
 
-def test_stage_waiting_with_several_threads_counts_as_one_worker(looks: Callable[[], int]) -> None:
+def test_stage_waiting_with_several_threads_counts_as_one_worker(checks: Callable[[], int]) -> None:
     """One worker waits at two ports at once while another works: two waits and two workers, but no
     deadlock."""
     gate = Gate()
@@ -329,7 +329,7 @@ def test_stage_waiting_with_several_threads_counts_as_one_worker(looks: Callable
     run = graph.start()
     waits(run, left.name, readers=1)
     waits(run, right.name, readers=1)
-    assert goes_on(run, looks)
+    assert goes_on(run, checks)
     gate.open()
     run.wait()
 
@@ -359,15 +359,15 @@ def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyP
         wait_until(lambda: sum(edge.waiting_readers for edge in run.stats().edges) == 51)
         for owner, name in (
             (supervisor, "summarise"),
-            (_core, "_look_at"),
+            (_core, "_observe"),
             (run._crew, "cancel_tasks"),
         ):
             count(owner, name)
-        wait_until(lambda: counts["_look_at"] > 10)
+        wait_until(lambda: counts["_observe"] > 10)
         seen = Counter(counts)
         run[numbers].close()
     assert seen["summarise"] == 0
-    assert seen["cancel_tasks"] <= seen["_look_at"] + 2, "turns of its loop"
+    assert seen["cancel_tasks"] <= seen["_observe"] + 2, "turns of its loop"
 
 
 def test_moving_run_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

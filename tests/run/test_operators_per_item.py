@@ -256,24 +256,24 @@ def test_given_instance_is_shared_by_the_threads_of_a_stage() -> None:
 
 @pytest.mark.parametrize("operator", ["map", "filter", "flat_map", "sink"])
 def test_callable_class_is_closed_at_the_end(operator: str) -> None:
-    life: list[str] = []
+    lifecycle: list[str] = []
 
     class Model:
         def __init__(self) -> None:
-            life.append("built")
+            lifecycle.append("built")
 
         def __call__(self, item: int) -> list[int]:
             return [item]
 
         def close(self) -> None:
-            life.append("closed")
+            lifecycle.append("closed")
 
     graph = Graph("operators")
     stream = getattr(graph.source(range(5)), operator)(Model, workers=2)
     if stream is not None:
         stream.sink(id)
     graph.run()
-    assert sorted(life) == ["built", "built", "closed", "closed"]
+    assert sorted(lifecycle) == ["built", "built", "closed", "closed"]
 
 
 # --- references to items ---

@@ -250,7 +250,7 @@ def test_check_compares_the_item_of_each_pair() -> None:
         addressed(graph, graph.source(source), "thread")
         (problem,) = check(graph)
         assert problem.rule == "type"
-        assert f"gives {given};" in problem.message
+        assert f"has items of type {given};" in problem.message
     graph = Graph("addressed")
     addressed(graph, graph.source(pairs()), "thread")
     assert check(graph) == ()

@@ -42,8 +42,8 @@ class Log:
             await asyncio.Event().wait()
         finally:
             # A later request does not cancel a task during its cleanup.
-            asked = len(self.cancels)
-            await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= asked + 2)
+            cancelled = len(self.cancels)
+            await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= cancelled + 2)
             self.cleaned.append("tail")
 
 
@@ -144,22 +144,25 @@ def test_annotation_of_an_async_generator_gives_the_item_type(annotation: Any) -
     async def numbers() -> Any:
         yield 1
 
-    def shout(item: str) -> str:
+    def to_upper(item: str) -> str:
         return item.upper()
 
     numbers.__annotations__["return"] = annotation
     graph = Graph("polls")
     stream = graph.source(numbers)
     assert stream.item is int
-    stream.map(shout).sink(same)
+    stream.map(to_upper).sink(same)
     (problem,) = graph.check()
-    assert (problem.rule, problem.stage) == ("type", "shout")
+    assert (problem.rule, problem.stage) == ("type", "to_upper")
 
 
 def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
     graph = Graph("polls")
     with pytest.raises(
-        TypeError, match=r"give the function, to be called inside the run, .*graph.source\(tail, path\)"
+        TypeError,
+        match=(
+            r"items must be an iterable or a callable, got .*; pass the async .*graph.source\(tail, path\)"
+        ),
     ):
         graph.source(log.tail(1))  # type: ignore[arg-type]
 

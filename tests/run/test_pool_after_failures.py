@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from lasting import Square, ends, halve, halves, kill, lasting_of, told, workers_of
+from pooled import Square, ends, halve, halves, kill, pooled_of, reported, workers_of
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
@@ -85,10 +85,10 @@ def test_failed_worker_closes_its_callable_and_the_next_builds_another() -> None
                 raise ValueError("zero")
             return super().__call__(number)
 
-    life: Channel[str] = Channel(100, across="processes")
+    lifecycle: Channel[str] = Channel(100, across="processes")
     graph = Graph("fragile")
     numbers = graph.input("numbers")
-    found = numbers.map(functools.partial(Fragile, life), on="process").collect()
+    found = numbers.map(functools.partial(Fragile, lifecycle), on="process").collect()
     with graph.pool() as pool:
         for number, expected in ((1, ["built"]), (0, ["closed"]), (2, ["built"])):
             try:
@@ -97,8 +97,8 @@ def test_failed_worker_closes_its_callable_and_the_next_builds_another() -> None
                 assert run.wait()[found][0][:2] == (number * number, 1)
             except RunError:
                 assert number == 0
-            assert told(life) == expected
-    assert told(life) == ["closed"]
+            assert reported(lifecycle) == expected
+    assert reported(lifecycle) == ["closed"]
 
 
 def test_worker_that_cannot_build_its_callable_retries_next_run(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_pool_frees_a_run_without_references() -> None:
     with graph.pool() as pool:
         with pool.start() as running:
             pass
-        gone = weakref.ref(running)
+        reference = weakref.ref(running)
         del running
         gc.collect()
-        assert gone() is None
+        assert reference() is None
         assert run(pool, [1]) == [0.5]
 
 
@@ -261,7 +261,7 @@ def test_each_run_is_complete_while_workers_are_killed(runs: int) -> None:
     numbers = graph.source(range(100)).map(abs, on="process", workers=2, restarts=100).collect()
 
     def kill_one(pool: WorkerPool) -> None:
-        if processes := [lasting.process for lasting in lasting_of(pool).values()]:
+        if processes := [pooled.process for pooled in pooled_of(pool).values()]:
             draw.choice(processes).kill()
 
     with graph.pool() as pool:

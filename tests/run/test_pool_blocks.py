@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lasting import Square, ends, halves, told, workers_of
+from pooled import Square, ends, halves, reported, workers_of
 from runs import run_python, script
 from support.waiting import wait_blocked, wait_until
 from support.worker_latch import Gate
@@ -57,7 +57,7 @@ def test_end_of_the_block_stops_an_unfinished_loop(
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
-    graph = Graph("unheard")
+    graph = Graph("unreported")
     graph.source([0]).map(lambda number: 1 // number, on="process").sink(abs)
 
     def use(pool: WorkerPool) -> None:
@@ -80,7 +80,7 @@ def test_block_closes_callables_while_the_end_is_logged(
 ) -> None:
     """The block closes the callables, whichever way it ends."""
     caplog.set_level(logging.INFO)
-    gate, life = Gate(), Channel[str](10, across="processes")
+    gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
     class Busy(logging.Handler):
         def __init__(self, gate: Gate) -> None:
@@ -92,7 +92,7 @@ def test_block_closes_callables_while_the_end_is_logged(
                 self.gate.wait()
 
     graph = Graph("logged")
-    graph.source([1]).map(functools.partial(Square, life), on="process").sink(str)
+    graph.source([1]).map(functools.partial(Square, lifecycle), on="process").sink(str)
 
     def open_once_waited_for(ended: Latch) -> None:
         wait_blocked(ended._channel, readers=1)
@@ -115,7 +115,7 @@ def test_block_closes_callables_while_the_end_is_logged(
     finally:
         log.removeHandler(busy)
     opens[0].join()
-    assert told(life) == ["built", "closed"]
+    assert reported(lifecycle) == ["built", "closed"]
 
 
 def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
@@ -227,11 +227,11 @@ def test_replacement_may_close_its_callable_slowly() -> None:
 
     A replacement from a forkserver stays, because it holds nothing of the run.
     """
-    gate, life = Gate(), Channel[str](10, across="processes")
+    gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
     class Slow:
-        def __init__(self, gate: Gate, life: Channel[str]) -> None:
-            self.gate, self.life = gate, life
+        def __init__(self, gate: Gate, lifecycle: Channel[str]) -> None:
+            self.gate, self.lifecycle = gate, lifecycle
 
         def __call__(self, number: int) -> int:
             if number == -1:
@@ -239,13 +239,13 @@ def test_replacement_may_close_its_callable_slowly() -> None:
             return number
 
         def close(self) -> None:
-            self.life.put("closing")
+            self.lifecycle.put("closing")
             self.gate.wait()
             raise OSError("the disk is full")
 
     graph = Graph("slow")
     numbers = graph.input("numbers")
-    slow = functools.partial(Slow, gate, life)
+    slow = functools.partial(Slow, gate, lifecycle)
     found = numbers.map(slow, on="process", max_deaths=1, name="slow")
     kept, _ = found.collect(), found.errors.collect()
 
@@ -255,7 +255,7 @@ def test_replacement_may_close_its_callable_slowly() -> None:
                 for value in values:
                     run[numbers].put(value)
             assert run.wait()[kept] == [value for value in values if value > 0]
-        assert life.get() == "closing"
+        assert lifecycle.get() == "closing"
         gate.open()
 
     with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from lasting import ends, halves, kill, workers_of
+from pooled import ends, halves, kill, workers_of
 from runs import run_python, script, start
 from support.waiting import wait_until
 from support.worker_latch import Gate
@@ -102,9 +102,9 @@ def test_program_gets_records_from_closing_callables(
         pool.run()
     records = [record for record in caplog.records if record.name == "lasting"]
     for number in (1, 2):
-        mine = [record for record in records if vars(record)["number"] == number]
-        assert [record.getMessage() for record in mine] == [f"closes {n}" for n in range(200)]
-        assert {record.processName for record in mine} == {f"flowchan talk/last {number}"}
+        own = [record for record in records if vars(record)["number"] == number]
+        assert [record.getMessage() for record in own] == [f"closes {n}" for n in range(200)]
+        assert {record.processName for record in own} == {f"flowchan talk/last {number}"}
 
 
 def test_dropped_pool_does_not_wait_for_log_records(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ PROGRAM = """
         pool = graph.pool()
         pool.__enter__()
         pool.run()
-        print(*(one.process.pid for one in pool._lasting._known.values()), flush=True)
+        print(*(one.process.pid for one in pool._pooled._known.values()), flush=True)
         if sys.argv[1] == "wait":
             signal.pause()
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lasting import Square, ends, halves, kill, told, workers_of
+from pooled import Square, ends, halves, kill, reported, workers_of
 from runs import script, start
 from support.worker_latch import Gate
 
@@ -34,13 +34,15 @@ from flowchan.hosts import local
 
 @pytest.mark.usefixtures("_method")
 def test_processes_and_their_callables_last_over_runs() -> None:
-    life: Channel[str] = Channel(100, across="processes")
+    lifecycle: Channel[str] = Channel(100, across="processes")
     graph = Graph("squares")
-    squares = graph.source(range(40)).map(functools.partial(Square, life), on="process", workers=2).collect()
+    squares = (
+        graph.source(range(40)).map(functools.partial(Square, lifecycle), on="process", workers=2).collect()
+    )
     with graph.pool() as pool:
         runs = [pool.run()[squares] for _ in range(3)]
-        assert told(life) == ["built", "built"]
-    assert told(life) == ["closed", "closed"]
+        assert reported(lifecycle) == ["built", "built"]
+    assert reported(lifecycle) == ["closed", "closed"]
     for results in runs:
         assert [square for square, _, _ in results] == [number * number for number in range(40)]
     calls = {(pid, call) for run in runs for _, call, pid in run}
@@ -119,13 +121,13 @@ def test_gang_forms_a_new_group_in_each_run() -> None:
 
 
 def test_program_gets_records_of_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
-    def talk(number: int) -> int:
+    def log_item(number: int) -> int:
         logging.getLogger("lasting").info("item %d", number)
         return number
 
     caplog.set_level(logging.INFO)
-    graph = Graph("talk")
-    graph.source(range(2)).map(talk, on="process").sink(abs)
+    graph = Graph("log_item")
+    graph.source(range(2)).map(log_item, on="process").sink(abs)
     with graph.pool() as pool:
         for _ in range(2):
             pool.run()
@@ -164,26 +166,26 @@ def test_worker_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = Graph("gpus")
     found = graph.source(range(40)).map(seen, on="process", workers=2, gpus=1, name="see").collect()
     with graph.pool() as pool:
-        told = set(pool.run()[found])
+        reported = set(pool.run()[found])
         kill(pool, "see 2")
-        told |= set(pool.run()[found])
-    assert told <= {(1, "5"), (2, "7")}
+        reported |= set(pool.run()[found])
+    assert reported <= {(1, "5"), (2, "7")}
 
 
 class Countdown:
     """Iterator that can be used once."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, remaining: int) -> None:
+        self.remaining = remaining
 
     def __iter__(self) -> Countdown:
         return self
 
     def __next__(self) -> int:
-        self.left -= 1
-        if self.left < 0:
+        self.remaining -= 1
+        if self.remaining < 0:
             raise StopIteration
-        return self.left
+        return self.remaining
 
 
 @pytest.mark.usefixtures("_method")
@@ -191,19 +193,19 @@ def test_iterables_and_arguments_are_new_in_each_run() -> None:
     """The iterable of a source and arguments are new in each run. The state of a function lasts."""
     calls: list[int] = []
 
-    def add(numbers: In[int], out: Out[int], more: Countdown, told: Channel[int]) -> None:
+    def add(numbers: In[int], out: Out[int], more: Countdown, reported: Channel[int]) -> None:
         for number in numbers:
             calls.append(number)
-            told.put(len(calls))
+            reported.put(len(calls))
             out.put(number + next(more))
 
-    told: Channel[int] = Channel(20, across="processes")
+    reported: Channel[int] = Channel(20, across="processes")
     graph = Graph("used up")
     numbers = graph.source(Countdown(3), on="process")
-    sums = graph.stage(add, numbers, more=Countdown(3), told=told, on="process").collect()
+    sums = graph.stage(add, numbers, more=Countdown(3), reported=reported, on="process").collect()
     with graph.pool() as pool:
         assert [pool.run()[sums] for _ in range(2)] == [[4, 2, 0], [4, 2, 0]]
-    assert told.get_many(10) == [1, 2, 3, 4, 5, 6]
+    assert reported.get_many(10) == [1, 2, 3, 4, 5, 6]
 
 
 # --- what is refused ---
@@ -214,7 +216,7 @@ def test_pool_outside_its_block_is_refused() -> None:
     pool = graph.pool()
     with pytest.raises(RuntimeError, match=r"must be used in its block: with graph\.pool\(\) as pool"):
         pool.run()
-    with pool, pytest.raises(RuntimeError, match="entered already"):
+    with pool, pytest.raises(RuntimeError, match="must not be entered twice"):
         pool.__enter__()
     with pytest.raises(RuntimeError, match="in its block"):
         pool.start()
@@ -232,7 +234,7 @@ def test_graph_changed_after_the_first_run_is_refused() -> None:
     with graph.pool() as pool:
         pool.run()
         numbers.map(str).collect()
-        with pytest.raises(RuntimeError, match="was changed"):
+        with pytest.raises(RuntimeError, match="must not change after"):
             pool.run()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from flowchan import Broken, Drained, Graph, In, Out, RunError, Stream, select
 
-WAYS = ("raise", "break the input", "break the output")
+VARIANTS = ("raise", "break the input", "break the output")
 
 
 class Fault(Exception):
@@ -18,15 +18,15 @@ class Fault(Exception):
 class Harm:
     """Function that does harm in one way at the item with this number; 0 means never."""
 
-    def __init__(self, way: str = "raise", number: int = 0) -> None:
-        self.way, self.left = way, number
+    def __init__(self, variant: str = "raise", number: int = 0) -> None:
+        self.variant, self.remaining = variant, number
 
     def __call__(self, item: Any, ports: tuple[In[Any], Out[Any]] | None = None) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            if ports is None or self.way == "raise":
+        self.remaining -= 1
+        if self.remaining == 0:
+            if ports is None or self.variant == "raise":
                 raise Fault
-            ports[self.way == "break the output"].channel.abort(Fault())
+            ports[self.variant == "break the output"].channel.abort(Fault())
         return item
 
 
@@ -83,9 +83,9 @@ def grown(seed: int, harmed: bool, seen: dict[str, Any]) -> Graph:
         graph.source(range(chance.choice([30, 200])), capacity=chance.choice([1, 64]))
     ]
     stages = chance.randint(2, 6)
-    guilty, way, at = chance.randrange(stages), chance.choice(WAYS), chance.choice([1, 2, 5, 17])
+    guilty, variant, at = chance.randrange(stages), chance.choice(VARIANTS), chance.choice([1, 2, 5, 17])
     for number in range(stages):
-        harm = Harm(way, at if harmed and number == guilty else 0)
+        harm = Harm(variant, at if harmed and number == guilty else 0)
         one, on = streams.pop(chance.randrange(len(streams))), chance.choice(["thread", "process"])
         streams += added(chance, graph, one, harm, on)
     for number, stream in enumerate(streams):

@@ -19,7 +19,7 @@ def stage(name: str, kind: str = "map", **values: Any) -> StageStats:
 
 
 def stats(*stages: StageStats, state: RunState = "done", bottleneck: str | None = None) -> RunStats:
-    edge = EdgeStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0)
+    edge = EdgeStats("files", "files", "counts", "processes", 12, 64, 1204, 340.0, put=1216)
     return RunStats("wordcount", state, 3.214, stages, (edge,), bottleneck, 41)
 
 
@@ -49,7 +49,9 @@ def test_each_stage_has_a_row_with_its_numbers() -> None:
 def test_each_channel_has_a_row_with_fill_and_rate() -> None:
     lines = render(stats(FILES, COUNTS)).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("channel"))
-    assert lines[start + 2].split() == ["files", "files", "counts", "processes", "12/64", "1,204", "340/s"]
+    assert lines[start + 2].split() == [
+        "files", "files", "counts", "processes", "12/64", "1,216", "1,204", "12", "340/s",
+    ]  # fmt: skip
 
 
 def test_columns_are_aligned() -> None:
@@ -61,7 +63,7 @@ def test_columns_are_aligned() -> None:
 
 def test_narrow_report_omits_redundant_columns_and_cuts_names() -> None:
     long = dataclasses.replace(COUNTS, name="counts_the_words_of_each_of_the_files_that_came_in")
-    edge = EdgeStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0)
+    edge = EdgeStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0, put=1216)
     of_long = dataclasses.replace(stats(FILES, long, TOTAL), edges=(edge,), memory=10**9, seed=10**14)
     report = render(of_long, 80)
     assert max(map(len, report.splitlines())) <= 80
@@ -98,8 +100,11 @@ def test_items_missing_after_a_clean_end_are_marked() -> None:
 
 def test_items_missing_after_an_abort_count_as_discarded() -> None:
     lost = stage("counts", items_in=10, items_out=7)
-    assert account_text(lost, "aborted") == "10 ≠ 7 out: 3 discarded"
     assert account_text(lost, "running") == "10 ≠ 7 out: 3 moving"
+    assert account_text(dataclasses.replace(lost, discarded=3), "aborted") == "10 = 7 out + 3 discarded"
+    assert account_text(dataclasses.replace(lost, discarded=2), "aborted") == (
+        "10 ≠ 7 out + 2 discarded: 1 MISSING"
+    )
 
 
 def test_filter_account_includes_dropped_items() -> None:
@@ -144,6 +149,6 @@ def test_live_view_on_a_terminal_is_a_table() -> None:
     stream = Terminal()
     with LiveView(stream) as view:
         view.show(stats(FILES, COUNTS, state="running", bottleneck="counts"))
-        view.say("[stopping]")
+        view.print_line("[stopping]")
     for words in ("▶ counts", "the bottleneck: counts", "12/64", "1,204", "[stopping]"):
         assert words in stream.getvalue()

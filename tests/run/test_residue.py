@@ -203,10 +203,10 @@ def test_run_without_references_is_freed() -> None:
     graph.source([1]).map(same, on="process").collect()
     run = graph.start()
     run.wait()
-    gone = weakref.ref(run)
+    reference = weakref.ref(run)
     del run
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.skipif(
@@ -309,7 +309,7 @@ PROGRAM = """
 """
 
 
-def gone(pid: int) -> bool:
+def reference(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -326,7 +326,8 @@ def test_workers_of_a_killed_program_end(method: str, tmp_path: Path) -> None:
         finally:
             process.kill()
         wait_until(
-            lambda: all(map(gone, {*workers, *family})), what=lambda: list(filter(psutil.pid_exists, family))
+            lambda: all(map(reference, {*workers, *family})),
+            what=lambda: list(filter(psutil.pid_exists, family)),
         )
 
 
@@ -337,7 +338,7 @@ def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -
         family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
         out, err = process.communicate()
     assert process.returncode == 0, err
-    wait_until(lambda: all(map(gone, {*map(int, out.split()), *family})))
+    wait_until(lambda: all(map(reference, {*map(int, out.split()), *family})))
 
 
 def test_run_with_a_dropped_handle_does_not_delay_the_program(tmp_path: Path) -> None:
@@ -371,10 +372,10 @@ def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
 def test_no_thread_of_a_run_is_left_after_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread may end late, after it has reported the end of the run, while it holds channels of the
     run."""
-    us, looked = threading.get_ident(), threading.Event()
+    own_thread, looked = threading.get_ident(), threading.Event()
 
     def we_join() -> bool:
-        frame = sys._current_frames()[us]
+        frame = sys._current_frames()[own_thread]
         while frame.f_back is not None and frame.f_code.co_name != "join":
             frame = frame.f_back
         return frame.f_code.co_name == "join"

@@ -17,10 +17,11 @@ from support.scripted_crew import ScriptedChannels, ScriptedCrew, ScriptedRun, k
 
 from flowchan import Deadlock, Graph, Interrupted, MemberDied, Run, RunError
 from flowchan.run import run as run_module
+from flowchan.run.observe.report import render
 from flowchan.run.policy import deadlock, decisions
 from flowchan.run.policy.actions import BreakChannels
-from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked
-from flowchan.run.policy.events import Death, Ended, Failure, Gone, Result, WorkerId
+from flowchan.run.policy.decisions import AbortRequested, Decided, StopRequested
+from flowchan.run.policy.events import Death, Ended, Failure, ProcessEnded, Result, Warned, WorkerId
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.supervisor import Supervisor
 
@@ -46,11 +47,11 @@ def follow(run: ScriptedRun) -> list[Decided]:
     """Every decision of the run but those on time that changed nothing."""
     found: list[Decided] = []
 
-    def hear(event: Any) -> None:
+    def receive(event: Any) -> None:
         if isinstance(event, Decided) and (event.actions or event.after is not event.before):
             found.append(event)
 
-    run.supervisor.feed.listen(hear)
+    run.supervisor.feed.listen(receive)
     return found
 
 
@@ -113,6 +114,57 @@ def test_run_gives_up_after_its_restarts() -> None:
     assert ended(run.supervisor) == "failed"
     assert len(run.crew.called("replace")) == 2
     assert "it is not replaced: 2 of 2 restarts are used" in str(run.supervisor.state.failures[0].error)
+
+
+def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    run = ScriptedRun(pipeline(restarts=3))
+    events: list[Any] = []
+    run.supervisor.feed.listen(events.append)
+    deaths = iter([killed(WORK)])
+    run.crew.on("replace", lambda *_: run.crew.report(next(deaths, Ended(WORK))))
+    run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, SINK) if next(deaths, None) is None else None)
+    run.supervisor.start()
+    run.crew.report(killed(WORK))
+    assert ended(run.supervisor) == "done"
+    text = "stage 'work' has used 2 of 3 restarts in 60 s; if they are used up, the next death ends the run"
+    assert Warned("work", text) in events
+    assert run.supervisor.stats().warnings == (text,)
+    assert f"warning: {text}" in render(run.supervisor.stats()).splitlines()
+    (record,) = [record for record in caplog.records if record.getMessage() == text]
+    assert (record.levelname, vars(record)["stage"]) == ("WARNING", "work")
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, number: int) -> int:
+        self.seen += 1
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("function", "unbegun", "warns"),
+    [(Counter, 0, True), (Counter(), 0, True), (Counter, 1, False), (abs, 0, False)],
+    ids=["class", "instance", "not begun", "function"],
+)
+def test_lost_state_of_a_callable_object_is_reported_and_logged(
+    function: Any, unbegun: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = Graph("scripted")
+    graph.source([], name="source").map(function, on="process", name="work").sink(abs, name="sink")
+    run = ScriptedRun(plan(graph, seed=1, memory=1 << 20))
+    run.crew.on("replace", lambda *_: run.crew.end_all(*ALL))
+    run.supervisor.start()
+    run.crew.report(killed(WORK, unbegun=unbegun))
+    assert ended(run.supervisor) == "done"
+    texts = [text for text in run.supervisor.stats().warnings if "a new Counter" in text]
+    assert len(texts) == warns
+    for text in texts:
+        assert "worker work 1 was replaced" in text
+        assert "restarts=0" in text
+        assert text in render(run.supervisor.stats())
+        assert text in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -179,7 +231,7 @@ def test_gang_that_misses_a_peer_restarts_once_all_have_ended() -> None:
         run.crew.report(Failure(worker, MemberDied("a peer died"), None, 1))
     for worker in GANG:
         assert run.crew.called("replace") == []
-        run.crew.report(Gone(worker))
+        run.crew.report(ProcessEnded(worker))
     assert ended(run.supervisor) == "done"
     assert run.crew.called("replace") == [(GANG, None, False)]
 
@@ -207,9 +259,32 @@ def test_stopped_run_drains() -> None:
     run = ScriptedRun(pipeline())
     run.crew.on("stop sources", lambda: run.crew.end_all(*ALL))
     run.supervisor.start()
-    run.supervisor.ask(StopAsked())
+    run.supervisor.ask(StopRequested())
     assert ended(run.supervisor) == "stopped"
     assert run.crew.called("break") == []
+
+
+def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixture) -> None:
+    run = ScriptedRun(pipeline())
+    run.crew.on("break", lambda _: run.crew.end_all(*ALL))
+    run.supervisor.start()
+    run.supervisor.ask(StopRequested(timeout=0.01))
+    assert ended(run.supervisor) == "aborted"
+    assert (
+        "graph 'scripted' has not ended within the timeout of its stop, so it is aborted" in caplog.messages
+    )
+
+
+def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "STOP_NOTICE_S", 0.01)
+    run = ScriptedRun(pipeline())
+    run.supervisor.feed.listen(lambda event: run.crew.end_all(*ALL) if isinstance(event, Warned) else None)
+    run.supervisor.start()
+    run.supervisor.ask(StopRequested())
+    assert ended(run.supervisor) == "stopped"
+    assert run.crew.called("break") == []
+    (warning,) = run.supervisor.stats().warnings
+    assert "still works on what was in flight" in warning
 
 
 def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +293,7 @@ def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pyte
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
     run.crew.on("terminate", lambda id, force: run.crew.report(killed(id)) if force else None)
     run.supervisor.start()
-    run.supervisor.ask(AbortAsked())
+    run.supervisor.ask(AbortRequested())
     assert ended(run.supervisor) == "aborted"
     assert run.crew.called("terminate") == [(WORK, False), (WORK, True)]
     assert run.supervisor.state.failures == ()

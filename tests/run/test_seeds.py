@@ -202,7 +202,7 @@ def test_thread_in_a_workers_process_belongs_to_the_worker() -> None:
 
 
 def test_worker_outside_of_a_stage_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"flowchan.worker\(\): no worker runs here"):
+    with pytest.raises(RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker runs here"):
         flowchan.worker()
 
 
@@ -225,9 +225,9 @@ def test_replacement_does_not_repeat_the_numbers_of_a_dead_worker(tmp_path: Path
 
     def lines() -> list[str]:
         assert graph.run(seed=3)[results] == [1]
-        said = log.read_text().splitlines()
+        message = log.read_text().splitlines()
         log.write_text("")
-        return said
+        return message
 
     first = lines()
     assert [line.split()[0] for line in first] == ["0", "1", "2"]

@@ -52,12 +52,12 @@ class Refused:
     """Wrapper that makes a function raise at its n-th call by the main thread."""
 
     def __init__(self, usual: Callable[..., Any], n: int, error: BaseException) -> None:
-        self.usual, self.left, self.error = usual, n, error
+        self.usual, self.remaining, self.error = usual, n, error
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
-            self.left -= 1
-            if self.left == 0:
+            self.remaining -= 1
+            if self.remaining == 0:
                 # a new one, because an error keeps the objects of its traceback
                 raise type(self.error)(*self.error.args)
         return self.usual(*arguments, **named)
@@ -116,7 +116,7 @@ def test_failed_start_leaves_nothing_at_any_refused_call(what: str, monkeypatch:
             patched.setattr(owner, name, refused)
             end = start_of(mixed())
         wait_until(lambda: holdings() <= before, 20, what=lambda: holdings() - before)
-        if refused.left > 0:
+        if refused.remaining > 0:
             break
         assert end == repr(error), n
     assert 1 < n < MOST
@@ -188,8 +188,8 @@ def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatc
     """The thread is started when the program waits for the result."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count)
-    left, right = numbers.tee(2)
-    left.collect()
+    remaining, right = numbers.tee(2)
+    remaining.collect()
     right.collect()
     run = graph.start()
     monkeypatch.setattr(

@@ -196,8 +196,8 @@ def test_script_that_fails_on_import_shows_the_line_and_remedy(method: str, tmp_
         _, err = process.communicate()
     assert process.returncode == 1
     assert "LookupError: only the program may import this" in err
-    assert f"as each does with the start method '{method}'" in err
-    assert '`set_start_method` too, under `if __name__ == "__main__":`' in err
+    assert f"as with the start method '{method}'" in err
+    assert 'and `set_start_method`, under `if __name__ == "__main__":`' in err
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -274,8 +274,10 @@ def test_daemonic_process_cannot_start_workers(method: str, tmp_path: Path) -> N
             process.start()
             process.join()
     """
-    said = run_python(script(tmp_path, text))
-    assert said.startswith("daemon process 'helper' is daemonic, so it cannot start processes; start it with")
+    message = run_python(script(tmp_path, text))
+    assert message.startswith(
+        "daemon process 'helper' is daemonic, so it cannot start processes; start it with"
+    )
 
 
 @pytest.mark.usefixtures("_method")
@@ -416,13 +418,13 @@ def test_one_thread_at_a_time_leaves_the_parents_forkserver(
         monkeypatch.setattr(server, f"_forkserver_{name}", value)
     others_may_come: list[bool] = []
 
-    def look(*_: object) -> None:
+    def check(*_: object) -> None:
         other = threading.Thread(target=lambda: others_may_come.append(server._lock.acquire(blocking=False)))
         other.start()
         other.join()
         raise ChildProcessError
 
-    monkeypatch.setattr(os, "waitid", look)
+    monkeypatch.setattr(os, "waitid", check)
     process_start._leave_the_parents_server()
     monkeypatch.undo()
     assert others_may_come == [False]

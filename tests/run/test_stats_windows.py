@@ -234,9 +234,9 @@ def test_history_keeps_old_statistics_with_wider_gaps(monkeypatch: pytest.Monkey
     history = History()
     for step in range(1000):
         clock[0] = step * EVERY_S
-        history.look(lambda: counted(clock[0], 0, WorkSeconds()))
+        history.sample(lambda: counted(clock[0], 0, WorkSeconds()))
     now = counted(clock[0], 0, WorkSeconds())
-    assert len(history._looks) < 80
+    assert len(history._samples) < 80
     for window in (1.0, 10.0, 100.0):
         before = history.before(now, window)
         assert before is not None

@@ -14,7 +14,8 @@ import pytest
 from flowchan import Graph, In, Out, Stream
 from flowchan.declare.operators import OPERATORS, Operator
 from flowchan.declare.placements import PLACEMENTS, Placement
-from flowchan.declare.stream import origins, streams_of
+from flowchan.declare.stream import streams_of
+from flowchan.declare.stream_handle import origins
 from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
 from flowchan.viz import to_dot, to_mermaid
 from flowchan.viz.live.model import plain_line
@@ -38,7 +39,7 @@ EVERY_OTHER = Operator(
     calls="item",
     per_item=True,
     lets_go="skipped",
-    says=lambda options: "one of 2",
+    describe=lambda options: "one of 2",
 )
 
 

@@ -19,7 +19,7 @@ from flowchan import Graph
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.watch import Watch
-from flowchan.run.policy.events import Gone, WorkerId
+from flowchan.run.policy.events import ProcessEnded, WorkerId
 
 ONE, TWO = WorkerId("work", 1), WorkerId("work", 2)
 
@@ -38,12 +38,12 @@ def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def watching() -> Iterator[tuple[Watch, queue.Queue[Gone]]]:
-    told: queue.Queue[Gone] = queue.Queue()
-    watch = Watch(told.put)
+def watching() -> Iterator[tuple[Watch, queue.Queue[ProcessEnded]]]:
+    reported: queue.Queue[ProcessEnded] = queue.Queue()
+    watch = Watch(reported.put)
     thread = threading.Thread(target=watch.run)
     thread.start()
-    yield watch, told
+    yield watch, reported
     watch.stop()
     thread.join()
     watch.close()
@@ -57,18 +57,18 @@ def started(function: Callable[[], object]) -> WorkerProcess:
 def test_end_of_a_process_is_reported_once() -> None:
     gate = Gate()
     first, second = started(gate.wait), started(gate.wait)
-    with watching() as (watch, told):
+    with watching() as (watch, reported):
         watch.add(ONE, first)
         watch.add(TWO, second)
         gate.wait_held(2)
-        assert told.empty()
+        assert reported.empty()
         first.kill()
-        assert told.get() == Gone(ONE)
+        assert reported.get() == ProcessEnded(ONE)
         assert first.ended()
         assert not second.ended()
         gate.open()
-        assert told.get() == Gone(TWO)
-        assert told.empty()
+        assert reported.get() == ProcessEnded(TWO)
+        assert reported.empty()
     assert (first.exitcode, second.exitcode) == (-9, 0)
     first.close()
     second.close()
@@ -78,23 +78,23 @@ def test_end_of_a_process_is_reported_once() -> None:
 def test_process_that_ended_before_the_watch_is_reported() -> None:
     process = started(int)
     assert process.ended(60)
-    with watching() as (watch, told):
+    with watching() as (watch, reported):
         watch.add(ONE, process)
-        assert told.get() == Gone(ONE)
+        assert reported.get() == ProcessEnded(ONE)
     process.close()
 
 
 def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pid may belong to another process by now."""
 
-    def gone(pid: int, flags: int = 0) -> int:
+    def has_vanished(pid: int, flags: int = 0) -> int:
         raise ProcessLookupError(errno.ESRCH, "no such process")
 
-    monkeypatch.setattr(os, "pidfd_open", gone)
+    monkeypatch.setattr(os, "pidfd_open", has_vanished)
     process = started(int)
-    with watching() as (watch, told):
+    with watching() as (watch, reported):
         watch.add(ONE, process)
-        assert told.get() == Gone(ONE)
+        assert reported.get() == ProcessEnded(ONE)
     process.close()
 
 
@@ -102,18 +102,18 @@ def test_process_leaves_the_watch_before_it_is_closed() -> None:
     """If a child has inherited its pidfd, closing the pidfd does not remove it from the watch."""
     gate = Gate()
     first = started(gate.wait)
-    with watching() as (watch, told):
+    with watching() as (watch, reported):
         watch.add(ONE, first)
         second = started(gate.wait)  # has a copy of the first pidfd
         watch.add(TWO, second)
         gate.wait_held(2)
         first.kill()
-        assert told.get() == Gone(ONE)
+        assert reported.get() == ProcessEnded(ONE)
         first.close()
         gate.open()
-        assert told.get() == Gone(TWO)
+        assert reported.get() == ProcessEnded(TWO)
         wait_until(lambda: second.ended())
-        assert told.empty()
+        assert reported.empty()
     second.close()
 
 

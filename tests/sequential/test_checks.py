@@ -5,6 +5,8 @@ The error names the argument, the value, the allowed values and the remedy.
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import multiprocessing
 import threading
 from typing import Any
@@ -17,6 +19,7 @@ from flowchan.declare.placements import PLACEMENTS
 from flowchan.hosts import local
 from flowchan.pipelines import Sequential
 from flowchan.pipelines.sequential.checks import checked_devices
+from flowchan.pipelines.sequential.pipe_options import SequentialSettings
 
 
 def model() -> nn.Sequential:
@@ -141,7 +144,7 @@ def test_cuda_in_forked_processes_raises_before_any_use(
         ]
 
 
-class Shy:
+class UnprintableValue:
     """Object whose ``repr`` fails."""
 
     def __repr__(self) -> str:
@@ -151,18 +154,18 @@ class Shy:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"parts": Shy()}, "got <Shy whose"),
-        ({"parts": [2, Shy()]}, "got <Shy whose"),
-        ({"on": Shy()}, "got <Shy whose"),
-        ({"chunks": Shy()}, "got <Shy whose"),
-        ({"balance": Shy()}, "got <Shy whose"),
+        ({"parts": UnprintableValue()}, "got <UnprintableValue whose"),
+        ({"parts": [2, UnprintableValue()]}, "got <UnprintableValue whose"),
+        ({"on": UnprintableValue()}, "got <UnprintableValue whose"),
+        ({"chunks": UnprintableValue()}, "got <UnprintableValue whose"),
+        ({"balance": UnprintableValue()}, "got <UnprintableValue whose"),
         (
-            {"balance": "time", "sample": {Shy(): 1}},
-            "sample[<Shy whose repr raises LookupError>] must be a tensor",
+            {"balance": "time", "sample": {UnprintableValue(): 1}},
+            "sample[<UnprintableValue whose repr raises LookupError>] must be a tensor",
         ),
-        ({"devices": Shy()}, "got <Shy whose"),
-        ({"devices": ["cpu", Shy()]}, "got <Shy whose repr raises LookupError> ("),
-        ({"devices": ["cpu", "cpu", Shy()]}, "got 3: <list whose repr raises LookupError>"),
+        ({"devices": UnprintableValue()}, "got <UnprintableValue whose"),
+        ({"devices": ["cpu", UnprintableValue()]}, "got <UnprintableValue whose repr raises LookupError> ("),
+        ({"devices": ["cpu", "cpu", UnprintableValue()]}, "got 3: <list whose repr raises LookupError>"),
     ],
 )
 def test_error_names_the_type_if_repr_fails(arguments: dict[str, Any], word: str) -> None:
@@ -175,11 +178,27 @@ def test_error_names_the_type_if_repr_fails(arguments: dict[str, Any], word: str
     "argument", ["loss", "optimizer", "schedule", "workers", "recompute", "clip", "autocast"]
 )
 def test_training_error_names_the_type_if_repr_fails(argument: str) -> None:
+    value = r"(<UnprintableValue whose .* LookupError>|UnprintableValue)( \(UnprintableValue\))?"
+    with pytest.raises((TypeError, ValueError), match=rf"^training: {argument} must be .*got {value}$"):
+        Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: UnprintableValue()})
+
+
+def test_help_lists_every_option_of_a_pipe_with_its_default() -> None:
+    shown = inspect.signature(Sequential).parameters.values()
+    options = {one.name: one.default for one in shown if one.kind is one.KEYWORD_ONLY}
+    assert options == {setting.name: setting.default for setting in dataclasses.fields(SequentialSettings)}
+    assert [one.name for one in shown] == ["module", "parts", *options]
+
+
+@pytest.mark.parametrize("passed", [(), (nn.Sequential(),)])
+def test_misspelt_option_of_a_pipe_raises_with_a_suggestion(passed: tuple[Any, ...]) -> None:
+    misspelt: dict[str, Any] = {"chunk": 3}
+    with pytest.raises(TypeError, match=r"^Sequential: has no option 'chunk'; did you mean 'chunks'\?$"):
+        Sequential(*passed, **misspelt)
     with pytest.raises(
-        (TypeError, ValueError),
-        match=rf"^training: {argument} must be .*(not|got) (<Shy whose .* LookupError>|Shy)( \(Shy\))?$",
+        TypeError, match=r"^Sequential: has no option 'x'; it has module, parts, on, chunks, "
     ):
-        Sequential(model()).trainer(**{"loss": nn.functional.mse_loss, argument: Shy()})
+        Sequential(*passed, **dict.fromkeys("x"))
 
 
 def test_misspelt_training_option_raises_with_a_suggestion() -> None:

@@ -95,7 +95,7 @@ def test_slow_pipe_warns_with_the_number_of_compute_threads() -> None:
     try:
         with (
             Sequential([nn.Identity() for _ in range(4)]) as pipe,
-            pytest.warns(RuntimeWarning, match="in 2 parts, .* with torch's 3 compute threads: "),
+            pytest.warns(RuntimeWarning, match="with 2 parts, .* with torch's 3 compute threads: "),
         ):
             pipe(torch.ones(2, 1))
     finally:

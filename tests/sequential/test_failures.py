@@ -41,9 +41,9 @@ class At(nn.Module):
         self.chunk, self.act, self.back = chunk, act, backward
         self.seen = {"forward": 0, "backward": 0}
 
-    def count(self, way: str) -> None:
-        self.seen[way] += 1
-        if self.seen[way] == self.chunk + 1 and self.back == (way == "backward"):
+    def count(self, variant: str) -> None:
+        self.seen[variant] += 1
+        if self.seen[variant] == self.chunk + 1 and self.back == (variant == "backward"):
             self.act()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def test_failure_to_create_an_optimizer_names_the_part() -> None:
         return SGD(parameters, lr=0.1)
 
     error = failure_of(perceptron(), "thread", optimizer=made)
-    assert re.fullmatch(r"part \d \(.*\), making its optimizer: ValueError: not here", error.message)
+    assert re.fullmatch(r"part \d \(.*\), creating its optimizer: ValueError: not here", error.message)
 
 
 def test_failure_while_recomputing_names_the_backward_step() -> None:
@@ -252,7 +252,7 @@ def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backwa
     assert cause.exitcode == -signal.SIGKILL
     place = (
         r"part 1 \(layers '3' to '5'\), step 1, (after [FB]\d \(micro-batch \d of 4\)|before "
-        r"any step known to be complete): "
+        r"any step that is known to be complete): "
     )
     assert re.match(
         place + r"WorkerDied: the process of worker part 1 1 was killed by SIGKILL", error.message
@@ -275,7 +275,7 @@ def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path)
             training.step(x, target)
         killer.join()
     assert raised.value.message.startswith(
-        "part 1 (layer '1'), step 1, before any step known to be complete: WorkerDied"
+        "part 1 (layer '1'), step 1, before any step that is known to be complete: WorkerDied"
     )
 
 

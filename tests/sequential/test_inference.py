@@ -168,24 +168,24 @@ def test_stream_yields_outputs_in_order(on: Any) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_stream_requests_batches_while_it_has_room(parts: int) -> None:
-    asked = 0
+    requests = 0
 
     def batches() -> Iterator[Tensor]:
-        nonlocal asked
+        nonlocal requests
         for _ in range(60):
-            asked += 1
+            requests += 1
             yield torch.zeros(8, 6)
 
     most = 2 * parts + 2
     with Sequential(dense(), parts) as pipe:
         stream = pipe.stream(batches())
-        assert asked == 0
+        assert requests == 0
         for taken, _ in enumerate(stream, 1):
-            ahead = asked - taken
+            ahead = requests - taken
             assert ahead <= most
-            if asked < 60:
+            if requests < 60:
                 assert ahead + 1 >= most  # every part has work while the program handles this output
-        assert asked == 60
+        assert requests == 60
 
 
 @on_both_placements

@@ -291,10 +291,10 @@ def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
         stream = pipe.stream([torch.ones(1, 6)] * 6)
         next(stream)
         del stream
-    gone = weakref.ref(pipe)
+    reference = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert gone() is None  # the check for leftovers covers the rest
+    assert reference() is None  # the check for leftovers covers the rest
 
 
 def test_stream_keeps_its_pipe_alive() -> None:

@@ -102,14 +102,14 @@ def test_dtype_changes_apply_to_the_parts(on: Any) -> None:
 
 @on_both_placements
 @pytest.mark.parametrize("runs", [False, True])
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
-def test_copy_is_an_independent_pipe(on: Any, runs: bool, way: str) -> None:
+@pytest.mark.parametrize("variant", ["deepcopy", "pickle", "torch.save"])
+def test_copy_is_an_independent_pipe(on: Any, runs: bool, variant: str) -> None:
     x = torch.randn(8, 6)
     with Sequential(dense(), [2, 3], on=on, chunks=2) as pipe:
         expected = pipe(x).detach() if runs else pipe.module(x).detach()
-        if way == "deepcopy":
+        if variant == "deepcopy":
             other = copy.deepcopy(pipe)
-        elif way == "pickle":
+        elif variant == "pickle":
             other = pickle.loads(pickle.dumps(pipe))
         else:
             torch.save(pipe, file := io.BytesIO())
@@ -200,7 +200,7 @@ def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
                 assert seen == [2, 2]
                 continue
             for use in (lambda: pipe(x), lambda: next(pipe.stream([x])), lambda: torch.no_grad()(pipe)(x)):
-                with pytest.raises(ValueError, match=r"a Linear has the hook .*; use on='thread'"):
+                with pytest.raises(ValueError, match=r"a Linear must not have hooks, .*; use on='thread'"):
                     use()
 
 

@@ -6,12 +6,14 @@ Its parts hold copies of the tensors, and changes on either side reach the other
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.preloaded_programs import ONE_THREAD
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
@@ -29,6 +31,19 @@ class Where(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + POOL.hosts.index(worker().host)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _agents_share_one_import_of_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let the fork server of the agents import torch, instead of each worker. The pages of docs/sequential
+    run without it."""
+    folder = tmp_path_factory.mktemp("preload")
+    (folder / "sitecustomize.py").write_text("import torch, torch._dynamo\n")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():  # only a process with one thread may fork
+            patch.setenv(name, value)
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture
@@ -137,7 +152,7 @@ def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:
 
 def test_pool_without_known_hosts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ValueError, match="Sequential: slurm: this program runs in no allocation"):
+    with pytest.raises(ValueError, match="Sequential: slurm: this program does not run in an allocation"):
         Sequential(perceptron(), on=slurm())
 
 

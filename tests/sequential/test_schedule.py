@@ -252,11 +252,11 @@ def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
             "steps: schedule must be "
             "'gpipe' or '1f1b' or 'interleaved' or 'zbh1' or 'zbv' or 'dualpipev', got None",
         ),
-        (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, not 0"),
-        (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, not -1"),
+        (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, got 0"),
+        (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, got -1"),
         (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 with workers=2, got 2"),
-        (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, not 0"),
-        (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, not 0"),
+        (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, got 0"),
+        (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, got 0"),
         (("1f1b", 0, 3, 2, 4), "steps: workers must be at most parts=2, got 3; use fewer workers"),
         (
             ("interleaved", 0, 3, 2, 4),
@@ -286,10 +286,10 @@ def test_steps_rejects_a_number_that_is_not_an_int(place: int, value: Any) -> No
     arguments[place] = value
     name = ["schedule", "worker", "workers", "parts", "chunks"][place]
     shown = re.escape(f"{value!r} ({type(value).__name__})")
-    with pytest.raises(TypeError, match=f"^steps: {name} must be an int of at least [01], not {shown}$"):
+    with pytest.raises(TypeError, match=f"^steps: {name} must be an int of at least [01], got {shown}$"):
         steps(*arguments)
 
 
 def test_plan_without_workers_raises() -> None:
-    with pytest.raises(ValueError, match=r"^plan: workers must be at least 1, not 0$"):
+    with pytest.raises(ValueError, match=r"^plan: workers must be at least 1, got 0$"):
         plan("gpipe", 0, 1, 1)

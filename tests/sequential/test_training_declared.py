@@ -47,8 +47,8 @@ from flowchan.viz import to_dot
         ),
         ({"workers": 2}, ValueError, "^training: .*use schedule='interleaved'"),
         ({"workers": 5, "schedule": "interleaved"}, ValueError, "^training: .*use fewer workers"),
-        ({"workers": 0}, ValueError, "^training: workers must be at least 1, not 0"),
-        ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, not 1.0"),
+        ({"workers": 0}, ValueError, "^training: workers must be at least 1, got 0"),
+        ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, got 1.0"),
         ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
         ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
         ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
@@ -64,7 +64,9 @@ def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error
 def test_training_rejects_a_parameter_in_two_parts() -> None:
     module = perceptron()
     module[2] = module[4] = nn.Linear(16, 16)
-    with pytest.raises(ValueError, match=r"part 2 .* shares parameter '4.weight' with part 1"):
+    with pytest.raises(
+        ValueError, match=r"each parameter must be in one part, got '4.weight' in part 1 .* and in part 2"
+    ):
         in_parts(module, 5)
 
 
@@ -101,7 +103,7 @@ def test_training_outside_its_block_raises() -> None:
         training.step(x, target)
     with training:
         training.step(x, target)
-        with pytest.raises(RuntimeError, match="has begun already"):
+        with pytest.raises(RuntimeError, match="has already begun"):
             training.__enter__()
     with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)

@@ -38,13 +38,15 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
             return beyond(random.Random(name).sample(combinations, len(combinations)), together)
     if len(combinations) > MOST and len(combinations[0].callspec.params) > 1:  # type: ignore[attr-defined]
         drawn = random.Random(name).sample(combinations, len(combinations))
-        left = beyond(list(drawn), 1)
-        kept = len(combinations) - len(left)
-        return left[max(0, MOST - kept) :]
+        remaining = beyond(list(drawn), 1)
+        kept = len(combinations) - len(remaining)
+        return remaining[max(0, MOST - kept) :]
     by_method = {method: [one for one in combinations if method in texts(one)] for method in COSTLY}
-    left = by_method[random.Random(name).choice(COSTLY)] if all(by_method.values()) else []
-    lost = all_values(left) - all_values(one for one in combinations if one not in left)
-    return left if len(lost) == 1 else []  # drop the method only if no other parameter needs its combinations
+    remaining = by_method[random.Random(name).choice(COSTLY)] if all(by_method.values()) else []
+    lost = all_values(remaining) - all_values(one for one in combinations if one not in remaining)
+    return (
+        remaining if len(lost) == 1 else []
+    )  # drop the method only if no other parameter needs its combinations
 
 
 def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:

@@ -34,17 +34,17 @@ class ForkingProgram:
     """
 
     def __init__(self, file: str, *arguments: str, **environment: str) -> None:
-        mine, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         self._lock = threading.Lock()
-        self._program = started(file, theirs, *arguments, **environment)
-        theirs.close()
-        self._orders = Connection(mine.detach())
+        self._program = started(file, child_end, *arguments, **environment)
+        child_end.close()
+        self._orders = Connection(own_end.detach())
 
     def order(self, order: tuple[Any, ...], descriptors: list[int], task: bytes | None = None) -> int:
         """Send an order with descriptors, and return the pid of the child that executes it."""
-        with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as beside:
+        with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as duplicate:
             self._orders.send(order)
-            socket.send_fds(beside, [b"+"], descriptors)
+            socket.send_fds(duplicate, [b"+"], descriptors)
             if task is not None:
                 self._orders.send_bytes(task)
             child: int = self._orders.recv()

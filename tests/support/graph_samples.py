@@ -10,7 +10,8 @@ from flowchan import In, Out
 from flowchan.check.rules import check
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.operators import OPERATORS
-from flowchan.declare.stream import Stream, origins
+from flowchan.declare.stream import Stream
+from flowchan.declare.stream_handle import origins
 from flowchan.declare.values import Output, Stage
 from flowchan.errors import Problem
 
@@ -24,7 +25,7 @@ class Animal: ...
 class Dog(Animal): ...
 
 
-class Speaks(Protocol):
+class Speaker(Protocol):
     def speak(self) -> str: ...
 
 

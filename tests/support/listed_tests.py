@@ -8,7 +8,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 
-def there_is(test: str) -> bool:
+def is_listed_test(test: str) -> bool:
     """Return whether the test ``file::name`` exists in this folder."""
     file, _, name = test.partition("::")
     return re.search(rf"^def {name}\(", (TESTS / file).read_text(), re.MULTILINE) is not None

@@ -92,25 +92,30 @@ class Wire:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         """Copy bytes in two threads: one receives them with their due times, and one sends them."""
         pieces: deque[tuple[float, bytes]] = deque()
-        there, room = threading.Semaphore(0), threading.Semaphore(4 if self.rate < float("inf") else 10_000)
+        arrived, free_slots = (
+            threading.Semaphore(0),
+            threading.Semaphore(4 if self.rate < float("inf") else 10_000),
+        )
 
         def take() -> None:
             data = b"."
             while data:
-                room.acquire()
+                free_slots.acquire()
                 data = b""
                 with contextlib.suppress(OSError):
                     data = source.recv(CHUNK)
                 pieces.append((time.monotonic() + self.delay, data))
-                there.release()
+                arrived.release()
 
         def give() -> None:
             while True:
-                there.acquire()
+                arrived.acquire()
                 due, data = pieces.popleft()
-                room.release()
+                free_slots.release()
                 self._over.wait(max(0.0, due - time.monotonic(), len(data) / self.rate))
-                while (left := self._silent_until - time.monotonic()) > 0 and not self._over.wait(left):
+                while (remaining := self._silent_until - time.monotonic()) > 0 and not self._over.wait(
+                    remaining
+                ):
                     pass
                 with contextlib.suppress(OSError):
                     target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
@@ -131,11 +136,11 @@ class Wired(Local):
     wires: tuple[Wire, ...]
 
     def start(self, number: int, launch: Launch) -> StartedAgent:
-        wire, said = self.wires[number % len(self.wires)], json.loads(launch.stdin)
-        said["address"] = wire.to(said["address"])
-        if back := said.get("back"):
-            said["back"] = int(wire.to(f"127.0.0.1:{back}").rpartition(":")[2])
-        return super().start(number, replace(launch, stdin=json.dumps(said).encode() + b"\n"))
+        wire, orders = self.wires[number % len(self.wires)], json.loads(launch.stdin)
+        orders["address"] = wire.to(orders["address"])
+        if back := orders.get("back"):
+            orders["back"] = int(wire.to(f"127.0.0.1:{back}").rpartition(":")[2])
+        return super().start(number, replace(launch, stdin=json.dumps(orders).encode() + b"\n"))
 
 
 @contextlib.contextmanager

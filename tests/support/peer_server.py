@@ -65,8 +65,8 @@ def die_with_parent() -> None:
 
 
 def received(orders: Connection, count: int) -> list[int]:
-    with socket.socket(fileno=os.dup(orders.fileno())) as beside:
-        _, descriptors, _, _ = socket.recv_fds(beside, 1, count)
+    with socket.socket(fileno=os.dup(orders.fileno())) as duplicate:
+        _, descriptors, _, _ = socket.recv_fds(duplicate, 1, count)
     assert len(descriptors) == count
     return descriptors
 
@@ -82,19 +82,19 @@ def renumber(descriptors: list[int], numbers: list[int]) -> None:
 
 
 def run(task: bytes, answer: int) -> None:
-    said: tuple[bool, object]
+    outcome: tuple[bool, object]
     try:
         kept.append(pickle.loads(task))
         function, args = kept[0]
-        said = False, function(*args)
+        outcome = False, function(*args)
     except BaseException as error:
         error.add_note(f"in the program apart: {traceback.format_exc()}")
-        said = True, error
+        outcome = True, error
     try:
-        data = cloudpickle.dumps(said)
+        data = cloudpickle.dumps(outcome)
     except Exception as error:
-        data = cloudpickle.dumps((True, AssertionError(f"the answer {said!r} cannot be sent: {error}")))
-    del said
+        data = cloudpickle.dumps((True, AssertionError(f"the answer {outcome!r} cannot be sent: {error}")))
+    del outcome
     with os.fdopen(answer, "wb") as pipe:
         pipe.write(data)
 

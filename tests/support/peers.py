@@ -138,13 +138,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
-class Apart(ForkingProgram):
+class LaunchedElsewhere(ForkingProgram):
     """The parent program of peers on another host (peer_server.py).
 
     Each test file with such peers has one. It starts before the first test looks at processes.
     """
 
-    running: ClassVar[Apart | None] = None
+    running: ClassVar[LaunchedElsewhere | None] = None
 
     def __init__(self) -> None:
         super().__init__(
@@ -178,14 +178,14 @@ class HostPeer:
     """A peer in a child of the separate program. The objects of the function are sent like an item."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        mine, answer = os.pipe()
-        self._answer: IO[bytes] = os.fdopen(mine, "rb")
+        own_end, answer = os.pipe()
+        self._answer: IO[bytes] = os.fdopen(own_end, "rb")
         self._code: int | None = None
-        assert Apart.running is not None
-        self._apart = Apart.running
+        assert LaunchedElsewhere.running is not None
+        self._launch_elsewhere = LaunchedElsewhere.running
         gates = [fd for gate in Gate.all for fd in gate.descriptors]
         try:
-            self._pid = self._apart.start(function, args, [answer, *gates])
+            self._pid = self._launch_elsewhere.start(function, args, [answer, *gates])
         finally:
             os.close(answer)
 
@@ -203,7 +203,7 @@ class HostPeer:
     def join(self) -> int | None:
         if self._code is None:
             assert self._has_ended(WAIT_LIMIT_S), "the peer is still running"
-            self._code = self._apart.reap(self._pid)
+            self._code = self._launch_elsewhere.reap(self._pid)
             self._answer.close()
         return self._code
 

@@ -43,7 +43,7 @@ class ScriptedCrew(CrewPart):
         calls: The calls of the supervisor, each a word and the arguments.
         report: The run's report, once it has started.
         refuses: The error of all starts of workers, if they must fail.
-        hears_all: Whether everything that workers have reported has arrived.
+        all_heard: Whether everything that workers have reported has arrived.
         answer: Waits of workers that no channel shows.
     """
 
@@ -51,7 +51,7 @@ class ScriptedCrew(CrewPart):
         self.calls: list[Call] = []
         self.report: Report = run_is_over
         self.refuses: Exception | None = None
-        self.hears_all = True
+        self.all_heard = True
         self.answer: Waits | None = Waits()
         self._reactions: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)
 
@@ -63,7 +63,7 @@ class ScriptedCrew(CrewPart):
         """Return the arguments of all calls of this name."""
         return [call[1:] for call in self.calls if call[0] == word]
 
-    def note(self, word: str, *arguments: Any) -> None:
+    def record(self, word: str, *arguments: Any) -> None:
         """Append a call, and run the reactions to it."""
         self.calls.append((word, *arguments))
         for reaction in self._reactions[word]:
@@ -76,57 +76,57 @@ class ScriptedCrew(CrewPart):
 
     def start(self, report: Report) -> None:
         self.report = report
-        self.note("start")
+        self.record("start")
         if self.refuses is not None:
             raise self.refuses
 
     def replace(
         self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
     ) -> tuple[Failure | Ended, ...]:
-        self.note("replace", tuple(ids), blamed, later)
+        self.record("replace", tuple(ids), blamed, later)
         return () if later else self._failures(ids)
 
     def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
-        self.note("start workers", tuple(ids))
+        self.record("start workers", tuple(ids))
         return self._failures(ids)
 
     def _failures(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
         return () if self.refuses is None else tuple(Failure(id, self.refuses, None, 1) for id in ids)
 
     def add(self, id: WorkerId) -> None:
-        self.note("add", id)
+        self.record("add", id)
         if self.refuses is not None:
             raise self.refuses
 
     def remove(self, id: WorkerId) -> None:
-        self.note("remove", id)
+        self.record("remove", id)
 
     def forget(self, id: WorkerId) -> None:
-        self.note("forget", id)
+        self.record("forget", id)
 
     def release_ports(self, id: WorkerId) -> None:
-        self.note("release", id)
+        self.record("release", id)
 
     def terminate(self, id: WorkerId, force: bool) -> None:
-        self.note("terminate", id, force)
+        self.record("terminate", id, force)
 
     def kill(self) -> None:
-        self.note("kill")
+        self.record("kill")
 
     def form_group(self, ids: Sequence[WorkerId]) -> None:
-        self.note("form group", tuple(ids))
+        self.record("form group", tuple(ids))
 
     def end_group(self, stage: str) -> None:
-        self.note("end group", stage)
+        self.record("end group", stage)
 
     def cancel_tasks(self, all_of_them: bool) -> None:
         """Do nothing, and note nothing: the supervisor calls this every turn."""
 
     def cancel_request(self, question: int) -> None:
-        self.note("cancel request", question)
+        self.record("cancel request", question)
 
-    def all_is_heard(self) -> bool:
-        return self.hears_all
+    def all_reported(self) -> bool:
+        return self.all_heard
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         return self.answer
@@ -135,7 +135,7 @@ class ScriptedCrew(CrewPart):
         return ()
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
-        self.note("close", abandoned)
+        self.record("close", abandoned)
         return frozenset()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
@@ -163,13 +163,16 @@ class ScriptedChannels(RunChannels):
         self.unread: frozenset[WorkerId] = frozenset()
 
     def stop_sources(self) -> None:
-        self._crew.note("stop sources")
+        self._crew.record("stop sources")
+
+    def drop_queued(self) -> None:
+        self._crew.record("drop queued")
 
     def close_unwanted(self) -> None:
         """Do nothing, and note nothing: the supervisor calls this from time to time."""
 
     def break_all(self, cause: BaseException | None) -> None:
-        self._crew.note("break", cause)
+        self._crew.record("break", cause)
 
     def broken(self, id: WorkerId | None) -> list[str]:
         return self.broken_ones

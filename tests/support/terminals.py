@@ -19,16 +19,16 @@ def on_terminal(
     Cursor movements are removed from the lines. The program gets Ctrl-C once it has written all of ``until``.
     When it has written ``then``, a file "seen" appears in the folder.
     """
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     shown, wanted = b"", [word.encode() for word in until]
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, cwd=folder
     ) as process:
-        os.close(theirs)
+        os.close(terminal)
         while True:
             try:
-                shown += os.read(ours, 65536)
+                shown += os.read(controller, 65536)
             except OSError:  # the program has ended
                 break
             if then and then.encode() in shown:
@@ -37,6 +37,6 @@ def on_terminal(
             if wanted and all(word in shown for word in wanted):
                 wanted = []
                 process.send_signal(signal.SIGINT)
-    os.close(ours)
+    os.close(controller)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     return re.split("[\r\n]+", plain), process.returncode

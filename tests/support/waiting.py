@@ -35,12 +35,12 @@ def wait_until(
         tick.wait(0.001)  # lets other threads and processes run
 
 
-def wait_freed(gone: weakref.ref[Any]) -> None:
+def wait_freed(reference: weakref.ref[Any]) -> None:
     """Wait until the object is freed."""
 
     def is_freed() -> bool:
         merge_counts()
-        return gone() is None
+        return reference() is None
 
     wait_until(is_freed)
 
@@ -77,7 +77,7 @@ def wait_stats(channel: Any, **expected: int) -> None:
     wait_until(reached, what=lambda: f"{channel.stats()} where {expected} was expected")
 
 
-def nobody_waits(*channels: Any) -> bool:
+def no_waiters(*channels: Any) -> bool:
     """Return whether no reader, writer or select waits in the channels."""
     return all(
         stats.waiting_readers == stats.waiting_writers == stats.selecting == 0

@@ -1,4 +1,4 @@
-"""Two ends of a connection over loopback, for tests of handshakes."""
+"""Two ends of a connection over loopback, for handshake tests."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 def met(
     sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = True, timeout: float = 30, **more: Any
 ) -> tuple[socket.socket, Any]:
-    """Call ``meet`` for one end, whose hello names its role."""
-    said = {"dialled": dialled}
-    return authentication.meet(sock, secret, dialled=dialled, hello=said, timeout=timeout, **more)
+    """Call ``meet`` for one end, whose hello states its role."""
+    results = {"dialled": dialled}
+    return authentication.meet(sock, secret, dialled=dialled, hello=results, timeout=timeout, **more)
 
 
-def beside(sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any) -> ThreadPeer:
+def meet_in_thread(
+    sock: socket.socket, secret: bytes = SECRET, *, dialled: bool = False, **more: Any
+) -> ThreadPeer:
     """Run the other end in a thread."""
     return ThreadPeer(lambda: met(sock, secret, dialled=dialled, **more))
 
 
 @contextlib.contextmanager
 def ctrl_c() -> Iterator[None]:
-    """Raise soon in a signal handler, and require that the block ends with this exception."""
+    """Raise an exception from a signal handler soon, and require that it ends the block."""
 
     class Stop(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Only peers with the secret are accepted. Others are refused with one line that names their address."""
+"""Peers with the secret are accepted. Others are refused with a one-line error that has their address."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from ends import OTHER, SECRET, beside, connected, ctrl_c, met
+from ends import OTHER, SECRET, connected, ctrl_c, meet_in_thread, met
 from support.peers import ThreadPeer
 from support.sockets import receive
 
@@ -21,12 +21,12 @@ from flowchan.transport import authentication, tcp
 from flowchan.transport.authentication import GREETING, HELLO, PROOF
 
 SIZES = [GREETING, PROOF, HELLO + PROOF]
-"""Sizes of the messages of either side."""
+"""Sizes of the messages from each side."""
 ROLES = (authentication.DIALLED, authentication.LISTENS)
 
 
 def refused(sock: socket.socket, **more: Any) -> str:
-    """Return the one line of the error of ``meet``, which must contain the peer's address."""
+    """Return the one-line error of ``meet``, which must contain the peer's address."""
     peer = tcp.joined(sock.getpeername())
     with pytest.raises(flowchan.Refused) as raised:
         met(sock, **more)
@@ -37,31 +37,31 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_both_ends_get_a_hello_and_a_plain_socket() -> None:
+def test_handshake_gives_both_ends_a_hello_and_plain_socket() -> None:
     with connected() as (dialled, listens):
-        peer = beside(listens)
-        mine, heard = met(dialled)
-        theirs, heard_there = peer.result()
-        assert (heard, heard_there) == ({"dialled": False}, {"dialled": True})
-        assert (mine, theirs) == (dialled, listens)
-        assert mine.gettimeout() is None
-        mine.sendall(b"one")
-        theirs.sendall(b"two")
-        assert (receive(theirs, 3), receive(mine, 3)) == (b"one", b"two")
+        peer = meet_in_thread(listens)
+        own_sock, hello = met(dialled)
+        peer_sock, peer_hello = peer.result()
+        assert (hello, peer_hello) == ({"dialled": False}, {"dialled": True})
+        assert (own_sock, peer_sock) == (dialled, listens)
+        assert own_sock.gettimeout() is None
+        own_sock.sendall(b"one")
+        peer_sock.sendall(b"two")
+        assert (receive(peer_sock, 3), receive(own_sock, 3)) == (b"one", b"two")
 
 
-def test_later_bytes_of_the_peer_stay_in_the_socket() -> None:
+def test_bytes_sent_after_the_handshake_stay_in_the_socket() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: met(listens, dialled=False)[0].sendall(b"x" * 9999))
-        mine, _ = met(dialled)
-        assert receive(mine, 9999) == b"x" * 9999
+        own_sock, _ = met(dialled)
+        assert receive(own_sock, 9999) == b"x" * 9999
         peer.result()
 
 
 def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
-        assert "Perhaps its secret differs" in refused(dialled, secret=OTHER)
+        assert "perhaps the secrets differ" in refused(dialled, secret=OTHER)
         assert "it does not know the secret" in peer.result()
 
 
@@ -72,7 +72,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # made for these two greetings, and useless with others
+        assert len(rest) == PROOF  # it was made for these two greetings, and is useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -82,51 +82,53 @@ def test_silent_peer_is_refused_after_the_timeout(dialled: bool) -> None:
 
 
 @pytest.mark.parametrize("dialled", [True, False])
-def test_a_peer_that_falls_silent_half_way_is_refused(dialled: bool) -> None:
+def test_a_peer_that_stops_during_the_handshake_is_refused(dialled: bool) -> None:
     with connected() as ends:
-        ends[dialled].sendall(authentication.SPOKEN)
+        ends[dialled].sendall(authentication.PREAMBLE)
         assert f"only 16 of {GREETING} bytes" in refused(ends[not dialled], dialled=dialled, timeout=0.05)
 
 
 def test_timeout_covers_the_whole_handshake() -> None:
-    """A byte now and then must not prolong it."""
+    """A peer that sends a byte now and then must not prolong the handshake."""
     with connected() as (dialled, listens):
         over = threading.Event()
 
         def drip() -> None:
             while not over.wait(0.02):
-                dialled.send(authentication.SPOKEN[:1])
+                dialled.send(authentication.PREAMBLE[:1])
 
         peer = ThreadPeer(drip)
         line = refused(listens, dialled=False, timeout=0.3)
         over.set()
         peer.join()
-        assert "in this step of the handshake, which has 0.3 s in all" in line
+        assert "in this step of the handshake, which has a limit of 0.3 s in total" in line
 
 
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize(
-    "rubbish", [b"GET / HTTP/1.1\r\n\r\n" * 99, b"\x00" * GREETING, b"flowchan link 0\n" * 99, b"\xff" * 999]
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n" * 99, b"\x00" * GREETING, b"flowchan link 0\n" * 99, b"\xff" * 999]
 )
-def test_invalid_bytes_are_refused(dialled: bool, rubbish: bytes) -> None:
+def test_invalid_bytes_are_refused(dialled: bool, garbage: bytes) -> None:
     with connected() as ends:
-        ends[dialled].sendall(rubbish)
-        assert "does not speak flowchan's protocol" in refused(ends[not dialled], dialled=dialled)
+        ends[dialled].sendall(garbage)
+        assert "does not use the protocol of this version of flowchan" in refused(
+            ends[not dialled], dialled=dialled
+        )
 
 
-def test_a_peer_that_leaves_is_refused() -> None:
+def test_a_peer_that_closes_the_connection_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.close()
-        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+        assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
-def test_a_peer_that_is_half_open_is_refused() -> None:
+def test_a_peer_that_stops_sending_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.shutdown(socket.SHUT_WR)
-        assert "it ended the connection and said nothing" in refused(listens, dialled=False)
+        assert "it closed the connection without a message" in refused(listens, dialled=False)
 
 
-def test_a_reset_is_refused() -> None:
+def test_connection_reset_during_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         receive(dialled, GREETING)
@@ -139,7 +141,7 @@ def test_connection_reset_before_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialled.close()
-        with pytest.raises(flowchan.Refused, match="a peer that has gone was refused: the connection ended"):
+        with pytest.raises(flowchan.Refused, match="a peer that has left was refused: the connection ended"):
             met(listens, dialled=False)
 
 
@@ -152,7 +154,7 @@ def outcome(sock: socket.socket, dialled: bool) -> str:
     return "met"
 
 
-def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
+def with_relay(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
     """Return both outcomes of a handshake with an attacker between the ends.
 
     The attacker may change every message: ``change(dialled, number, message)``.
@@ -164,7 +166,7 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
                 message = receive(source, size)
                 if len(message) < size:
                     break
-                with contextlib.suppress(OSError):  # it has refused us already
+                with contextlib.suppress(OSError):  # the peer has already refused us
                     target.sendall(change(from_dialled, number, message))
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_WR)
@@ -174,23 +176,23 @@ def with_somebody_between(change: Callable[[bool, int, bytes], bytes]) -> dict[b
             ThreadPeer(relay, his_listens, his_dialled, True),
             ThreadPeer(relay, his_dialled, his_listens, False),
         ]
-        said = {side: end.result() for side, end in ends.items()}
+        results = {side: end.result() for side, end in ends.items()}
         dialled.close()
         listens.close()
         for thread in relays:
             thread.join()
-        return said
+        return results
 
 
-def test_passive_observer_changes_nothing() -> None:
-    assert with_somebody_between(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
+def test_handshake_succeeds_through_a_passive_proxy() -> None:
+    assert with_relay(lambda _dialled, _number, message: message) == {True: "met", False: "met"}
 
 
 PLACEMENTS = [(number, place) for number, size in enumerate(SIZES) for place in range(size)]
 
 
 def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]:
-    """Return all bytes of greetings and proofs, or some of them, and some of the hellos."""
+    """Return all bytes of greetings and proofs, or a sample of them, and a sample of the hellos."""
     return [(n, at) for n, at in places if (every and SIZES[n] < HELLO) or at % 37 == 5 or at > SIZES[n] - 2][
         : None if every else 24
     ]
@@ -198,7 +200,8 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The receiving end must detect it, or the end that receives next. No changed hello may be accepted."""
+    """The receiving end must detect the change, or the end that receives next. No changed hello is
+    accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -206,19 +209,19 @@ def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk
                 return message
             return message[:place] + bytes([message[place] ^ 1]) + message[place + 1 :]
 
-        assert "was refused: " in with_somebody_between(change)[not from_dialled], (number, place)
+        assert "was refused: " in with_relay(change)[not from_dialled], (number, place)
 
 
 def record() -> dict[bool, bytes]:
     """Return the messages of both ends of a handshake."""
-    said = {True: b"", False: b""}
+    results = {True: b"", False: b""}
 
     def listen_in(dialled: bool, _: int, message: bytes) -> bytes:
-        said[dialled] += message
+        results[dialled] += message
         return message
 
-    assert with_somebody_between(listen_in) == {True: "met", False: "met"}
-    return said
+    assert with_relay(listen_in) == {True: "met", False: "met"}
+    return results
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -232,39 +235,41 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """Also if the greeting names the other role."""
+    """This must also hold if the greeting names the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
-        mine = receive(his, GREETING)
+        own_sock = receive(his, GREETING)
         if disguised:
-            mine = mine.replace(*ROLES[:: 1 if dialled else -1])
-        his.sendall(mine)
-        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof later
-        with contextlib.suppress(OSError):  # refused already
+            own_sock = own_sock.replace(*ROLES[:: 1 if dialled else -1])
+        his.sendall(own_sock)
+        proof = receive(his, PROOF) if dialled else bytes(PROOF)  # the listening end sends its proof second
+        with contextlib.suppress(OSError):  # the peer has already refused us
             his.sendall(proof)
-        expected = "it does not know the secret" if disguised else "on the same side of the connection"
+        expected = "it does not know the secret" if disguised else "the same role as this side"
         assert expected in peer.result()
 
 
-def test_two_dialling_ends_are_refused_with_the_reason() -> None:
+def test_two_dialling_ends_refuse_each_other_with_the_reason() -> None:
     with connected() as (one, other):
         peer = ThreadPeer(lambda: refused(other, dialled=True))
         assert "both dialled, or both listen" in refused(one, dialled=True)
         assert "both dialled, or both listen" in peer.result()
 
 
-@pytest.mark.parametrize("said", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"'])
-def test_hello_other_than_a_json_object_is_refused(said: bytes) -> None:
+@pytest.mark.parametrize(
+    "results", [b"[1]", b"\xff", b"", b"{", b"[" * HELLO, b"NaN", b'"' + b"x" * 99 + b'"']
+)
+def test_hello_other_than_a_json_object_is_refused(results: bytes) -> None:
     """This must also hold for a peer with the secret."""
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
-        mine = authentication.greeting(authentication.DIALLED)
-        dialled.sendall(mine)
-        key = hmac.digest(SECRET, mine + receive(dialled, GREETING), "sha256")
+        own_sock = authentication.greeting(authentication.DIALLED)
+        dialled.sendall(own_sock)
+        key = hmac.digest(SECRET, own_sock + receive(dialled, GREETING), "sha256")
         dialled.sendall(authentication.proof(key, authentication.DIALLED, b"proof"))
         receive(dialled, PROOF)
-        hello = said.ljust(HELLO)
+        hello = results.ljust(HELLO)
         dialled.sendall(hello + authentication.proof(key, authentication.DIALLED, b"hello", hello))
         assert "its hello is not a JSON object" in peer.result()
 
@@ -277,25 +282,25 @@ def test_invalid_hello_or_secret_is_refused() -> None:
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send it as any message and at any offset."""
-    sprung: list[bytes] = []
+    """Send the pickle as any message and at any offset."""
+    unpickled: list[bytes] = []
 
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:
-            return sprung.append, (b"sprung",)
+            return unpickled.append, (b"sprung",)
 
     trap = pickle.dumps(Trap())
     for name in ("loads", "load", "Unpickler"):
-        monkeypatch.setattr(pickle, name, lambda *_, name=name: sprung.append(name))
+        monkeypatch.setattr(pickle, name, lambda *_, name=name: unpickled.append(name))
     for before in (b"", authentication.greeting(authentication.DIALLED)):
         for padding in (b"", b"\0" * 8, len(trap).to_bytes(4, "big"), len(trap).to_bytes(8, "little")):
             with connected() as (dialled, listens):
                 dialled.sendall((before + padding + trap).ljust(9999, b"\0"))
                 refused(listens, dialled=False)
-    assert not sprung
+    assert not unpickled
 
 
-def test_ctrl_c_ends_the_wait() -> None:
+def test_ctrl_c_ends_a_waiting_handshake() -> None:
     with connected() as (_, listens):
         with ctrl_c():
             met(listens, dialled=False, timeout=600)

@@ -1,4 +1,4 @@
-"""Dialling retries, and its error keeps the useful reason."""
+"""Dialling retries, and its error reports the most useful reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowchan.errors import Refused
 from flowchan.transport import dial, tcp
 
 
-def test_last_attempt_cut_short_keeps_the_earlier_error(
+def test_dial_reports_earlier_error_if_last_attempt_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[float] = []
@@ -20,14 +20,15 @@ def test_last_attempt_cut_short_keeps_the_earlier_error(
     def meet(sock: Any, *args: Any, timeout: float, **options: Any) -> Any:
         tries.append(timeout)
         if len(tries) > 1:
-            return really_meet(sock, *args, timeout=timeout, **options)  # a peer that does not answer
+            # imitates a peer that does not answer
+            return really_meet(sock, *args, timeout=timeout, **options)
         sock.close()
-        raise Refused("its secret is another one")
+        raise Refused("its secret is different")
 
     monkeypatch.setattr(dial, "meet", meet)
     with (
         tcp.listen("127.0.0.1:0") as listener,
-        pytest.raises(OSError, match=r"no way: its secret is another one at 127\.0\.0\.1"),
+        pytest.raises(OSError, match=r"no way: its secret is different at 127\.0\.0\.1"),
     ):
         dial.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
     assert len(tries) > 1

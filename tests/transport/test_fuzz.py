@@ -1,4 +1,4 @@
-"""Random bytes in handshakes: each is refused with a reason or was valid.
+"""Random bytes in handshakes: each handshake is refused with a reason, or its bytes were valid.
 
 Nothing is unpickled, and no other error is raised.
 """
@@ -21,7 +21,7 @@ from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS,
 INPUTS = 100_000
 MUCH_TIME = pytest.mark.timeout(3600)
 TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
-"""Unpickles an object, if it is ever unpickled."""
+"""A pickle that would load another pickle if it were ever loaded."""
 
 Change = Callable[[random.Random, bytes], bytes]
 
@@ -32,7 +32,7 @@ def flip(chance: random.Random, message: bytes) -> bytes:
 
 
 def noise(chance: random.Random, message: bytes) -> bytes:
-    """Replace the bytes from a random offset on."""
+    """Replace the bytes from a random offset to the end."""
     place = chance.randrange(len(message)) if chance.random() < 0.5 else 0
     return message[:place] + chance.randbytes(len(message) - place)
 
@@ -63,20 +63,20 @@ class End:
 
     def __init__(self, steps: Handshake) -> None:
         self._steps = steps
-        self.said: list[bytes] = []
-        self.heard: object = None
+        self.sent: list[bytes] = []
+        self.received_hello: object = None
         self.refused = ""
         self.over = False
-        self.hear(None)
+        self.receive(None)
 
-    def hear(self, message: bytes | None) -> None:
+    def receive(self, message: bytes | None) -> None:
         try:
             step = next(self._steps) if message is None else self._steps.send(message)
             while isinstance(step, bytes):
-                self.said.append(step)
+                self.sent.append(step)
                 step = next(self._steps)
         except StopIteration as done:
-            self.heard, self.over = done.value, True
+            self.received_hello, self.over = done.value, True
         except flowchan.Refused as refused:
             self.refused, self.over = str(refused), True
 
@@ -84,7 +84,7 @@ class End:
 def meeting(chance: random.Random, seen: list[bytes]) -> int:
     """Run two ends, and return how many messages were delivered.
 
-    Messages of one end may be changed, or be replayed from an earlier handshake.
+    Messages from one end may be changed, or replaced by messages from an earlier handshake.
     """
     other = SECRET if chance.random() < 0.95 else OTHER
     ends = [
@@ -92,35 +92,35 @@ def meeting(chance: random.Random, seen: list[bytes]) -> int:
         End(authentication.handshake(other, {"end": 1}, dialled=False)),
     ]
     victim, delivered, changed = chance.randrange(1, 8), 0, False
-    while any(end.said for end in ends):
+    while any(end.sent for end in ends):
         for end, peer in zip(ends, reversed(ends), strict=True):
-            if not end.said or peer.over:
-                end.said.clear()
+            if not end.sent or peer.over:
+                end.sent.clear()
                 continue
-            message = end.said.pop(0)
+            message = end.sent.pop(0)
             delivered += 1
             if delivered == victim:
                 put = tampered(chance, message, seen)
                 changed = put != message
                 message = put
-            peer.hear(message)
+            peer.receive(message)
             if changed and delivered == victim:
                 assert peer.refused or delivered <= 2, message
             if changed or other != SECRET:
-                assert peer.heard is None or delivered > victim
+                assert peer.received_hello is None or delivered > victim
     right = not changed and other == SECRET
-    assert [end.heard for end in ends] == [{"end": 1}, {"end": 0}] if right else some_refused(ends)
+    assert [end.received_hello for end in ends] == [{"end": 1}, {"end": 0}] if right else some_refused(ends)
     return delivered
 
 
 def some_refused(ends: list[End]) -> bool:
-    """Return whether at least one end refused with a reason; the other must have a genuine hello."""
-    assert all(end.heard in (None, {"end": 1 - number}) for number, end in enumerate(ends))
+    """Return whether at least one end refused with a reason. The other end must have a genuine hello."""
+    assert all(end.received_hello in (None, {"end": 1 - number}) for number, end in enumerate(ends))
     return any(end.refused for end in ends)
 
 
 def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
-    """Return the message changed in some way, or an earlier one of its size, and keep this one for later."""
+    """Return a changed message, or an earlier one of the same size, and keep this one for later."""
     earlier = [one for one in seen if len(one) == len(message)]
     put = chance.choice(earlier) if earlier and chance.random() < 0.2 else message
     seen[chance.randrange(len(seen))] = message
@@ -136,27 +136,27 @@ def absurd_hello(chance: random.Random) -> bytes:
 
 
 def from_one_that_knows(chance: random.Random) -> int:
-    """Run an end against a peer with the secret and an arbitrary hello."""
+    """Run an end against a peer that knows the secret and sends an arbitrary hello."""
     end = End(authentication.handshake(SECRET, {}, dialled=False))
-    mine = authentication.greeting(DIALLED)
-    key = hmac.digest(SECRET, mine + end.said.pop(), "sha256")
-    end.hear(mine)
-    end.hear(authentication.proof(key, DIALLED, b"proof"))
-    said = absurd_hello(chance)[:HELLO].ljust(HELLO)
-    end.hear(said + authentication.proof(key, DIALLED, b"hello", said))
+    own = authentication.greeting(DIALLED)
+    key = hmac.digest(SECRET, own + end.sent.pop(), "sha256")
+    end.receive(own)
+    end.receive(authentication.proof(key, DIALLED, b"proof"))
+    sent = absurd_hello(chance)[:HELLO].ljust(HELLO)
+    end.receive(sent + authentication.proof(key, DIALLED, b"hello", sent))
     assert end.over
-    assert isinstance(end.heard, dict) or end.refused == "its hello is not a JSON object"
+    assert isinstance(end.received_hello, dict) or end.refused == "its hello is not a JSON object"
     return 3
 
 
-def from_a_stranger(chance: random.Random) -> int:
-    """Send arbitrary bytes to either end, as long as it receives."""
+def from_a_foreign_peer(chance: random.Random) -> int:
+    """Send arbitrary bytes to one end for as long as it receives them."""
     dialled = chance.random() < 0.5
     end = End(authentication.handshake(SECRET, {}, dialled=dialled))
     greeting = authentication.greeting(LISTENS if dialled else DIALLED)
     messages = [chance.choice(CHANGES)(chance, greeting), chance.choice(CHANGES)(chance, bytes(PROOF))]
     for number, message in enumerate(messages, 1):
-        end.hear(message)
+        end.receive(message)
         if end.over:
             assert end.refused
             return number
@@ -184,5 +184,5 @@ def test_fuzzed_handshakes_end_in_success_or_refused(
 KINDS: list[Callable[[random.Random, list[bytes]], int]] = [
     meeting,
     lambda chance, _: from_one_that_knows(chance),
-    lambda chance, _: from_a_stranger(chance),
+    lambda chance, _: from_a_foreign_peer(chance),
 ]

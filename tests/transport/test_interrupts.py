@@ -31,7 +31,7 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_deferred_ctrl_c_counts_when_the_outermost_block_ends() -> None:
+def test_deferred_ctrl_c_is_raised_when_the_outermost_block_ends() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt):  # noqa: SIM117, PT012
         with interrupts_deferred():
@@ -42,7 +42,7 @@ def test_deferred_ctrl_c_counts_when_the_outermost_block_ends() -> None:
     assert done == ["inner", "outer"]
 
 
-def test_several_deferred_signals_count_once() -> None:
+def test_several_deferred_signals_are_delivered_once() -> None:
     came = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
@@ -55,7 +55,7 @@ def test_several_deferred_signals_count_once() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_wait_within_a_deferring_block_may_be_interrupted() -> None:
+def test_allowed_wait_within_a_deferring_block_can_be_interrupted() -> None:
     done = []
     with interrupts_deferred():
         interrupt_raised = False
@@ -73,14 +73,14 @@ def test_wait_within_a_deferring_block_may_be_interrupted() -> None:
     assert done == ["deferred again"]
 
 
-def test_ctrl_c_before_an_allowed_wait_counts_when_it_begins() -> None:
+def test_deferred_ctrl_c_is_raised_when_an_allowed_wait_begins() -> None:
     with interrupts_deferred():
         interrupt()
         with pytest.raises(KeyboardInterrupt), interrupts_allowed():
             pytest.fail("the wait has begun")
 
 
-def test_blocks_on_other_threads_do_nothing() -> None:
+def test_interrupt_blocks_on_other_threads_have_no_effect() -> None:
     handlers: list[Any] = []
 
     def block() -> None:
@@ -93,7 +93,7 @@ def test_blocks_on_other_threads_do_nothing() -> None:
     assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
-def test_first_watch_decides_for_all_watches() -> None:
+def test_all_watches_report_the_exception_of_the_first() -> None:
     first, second = Replaced(), Replaced()
     watches = [InterruptWatch(lambda: first), InterruptWatch(lambda: second)]
     for watch in watches:
@@ -124,7 +124,7 @@ def test_watch_forgets_a_caught_exception() -> None:
     watch.close()
 
 
-def test_watch_within_a_deferring_block_outlives_it() -> None:
+def test_watch_opened_in_a_deferring_block_outlives_the_block() -> None:
     watch = InterruptWatch(lambda: None)
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012
         watch.open()
@@ -134,7 +134,7 @@ def test_watch_within_a_deferring_block_outlives_it() -> None:
     watch.close()
 
 
-def test_handler_that_the_program_sets_later_stays() -> None:
+def test_handler_installed_while_watches_are_open_is_kept() -> None:
     before = signal.getsignal(signal.SIGINT)
     outer, inner = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     outer.open()
@@ -160,7 +160,7 @@ def test_handler_that_the_program_sets_later_stays() -> None:
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_errors_of_handlers_pass_an_except_clause(deferred: bool) -> None:
+def test_handler_exception_is_not_caught_as_the_calls_error(deferred: bool) -> None:
     def too_late(number: int, frame: Any) -> None:
         raise TimeoutError("the time limit of the program")
 
@@ -190,7 +190,7 @@ def call_that_treats_its_own_errors(call: Callable[[], None]) -> str:
     return "done"
 
 
-def test_errors_of_the_call_itself_are_caught() -> None:
+def test_errors_raised_by_the_call_are_caught() -> None:
     def fail() -> None:
         raise TimeoutError("no answer")
 
@@ -199,7 +199,7 @@ def test_errors_of_the_call_itself_are_caught() -> None:
     assert is_interrupt(KeyboardInterrupt())
 
 
-def test_result_is_kept_when_ctrl_c_comes_during_the_call() -> None:
+def test_result_is_kept_if_ctrl_c_arrives_during_the_call() -> None:
     raise_natively = getattr(ctypes.CDLL(None), "raise")  # unlike Python's, it does not check for signals
     results: list[int] = []
     with pytest.raises(KeyboardInterrupt):

@@ -18,43 +18,43 @@ def ends() -> Iterator[contextlib.ExitStack]:
         yield stack
 
 
-def voice(coordinator: Coordinator, rank: int, ends: contextlib.ExitStack) -> Participant:
-    here, there = socket.socketpair()
-    coordinator.come(rank, here)
+def participant(coordinator: Coordinator, rank: int, ends: contextlib.ExitStack) -> Participant:
+    local_end, remote_end = socket.socketpair()
+    coordinator.come(rank, local_end)
     ends.callback(coordinator.close)
-    return ends.enter_context(contextlib.closing(Participant(there, "the driver")))
+    return ends.enter_context(contextlib.closing(Participant(remote_end, "the driver")))
 
 
 def test_each_participant_gets_all_values_of_a_round(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(3)
-    voices = [voice(coordinator, rank, ends) for rank in range(3)]
+    participants = [participant(coordinator, rank, ends) for rank in range(3)]
     with ThreadPoolExecutor(3) as pool:
         for number in range(2):
-            heard = [pool.submit(one.gather, [rank, number]) for rank, one in enumerate(voices)]
-            while not all(future.done() for future in heard):
+            received = [pool.submit(one.gather, [rank, number]) for rank, one in enumerate(participants)]
+            while not all(future.done() for future in received):
                 for rank in range(3):
-                    coordinator.hear(rank)
-            assert [one.result() for one in heard] == [[[0, number], [1, number], [2, number]]] * 3
-    assert all(one.goes_on() for one in voices)
+                    coordinator.receive(rank)
+            assert [one.result() for one in received] == [[[0, number], [1, number], [2, number]]] * 3
+    assert all(one.goes_on() for one in participants)
 
 
-def test_early_and_late_participants_learn_which_rank_left(
+def test_all_participants_learn_which_rank_ended(
     ends: contextlib.ExitStack,
 ) -> None:
     coordinator = Coordinator(3)
-    first, second = (voice(coordinator, rank, ends) for rank in range(2))
+    first, second = (participant(coordinator, rank, ends) for rank in range(2))
     second.close()
-    assert coordinator.hear(1) == b""
-    late = voice(coordinator, 2, ends)
+    assert coordinator.receive(1) == b""
+    late = participant(coordinator, 2, ends)
     for one in (first, late):
         assert not one.goes_on()
-        with pytest.raises(RendezvousEnded, match="rank 1 ended while the members met"):
+        with pytest.raises(RendezvousEnded, match="rank 1 ended during the rendezvous"):
             one.gather("never heard")
 
 
 def test_second_connection_of_a_rank_is_closed(ends: contextlib.ExitStack) -> None:
     coordinator = Coordinator(2)
-    first, again = voice(coordinator, 0, ends), voice(coordinator, 0, ends)
-    with pytest.raises(RendezvousEnded, match="the driver ended while the members met"):
+    first, again = participant(coordinator, 0, ends), participant(coordinator, 0, ends)
+    with pytest.raises(RendezvousEnded, match="the driver ended during the rendezvous"):
         again.gather(None)
     assert first.goes_on()

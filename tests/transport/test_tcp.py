@@ -1,4 +1,4 @@
-"""Addresses: a listener uses the given one, and a peer can reach the one that it is given."""
+"""Addresses: a listener uses the given address, and a peer can reach the address that it receives."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from flowchan.transport import tcp
         ("[::1]:4711", ("::1", 4711)),
     ],
 )
-def test_an_address_is_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
+def test_address_consists_of_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
     assert tcp.split(address) == parts
 
 
 @pytest.mark.parametrize(
     "address", ["", "4711", ":4711", "host", "host:", "::1:4711", "a:65536", "a:-1", "a:²"]
 )
-def test_invalid_address_is_refused(address: str) -> None:
+def test_invalid_address_raises(address: str) -> None:
     with pytest.raises(ValueError, match="is not an address: "):
         tcp.split(address)
 
 
 def listening() -> set[str]:
-    """Return the addresses on which this process listens, from the system's tables."""
+    """Return the addresses on which this process listens, from the kernel's tables."""
     mine = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
             mine.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor that the listing itself used
             continue
     found = set()
     for table in ("tcp", "tcp6"):
@@ -53,7 +53,7 @@ def listening() -> set[str]:
     return found
 
 
-def test_listening_on_loopback_opens_no_other_address() -> None:
+def test_listener_on_loopback_uses_no_other_address() -> None:
     before = listening()
     with tcp.listen("127.0.0.1:0") as listener:
         assert listener.address.startswith("127.0.0.1:")
@@ -64,7 +64,7 @@ def test_listening_on_loopback_opens_no_other_address() -> None:
 
 
 def test_listener_uses_exactly_the_given_address() -> None:
-    """All of 127/8 belongs to this host, so another address of it must not answer."""
+    """All of 127/8 belongs to this host, so no other address in that range may answer."""
     with tcp.listen("127.0.0.2:0") as listener:
         assert listener.address.startswith("127.0.0.2:")
         assert "0200007F" in listening()
@@ -106,7 +106,7 @@ def test_refused_connection_names_the_address() -> None:
 
 
 def test_dial_without_an_answer_times_out() -> None:
-    """The backlog of the listener is full, so the kernel does not answer."""
+    """The listener's backlog is full, so the kernel does not answer."""
     full = socket.create_server(("127.0.0.1", 0), backlog=0)
     address = tcp.joined(full.getsockname())
     waiting: list[socket.socket] = []
@@ -126,12 +126,12 @@ def test_dial_without_an_answer_times_out() -> None:
 def test_accept_without_a_connection_times_out() -> None:
     with (
         tcp.listen("127.0.0.1:0") as listener,
-        pytest.raises(TimeoutError, match=r"no peer dialled 127\.0\.0\.1:"),
+        pytest.raises(TimeoutError, match=r"no peer connected to 127\.0\.0\.1:"),
     ):
         listener.accept(0.01)
 
 
-def test_connection_has_the_options_of_a_link() -> None:
+def test_connection_has_the_socket_options_of_a_link() -> None:
     with connected() as ends:
         for sock in ends:
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -144,7 +144,7 @@ def test_connection_has_the_options_of_a_link() -> None:
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
 def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
-    """The kernel does not grow a buffer whose size was set, which would limit the bytes per round trip."""
+    """The kernel does not grow a buffer of fixed size, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)
@@ -152,8 +152,8 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
         assert (sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == tcp.UNSENT) != is_here
 
 
-def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dialler of a free port may get the same port as its own, and then connects to itself."""
+def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a program dials a free port, it may get that port as its own, and connects to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])
@@ -172,7 +172,7 @@ def test_socket_that_connects_to_itself_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_route_to_loopback_is_loopback() -> None:
     assert tcp.route_to("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(OSError, match=r"the host 'no\.such\.host\.invalid' is not known"):
+    with pytest.raises(OSError, match=r"the host 'no\.such\.host\.invalid' can't be resolved"):
         tcp.route_to("no.such.host.invalid")
 
 
@@ -210,7 +210,7 @@ def test_address_comes_from_the_route_not_the_hostname(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "ready" not in done.stdout:
-        pytest.skip(f"this system allows no network namespaces: {done.stderr.strip()}")
+        pytest.skip(f"this system does not allow network namespaces: {done.stderr.strip()}")
     assert done.stdout.splitlines()[1:] == [
         "127.0.1.1 10.11.0.1 10.12.0.1",
         "10.12.0.1",

@@ -1,4 +1,4 @@
-"""``tls=True``: a separate process encrypts the connection, bound to the secret, and ends with it."""
+"""``tls=True``: a proxy process encrypts the connection, which is bound to the secret, and ends with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ends import OTHER, SECRET, beside, connected, met
+from ends import OTHER, SECRET, connected, meet_in_thread, met
 from support.peers import ThreadPeer, wait_for_the_end_of
 from support.sockets import receive
 from support.waiting import wait_until
@@ -32,20 +32,20 @@ def _certificates(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield both plain ends."""
+    """Yield the plain sockets of both ends."""
     with connected() as (dialled, listens):
-        peer = beside(listens, tls=True)
-        mine, heard = met(dialled, tls=True)
-        theirs, heard_there = peer.result()
-        assert (heard, heard_there) == ({"dialled": False}, {"dialled": True})
-        with mine, theirs:
-            yield mine, theirs
+        peer = meet_in_thread(listens, tls=True)
+        own_sock, hello = met(dialled, tls=True)
+        peer_sock, peer_hello = peer.result()
+        assert (hello, peer_hello) == ({"dialled": False}, {"dialled": True})
+        with own_sock, peer_sock:
+            yield own_sock, peer_sock
 
 
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended in the meantime
+        with contextlib.suppress(psutil.Error):  # the proxy has ended in the meantime
             found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
@@ -56,20 +56,20 @@ def refusal(peer: ThreadPeer) -> str:
     return str(raised.value)
 
 
-def test_bytes_cross_both_ways_at_once() -> None:
+def test_bytes_are_sent_in_both_directions_at_once() -> None:
     data = os.urandom(3_000_000)
-    with encrypted() as (mine, theirs):
-        there, back = ThreadPeer(mine.sendall, data), ThreadPeer(theirs.sendall, data[::-1])
-        got = ThreadPeer(receive, mine, len(data))
-        assert receive(theirs, len(data)) == data
+    with encrypted() as (own_sock, peer_sock):
+        outgoing, back = ThreadPeer(own_sock.sendall, data), ThreadPeer(peer_sock.sendall, data[::-1])
+        got = ThreadPeer(receive, own_sock, len(data))
+        assert receive(peer_sock, len(data)) == data
         assert got.result() == data[::-1]
-        there.result()
+        outgoing.result()
         back.result()
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
-    """Also while the other end is sending."""
+def test_bytes_sent_before_close_arrive(ending: int) -> None:
+    """This must hold even if the other end is still sending."""
     data = os.urandom(5_000_000)
     with encrypted() as ends:
         first, last = ends[ending], ends[1 - ending]
@@ -83,7 +83,7 @@ def test_bytes_sent_before_the_end_arrive(ending: int) -> None:
 
 
 @pytest.mark.parametrize("ending", [0, 1])
-def test_end_of_one_side_ends_the_connection(ending: int) -> None:
+def test_closing_one_side_ends_the_connection(ending: int) -> None:
     with encrypted() as ends:
         processes = relays()
         assert len(processes) == 2
@@ -92,15 +92,15 @@ def test_end_of_one_side_ends_the_connection(ending: int) -> None:
         wait_until(lambda: not relays())
 
 
-def test_proxy_ends_although_its_peer_stops_reading() -> None:
-    """Bytes for a peer that does not read must not delay the end for long."""
-    with encrypted() as (mine, theirs):
-        mine.setblocking(False)
+def test_proxy_exits_even_if_its_peer_stops_reading() -> None:
+    """Bytes for a peer that does not read must not delay the proxy's exit for long."""
+    with encrypted() as (own_sock, peer_sock):
+        own_sock.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                mine.send(bytes(100_000))
-        mine.close()
-        assert theirs.recv(1) == b"\0"
+                own_sock.send(bytes(100_000))
+        own_sock.close()
+        assert peer_sock.recv(1) == b"\0"
         wait_until(lambda: len(relays()) < 2)
 
 
@@ -113,12 +113,12 @@ def test_killed_proxy_ends_the_connection(killed: int) -> None:
 
 
 def test_ctrl_c_does_not_reach_the_proxy() -> None:
-    with encrypted() as (mine, theirs):
+    with encrypted() as (own_sock, peer_sock):
         for process in relays():
             assert os.getsid(process.pid) == process.pid  # a terminal signals only its own session
             process.send_signal(signal.SIGINT)
-        mine.sendall(b"still here")
-        assert receive(theirs, 10) == b"still here"
+        own_sock.sendall(b"still here")
+        assert receive(peer_sock, 10) == b"still here"
 
 
 PROGRAM = f"""
@@ -134,8 +134,8 @@ with test_tls.encrypted() as ends:
 """
 
 
-def test_proxy_ends_when_its_parent_is_killed() -> None:
-    """Also while a child of that process still has the descriptors."""
+def test_proxy_exits_when_its_parent_is_killed() -> None:
+    """This must hold even while a child of the killed process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -167,8 +167,8 @@ def test_secret_is_not_visible_to_other_processes() -> None:
 
 def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
     with connected() as (dialled, listens):
-        peer = beside(listens, tls=True)
-        with pytest.raises(flowchan.Refused, match="Perhaps its secret differs"):
+        peer = meet_in_thread(listens, tls=True)
+        with pytest.raises(flowchan.Refused, match="perhaps the secrets differ"):
             met(dialled, OTHER, tls=True)
         assert "does not know the secret" in refusal(peer)
         assert not relays()
@@ -177,10 +177,10 @@ def test_a_wrong_secret_is_refused_before_tls_begins() -> None:
 @pytest.mark.parametrize("here", [True, False])
 def test_tls_on_one_side_only_is_refused(here: bool) -> None:
     with connected() as (dialled, listens):
-        peer = beside(listens, tls=not here)
+        peer = meet_in_thread(listens, tls=not here)
         with pytest.raises(flowchan.Refused, match="TLS is on here" if here else "TLS is off here"):
             met(dialled, tls=here)
-        assert "give tls=True on both sides" in refusal(peer)
+        assert "pass tls=True on both sides" in refusal(peer)
 
 
 def passed_on(source: socket.socket, target: socket.socket, size: int) -> bytes:
@@ -193,7 +193,7 @@ def test_observer_sees_only_encrypted_bytes() -> None:
     seen = b""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
 
-        def look_on() -> None:
+        def relay_and_record() -> None:
             nonlocal seen
             sources = {his_listens: his_dialled, his_dialled: his_listens}
             with contextlib.suppress(OSError):
@@ -207,25 +207,26 @@ def test_observer_sees_only_encrypted_bytes() -> None:
                             seen += came
                             target.sendall(came)
 
-        between = ThreadPeer(look_on)
-        peer = beside(listens, tls=True)
-        mine, _ = met(dialled, tls=True)
-        theirs, _ = peer.result()
-        with mine, theirs:
-            mine.sendall(b"a word that nobody else says")
-            assert receive(theirs, 28) == b"a word that nobody else says"
+        message = b"sent after the handshake"
+        between = ThreadPeer(relay_and_record)
+        peer = meet_in_thread(listens, tls=True)
+        own_sock, _ = met(dialled, tls=True)
+        peer_sock, _ = peer.result()
+        with own_sock, peer_sock:
+            own_sock.sendall(message)
+            assert receive(peer_sock, len(message)) == message
         between.join()
-    assert authentication.SPOKEN in seen
-    assert b"nobody else" not in seen
+    assert authentication.PREAMBLE in seen
+    assert message not in seen
     assert b'{"dialled"' not in seen
 
 
 def test_tls_interceptor_is_detected() -> None:
-    """The interceptor passes the proofs on unchanged and then presents another certificate. Both ends must
+    """The interceptor forwards the proofs and then presents a different certificate. Both ends must
     refuse."""
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
-        one = beside(dialled, dialled=True, tls=True)
-        two = beside(listens, tls=True)
+        one = meet_in_thread(dialled, dialled=True, tls=True)
+        two = meet_in_thread(listens, tls=True)
         passed_on(his_listens, his_dialled, GREETING)
         right = passed_on(his_dialled, his_listens, GREETING)[-32:]
         passed_on(his_listens, his_dialled, PROOF)
@@ -234,56 +235,58 @@ def test_tls_interceptor_is_detected() -> None:
         to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
         to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
-        assert "its certificate is not the one that it proved: the connection is intercepted" in refusal(one)
+        assert "its certificate is not the one that it proved, so the connection is intercepted" in refusal(
+            one
+        )
         assert "it does not know the secret" in refusal(two)
-        for mine in (to_dialled, to_listens):
-            mine.forget()
-            mine.end.close()
+        for own_sock in (to_dialled, to_listens):
+            own_sock.forget()
+            own_sock.end.close()
 
 
-def test_changed_certificate_fingerprint_breaks_the_proofs() -> None:
+def test_changed_certificate_fingerprint_invalidates_the_proofs() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
-        one = beside(dialled, dialled=True, tls=True)
-        two = beside(listens, tls=True)
+        one = meet_in_thread(dialled, dialled=True, tls=True)
+        two = meet_in_thread(listens, tls=True)
         passed_on(his_listens, his_dialled, GREETING)
         his_listens.sendall(receive(his_dialled, GREETING)[:-32] + tls.certificate().fingerprint[::-1])
         passed_on(his_listens, his_dialled, PROOF)
         assert "it does not know the secret" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "Perhaps its secret differs" in refusal(one)
+        assert "perhaps the secrets differ" in refusal(one)
 
 
 def test_changed_byte_ends_the_tls_connection() -> None:
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
-        one = beside(dialled, dialled=True, tls=True)
-        two = beside(listens, tls=True)
+        one = meet_in_thread(dialled, dialled=True, tls=True)
+        two = meet_in_thread(listens, tls=True)
         passed_on(his_listens, his_dialled, GREETING)
         passed_on(his_dialled, his_listens, GREETING)
         passed_on(his_listens, his_dialled, PROOF)
         passed_on(his_dialled, his_listens, PROOF)
         hello = his_listens.recv(99)
         his_dialled.sendall(hello[:-1] + bytes([hello[-1] ^ 1]) + bytes(9999))
-        assert "TLS did not begin" in refusal(two)
+        assert "TLS could not start" in refusal(two)
         his_listens.shutdown(socket.SHUT_WR)
-        assert "it ended the connection while TLS began" in refusal(one)
+        assert "it closed the connection at the start of TLS" in refusal(one)
 
 
 def test_silent_tls_peer_is_refused_after_the_timeout() -> None:
     with connected() as (dialled, listens):
-        peer = beside(dialled, dialled=True, tls=True, timeout=1)
-        stranger = authentication.handshake(SECRET, {}, dialled=False, tls=True)
-        listens.sendall(next(stranger))  # type: ignore[arg-type]
-        next(stranger)
-        stranger.send(receive(listens, GREETING))
-        listens.sendall(stranger.send(receive(listens, PROOF)))  # type: ignore[arg-type]
+        peer = meet_in_thread(dialled, dialled=True, tls=True, timeout=1)
+        foreign_peer = authentication.handshake(SECRET, {}, dialled=False, tls=True)
+        listens.sendall(next(foreign_peer))  # type: ignore[arg-type]
+        next(foreign_peer)
+        foreign_peer.send(receive(listens, GREETING))
+        listens.sendall(foreign_peer.send(receive(listens, PROOF)))  # type: ignore[arg-type]
         assert " was refused: " in refusal(peer)
         wait_until(lambda: not relays())
 
 
 def test_listener_accepts_with_tls() -> None:
-    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as door:
-        peers = [ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True)) for _ in range(3)]
-        ends = [door.accept(60) for _ in peers]
+    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {"listens": True}, tls=True) as listener:
+        peers = [ThreadPeer(lambda: met(tcp.dial(listener.address, 30), tls=True)) for _ in range(3)]
+        ends = [listener.accept(60) for _ in peers]
         for sock, hello in ends:
             assert hello == {"dialled": True}
             sock.sendall(b"hello")
@@ -292,17 +295,17 @@ def test_listener_accepts_with_tls() -> None:
             sock, _ = peer.result()
             with sock:
                 assert receive(sock, 9) == b"hello"
-        assert door.refused == 0
+        assert listener.refused == 0
 
 
 def test_listener_drops_the_socket_of_a_tls_peer() -> None:
-    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as door:
-        peer = ThreadPeer(lambda: met(tcp.dial(door.address, 30), tls=True))
-        mine, _ = door.accept(60)
-        theirs, _ = peer.result()
-        with mine, theirs:
-            seen = Path(f"/proc/self/fdinfo/{door.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # the dialling end
+    with AuthenticatedListener(tcp.listen("127.0.0.1:0"), SECRET, {}, tls=True) as listener:
+        peer = ThreadPeer(lambda: met(tcp.dial(listener.address, 30), tls=True))
+        own_sock, _ = listener.accept(60)
+        peer_sock, _ = peer.result()
+        with own_sock, peer_sock:
+            seen = Path(f"/proc/self/fdinfo/{listener.fileno()}").read_text()
+            assert seen.count("tfd:") == 1  # only the dialling end's
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,15 +92,15 @@ failed: Stream[Failed[str]] = start.map(half).errors  # wrong: assignment, repor
 even, odd, more = graph.stage(split, start)  # wrong: misc, reportAssignmentType
 graph.stage(split, start)[1].map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 graph.merge(start, words).map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
-asked: Input[str] = graph.input()
-asked.map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
+questions: Input[str] = graph.input()
+questions.map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 back: Feedback[str] = graph.feedback()
 back.feed(start)  # wrong: arg-type, reportArgumentType
 result: list[str] = graph.run()[start.collect()]  # wrong: index, reportAssignmentType
 with graph.start() as run:
-    run[asked].put(3)  # wrong: arg-type, reportArgumentType
+    run[questions].put(3)  # wrong: arg-type, reportArgumentType
     run[words]  # wrong: index, reportArgumentType
-    asking = run.ask(asked, 3)  # wrong: misc, reportArgumentType
+    asking = run.ask(questions, 3)  # wrong: misc, reportArgumentType
     for item in run.iter(words.collect()):
         half(item)  # wrong: arg-type, reportArgumentType
 run.iter(start)  # wrong: arg-type, reportArgumentType

@@ -1,5 +1,7 @@
-"""A program with every kind of thing that has a type. ``make lint`` has it checked by mypy and pyright, and a
-test runs it. ``assert_type`` says what both are to see."""
+"""A program that uses every kind of typed object.
+
+``make lint`` checks it with mypy and pyright, and a test runs it. ``assert_type`` states the expected types.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def count(so_far: Counter[str], word: str) -> Counter[str]:
 
 
 class Shortener:
-    """Built once per worker."""
+    """Class that is built once per worker."""
 
     def __init__(self, longest: int = 4) -> None:
         self.longest = longest
@@ -127,7 +129,7 @@ async def awaited() -> list[int]:
 
 
 def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int, bytes]]]]:
-    """From pages to the lengths of their words, and to their beginnings."""
+    """Return the lengths of the words in pages, and the beginnings of the words."""
     all_words = graph.source(pages, 3).flat_map(words, name="words", workers=2)
     counted, measured, shortened = all_words.buffer(8).tee(3)
     frequencies = counted.reduce(count, Counter[str]()).map(lambda found: dict(found))
@@ -139,7 +141,7 @@ def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int
 
 
 def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
-    """Reciprocals, and the numbers that have none."""
+    """Return reciprocals, and the numbers that have none."""
 
     def reciprocal(number: int) -> float:
         return 1 / number
@@ -153,7 +155,7 @@ def failures(graph: Graph) -> tuple[Stream[list[float]], Stream[list[int]]]:
 
 
 def blamed() -> list[str]:
-    """Which stages a run has failed at."""
+    """Return the names of the stages in which a run has failed."""
     graph = Graph("blamed")
     graph.source([0]).map(lambda number: 1 // number, name="invert").sink(id)
     try:
@@ -188,17 +190,18 @@ def main() -> dict[str, Any]:
     texts, total = stages(graph)
     reduced = graph.source([1, 2]).allreduce("max")
     assert_type(reduced, Stream[Reduced[int]])
+    assert_type(Graph("unread").source([1]).allreduce(to_workers=True), Stream[tuple[int, Reduced[Any]]])
     largest = reduced.map(lambda one: one.value).collect()
     lower, upper = graph.source("abc").partition(str.isupper, 2)
     both = graph.merge(lower, upper).batch(2)
     assert_type(both, Stream[list[str]])
     letters = both.unbatch().take(2).collect()
-    asked: Input[str] = graph.input("questions")
-    answers = asked.map(len, on="thread").collect()
+    questions: Input[str] = graph.input("questions")
+    answers = questions.map(len, on="thread").collect()
     frequency = frequencies.collect()
     with graph.start() as run:
-        run[asked].put("how long?")
-        run[asked].close()
+        run[questions].put("how long?")
+        run[questions].close()
         for answer in run.iter(answers):
             assert_type(answer, int)
     results = run.wait()

@@ -1,5 +1,7 @@
-"""Graphs for the tests of pictures, made of declared values by hand, so that pictures are tested apart from
-operators."""
+"""Graphs for the picture tests, built by hand from declared values.
+
+Pictures are therefore tested without operators.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ HERE = Where(__file__, 1)
 
 @dataclass(frozen=True)
 class Declared:
-    """All that a picture may read of a graph."""
+    """The parts of a graph that a picture may read."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -69,7 +71,7 @@ def wordcount() -> Blueprint:
 
 
 def leading_back() -> Blueprint:
-    """A loop of two stages: ``worker`` gives back what ``steer`` sent it."""
+    """Return a loop of two stages: ``worker`` returns what ``steer`` sent it."""
     stages = [
         stage("numbers", "source"),
         stage("steer", "stage"),
@@ -82,7 +84,7 @@ def leading_back() -> Blueprint:
 
 
 def chain(length: int, every_process: int) -> Blueprint:
-    """``length`` stages in a row, each ``every_process``-th of them a process."""
+    """Return ``length`` stages in a row; each ``every_process``-th stage is a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
     edges = [
         edge(a.name, b.name, int, a.placement.transport_to(b.placement).name)

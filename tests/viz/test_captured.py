@@ -1,4 +1,4 @@
-"""Output of any process during a drawing on the terminal, for every kind of end."""
+"""Output from any process while bars or a table are drawn on the terminal, however the drawing ends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ PRINTED = """
 """
 
 
-def test_capture_ends_despite_failing_show_and_late_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capture_ends_even_if_showing_output_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LC_ALL", "C"), ("PYTHONCOERCECLOCALE", "0"), ("PYTHONUTF8", "0")):
         monkeypatch.setenv(name, value)
     lines, code = on_terminal([sys.executable, str(script(tmp_path, PRINTED))], tmp_path)
@@ -105,8 +103,8 @@ ENDS = """
 """
 
 
-def test_streams_are_restored_after_every_kind_of_end(tmp_path: Path) -> None:
-    """The table cannot begin or end, Ctrl-C ends it, or two are drawn at the same time."""
+def test_output_streams_are_restored_however_drawing_ends(tmp_path: Path) -> None:
+    """Drawing a table fails at its start or end, Ctrl-C ends it, or two are drawn at the same time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 
@@ -145,8 +143,8 @@ LATE = """
 """
 
 
-def test_last_output_does_not_draw_bars_again(tmp_path: Path) -> None:
-    """They would stand on the line where the program writes on."""
+def test_output_at_the_end_does_not_redraw_bars(tmp_path: Path) -> None:
+    """The bars would be on the line where the program continues to write."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
     assert code == 0, lines
     assert {"said last", "alone"} <= set(lines), lines
@@ -174,13 +172,13 @@ AT_A_TIME = """
 """
 
 
-def test_output_is_drawn_under_the_lock(tmp_path: Path) -> None:
+def test_output_is_drawn_while_holding_the_lock(tmp_path: Path) -> None:
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AT_A_TIME))], tmp_path)
     assert code == 0, lines
     assert "True True" in lines, lines
 
 
-def test_overwritten_line_keeps_only_its_last_state() -> None:
+def test_line_overwritten_by_carriage_returns_shows_its_last_state() -> None:
     shown: list[str] = []
     captured, text = Captured(shown.append), b""
     for percent in range(100):
@@ -195,14 +193,14 @@ POOL = """
     import multiprocessing, sys
     from flowchan import Graph
 
-    def talk(number):
+    def log_item(number):
         print("x" * 2000)
         return number
 
     if __name__ == "__main__":
         multiprocessing.set_start_method(sys.argv[1])
         graph = Graph("pool")
-        found = graph.source(range(100)).map(talk, on="process").collect()
+        found = graph.source(range(100)).map(log_item, on="process").collect()
         with graph.pool() as pool:
             pool.run(progress=True)
             print("printed", len(pool.run()[found]))

@@ -1,4 +1,4 @@
-"""The DOT text says what the picture promises."""
+"""The DOT text contains everything that a picture should show."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any, Optional
 import pytest
 from picture_graphs import HERE, Declared, chain, declared, edge, leading_back, stage, wordcount
 
+from flowchan import Graph
 from flowchan.declare.operators import OPERATORS
 from flowchan.errors import Where
 from flowchan.hosts import local
-from flowchan.viz import to_dot
+from flowchan.viz import to_dot, to_mermaid
 from flowchan.viz.labels import option_text, place, result_name, type_text
 
 DOT = to_dot(wordcount())
@@ -34,7 +35,7 @@ def test_dot_runs_from_left_to_right() -> None:
     assert "rankdir=LR" in DOT
 
 
-def test_stage_shows_name_workers_and_line_of_function() -> None:
+def test_stage_shows_name_workers_and_source_line() -> None:
     assert "×2" in node("counts")
     assert "×" not in node("files")
     graphs = Path(__file__).with_name("picture_graphs.py")
@@ -42,12 +43,12 @@ def test_stage_shows_name_workers_and_line_of_function() -> None:
     assert f"picture_graphs.py:{line}" in node("counts")
 
 
-def test_a_place_below_the_working_directory_is_relative(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_path_below_the_working_directory_is_relative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
     assert "map · picture_graphs.py:" in node("counts", to_dot(wordcount()))
 
 
-def test_native_function_shows_its_declaration() -> None:
+def test_native_function_shows_where_the_stage_was_declared() -> None:
     assert place(stage("print", function=print)) == (str(Path(__file__).with_name("picture_graphs.py")), 1)
 
 
@@ -63,18 +64,18 @@ class Model:
 
 
 @pytest.mark.parametrize("function", [Model, functools.partial(Model), Model(), functools.partial(node, "x")])
-def test_places_are_found_in_every_kind_of_callable(function: Any) -> None:
+def test_source_location_is_found_for_every_kind_of_callable(function: Any) -> None:
     file, line = place(stage("any", function=function))
     assert os.path.basename(file) == "test_dot.py"
     assert line > 1
 
 
 @pytest.mark.parametrize("function", [Path.rglob, json.loads, functools.partial(Path.rglob)])
-def test_a_function_of_a_library_shows_the_users_own_line(function: Any) -> None:
+def test_library_function_shows_the_users_own_line(function: Any) -> None:
     assert place(stage("any", "source", function=function)) == (HERE.file, HERE.line)
 
 
-def test_the_colour_of_a_stage_says_where_it_runs() -> None:
+def test_the_colour_of_a_stage_shows_where_it_runs() -> None:
     fills = {
         name: re.search(r'fillcolor="(#\w+)"', node(name)).group(1) for name in ("files", "counts", "total")
     }
@@ -111,10 +112,10 @@ def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -
     assert option_text(replace(stage("any"), **options)) == words
 
 
-def test_long_graph_is_broken_into_labelled_rows() -> None:
+def test_long_graph_is_split_into_labelled_rows() -> None:
     dot = to_dot(chain(15, 7))
     assert dot.count("shape=point") == 3
-    rows = {0: "s4", 1: "s9"}  # the last of the row; rows are equally long
+    rows = {0: "s4", 1: "s9"}  # the last stage of each row; rows have equal lengths
     for row, last in rows.items():
         following = f"s{int(last[1:]) + 1}"
         assert f">→ {following}<" in dot, row
@@ -122,14 +123,14 @@ def test_long_graph_is_broken_into_labelled_rows() -> None:
     assert "shape=point" not in to_dot(chain(6, 7))
 
 
-def test_result_is_named_like_its_variable(tmp_path: Path) -> None:
+def test_result_has_the_name_of_its_variable(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("total = (\n    numbers\n    .reduce(add)\n)\nx.y = numbers.collect()\n")
     for line, name in ((3, "total"), (5, "any")):
         assert result_name(replace(stage("any"), where=Where(str(file), line))) == name
 
 
-def test_graph_may_label_or_hide_its_stages() -> None:
+def test_graph_can_relabel_or_hide_stages() -> None:
     edges = [edge("a", "b"), edge("b", "c")]
     graph = Declared("g", (stage("a"), stage("b"), stage("c")), tuple(edges), {"a": "Linear", "c": None})
     dot = to_dot(graph)  # type: ignore[arg-type]
@@ -160,7 +161,7 @@ def test_feedback_is_dashed_and_does_not_constrain_ranks() -> None:
     assert ">feedback<" not in DOT
 
 
-def test_unread_channel_is_result_only_after_reduce_or_collect() -> None:
+def test_only_reduce_and_collect_make_an_unread_channel_a_result() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("b", "collect")], [edge("a", None), edge("b", None)]))
     assert "not read" in dot.split("end0 [")[1].split("end1 [")[0]
     assert "result" in dot.split("end1 [")[1]
@@ -193,7 +194,7 @@ def test_names_with_markup_and_unicode_are_escaped() -> None:
     assert "n0 -> n1" in dot
 
 
-def test_two_stages_of_one_name_are_both_drawn() -> None:
+def test_two_stages_with_one_name_are_both_drawn() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("a")], []))
     assert dot.count("<B>a</B>") == 2
 
@@ -223,5 +224,13 @@ def test_a_thousand_stages_are_drawn() -> None:
         ("Forward", "Forward"),
     ],
 )
-def test_item_types_read_like_annotations(item: Any, text: str) -> None:
+def test_item_types_are_written_like_annotations(item: Any, text: str) -> None:
     assert type_text(item) == text
+
+
+def test_name_with_a_lone_surrogate_is_shown_with_a_replacement() -> None:
+    graph = Graph("file \udcff")
+    graph.source([1], name="read \udcff").sink(print)
+    for text in (to_dot(graph), to_mermaid(graph)):
+        assert "read \ufffd" in text
+        text.encode()

@@ -31,7 +31,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
+def test_failing_live_view_does_not_end_the_run(terminal: bool) -> None:
     graph = Graph("shown")
     numbers = graph.source(range(3)).map(abs).collect()
     stream = Stream(terminal, takes=10**6)
@@ -41,14 +41,14 @@ def test_failing_view_does_not_end_the_run(terminal: bool) -> None:
         stream.left = 0
         shown = stream.getvalue()
         view.show(run.stats())
-        view.say("one more line")
+        view.print_line("one more line")
         view.show(run.stats())
         assert stream.getvalue() == shown
         assert run.wait()[numbers] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) -> None:
+def test_plain_lines_replace_a_failing_live_view(terminal: bool, caplog: Any) -> None:
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)
     stream = Stream(terminal, takes=10**6)
@@ -59,18 +59,18 @@ def test_failing_view_continues_with_plain_lines(terminal: bool, caplog: Any) ->
             view.show(run.stats())
         stream.left = 10**6
         before = len(stream.getvalue())
-        view.say("stopping: Ctrl-C again breaks off")
+        view.print_line("stopping: Ctrl-C again breaks off")
         view.show(run.stats())
-        said, shown = stream.getvalue()[before:].splitlines()[:2]
+        captions, shown = stream.getvalue()[before:].splitlines()[:2]
         run.wait()
-    assert said == "stopping: Ctrl-C again breaks off"
+    assert captions == "stopping: Ctrl-C again breaks off"
     assert "source" in shown
     told = [record.getMessage() for record in caplog.records if record.name == "flowchan.viz"]
-    assert told == ["the live view could not be written: OSError: [Errno 28] no space left"]
+    assert told == ["the live view could not be shown: OSError: [Errno 28] no space left"]
 
 
 @pytest.mark.parametrize(("kind", "drawn"), [("xterm", True), ("dumb", False)])
-def test_dumb_terminal_gets_plain_lines(kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumb_terminal_shows_plain_lines(kind: str, drawn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", kind)
     graph = Graph("shown")
     graph.source(range(3)).map(abs).sink(abs)

@@ -1,4 +1,4 @@
-"""The Mermaid text says the same as the picture."""
+"""The Mermaid text shows the same as the picture."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def test_mermaid_runs_from_left_to_right_under_its_title() -> None:
     assert TEXT.startswith('---\ntitle: "wordcount"\n---\nflowchart LR\n')
 
 
-def test_class_encodes_role_and_placement() -> None:
+def test_mermaid_class_encodes_role_and_placement() -> None:
     assert ":::source_threads" in TEXT
     assert '"counts \N{MULTIPLICATION SIGN}2<br/>' in TEXT
     assert ":::stage_processes" in TEXT
 
 
-def test_a_channel_shows_its_item_type_and_no_default() -> None:
+def test_a_channel_shows_its_item_type_but_no_defaults() -> None:
     assert 'n0 ==>|"Path"| n1' in TEXT
     assert "n2 --> n4" in TEXT
 
@@ -43,7 +43,7 @@ def test_every_class_sets_text_and_background_colours() -> None:
     assert all("fill:" in line and ",color:" in line for line in classes)
 
 
-def test_special_characters_of_mermaid_are_encoded() -> None:
+def test_special_mermaid_characters_are_encoded() -> None:
     text = to_mermaid(declared('g"1"', [stage('<b>"#x"</b>'), stage("end")], [edge('<b>"#x"</b>', "end")]))
     assert "#60;b#62;#34;#35;x#34;#60;/b#62;" in text
     assert 'title: "g\\"1\\""' in text

@@ -79,7 +79,7 @@ def held(_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_total_comes_from_nearest_stage_that_knows_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_total_comes_from_the_nearest_known_total(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     declare, expected = GRAPHS[name]
     monkeypatch.setitem(globals(), "gate", Gate())
     graph = Graph("far")
@@ -128,7 +128,7 @@ def test_a_run_that_failed_is_not_shown_as_done() -> None:
 
 
 class Seen:
-    """A progress that tells which states it has shown."""
+    """Progress display that records when it is shown a stopping run."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -203,7 +203,7 @@ AGAIN = """
 
 
 def test_forkserver_workers_can_print_after_bars_have_ended(tmp_path: Path) -> None:
-    """The server would keep the terminal that stands in for the user's while there are bars."""
+    """Otherwise the server would keep the pseudoterminal that replaces the user's terminal under the bars."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
     assert code == 0, lines
     assert {"said 3", "[1, 2, 3]"} <= set(lines)
@@ -231,11 +231,11 @@ POOLED = """
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_pool_workers_print_above_bars_of_each_run(method: str, tmp_path: Path) -> None:
-    """They were started before the bars, and print on when these have gone."""
+    """The workers were started before the bars, and continue to print after the bars have ended."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, POOLED)), method], tmp_path)
     assert code == 0, lines
-    said = [line for line in lines if line.startswith("said")]
-    assert said == [
+    captions = [line for line in lines if line.startswith("said")]
+    assert captions == [
         f"said by a worker, on the terminal itself: {there}" for there in (True, False, False, True)
     ]
     assert [line for line in lines if line.endswith(" 4950")] == [
@@ -261,7 +261,7 @@ UNGUARDED = """
 
 
 def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
-    """The script starts another process; its message must not go to the pseudoterminal."""
+    """The script starts another process, whose message must not go to the pseudoterminal."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
     assert any('put that under `if __name__ == "__main__":`' in line for line in lines), lines
@@ -270,7 +270,7 @@ def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
 def test_default_fork_server_starts_before_bars(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Python 3.14 and later start a fork server if the program chooses no method."""
+    """Python 3.14 and later use a fork server if the program does not choose a start method."""
     started: list[bool] = []
     monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none=False: None)
     monkeypatch.setattr(multiprocessing, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
@@ -281,7 +281,7 @@ def test_default_fork_server_starts_before_bars(
 
 
 class Gone(io.StringIO):
-    """A standard error stream whose reader has left."""
+    """Standard error stream whose reader has closed."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError
@@ -309,7 +309,7 @@ def test_progress_without_terminal_prints_plain_lines(
 def test_one_of_several_runs_draws_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other runs write lines."""
+    """The other runs print lines."""
     monkeypatch.setattr(lines, "PLAIN_EVERY", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
@@ -326,7 +326,7 @@ def test_one_of_several_runs_draws_on_the_terminal(
 
 
 def test_progress_rejects_values_other_than_bool() -> None:
-    with pytest.raises(TypeError, match="run: progress must be True or False, not 'yes'"):
+    with pytest.raises(TypeError, match="run: progress must be True or False, got 'yes'"):
         Graph("far").run(progress="yes")  # type: ignore[arg-type]
 
 

@@ -1,5 +1,7 @@
-"""Pictures are made wherever the package is installed, a ``dot`` program or not, by the first renderer that
-can."""
+"""Pictures are drawn wherever the package is installed, even without ``dot``.
+
+The first renderer that works draws them.
+"""
 
 from __future__ import annotations
 
@@ -29,33 +31,33 @@ PYGRAPHVIZ = not subprocess.run(
 @pytest.mark.parametrize("suffix", HEADS)
 def test_draw_writes_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> None:
     if suffix == "pdf" and not (PYGRAPHVIZ or shutil.which("dot")):
-        pytest.skip("neither dot nor pygraphviz is here to draw a .pdf: apt-get install graphviz")
+        pytest.skip("neither dot nor pygraphviz is installed to draw a .pdf: apt-get install graphviz")
     path = draw(wordcount(), tmp_path / f"graph.{suffix}")
     assert path.read_bytes().startswith(HEADS[suffix])
 
 
 def dot_program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a shell script the machine's only ``dot``."""
+    """Make a shell script the only ``dot`` program on the machine."""
     program = folder / "dot"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
 
 
-def test_the_dot_program_draws_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dot_program_draws_if_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dot_program(tmp_path, 'echo "drawn by dot $1"', monkeypatch)
     assert render("digraph { counts }", "png") == b"drawn by dot -Tpng\n"
 
 
 @pytest.mark.parametrize("script", ["exit 1", "kill -SEGV $$", ""], ids=["fails", "crashes", "draws nothing"])
-def test_next_renderer_draws_after_a_failure(
+def test_next_renderer_is_used_if_one_fails(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dot_program(tmp_path, script, monkeypatch)
     assert b"counts" in render("digraph { counts }", "svg")
 
 
-def test_graphviz_pure_draws_without_dot_in_usual_fonts(
+def test_graphviz_pure_draws_without_dot_using_common_fonts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -70,7 +72,7 @@ def test_graphviz_pure_draws_without_dot_in_usual_fonts(
     not PYGRAPHVIZ,
     reason="pygraphviz or its system libraries are missing: apt-get install graphviz, pip install pygraphviz",
 )
-def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pygraphviz_draws_if_no_other_renderer_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert render("digraph { counts }", "pdf").startswith(HEADS["pdf"])
 
@@ -78,7 +80,7 @@ def test_pygraphviz_draws_where_nothing_else_does(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("picture", "install"), [("svg", "pip install graphviz-pure"), ("pdf", "apt install graphviz")]
 )
-def test_missing_renderer_error_names_install_command(
+def test_error_without_renderer_names_install_command(
     picture: str, install: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
@@ -88,7 +90,7 @@ def test_missing_renderer_error_names_install_command(
     assert draw(wordcount(), tmp_path / "graph.mmd").exists()
 
 
-def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
+def test_svg_contains_every_stage_and_channel(tmp_path: Path) -> None:
     root = ElementTree.parse(draw(wordcount(), tmp_path / "graph.svg")).getroot()
     text = " ".join(root.itertext())
     for word in (
@@ -107,7 +109,7 @@ def test_the_svg_holds_every_stage_and_channel(tmp_path: Path) -> None:
 def test_a_thousand_stages_are_drawn_in_every_placement(tmp_path: Path) -> None:
     for every in (1, 7, 2000):
         path = draw(chain(1000, every), tmp_path / f"{every}.svg")
-        breaks = 999 // PER_ROW  # each is an arrow with two ends
+        breaks = 999 // PER_ROW  # each break is an arrow in two pieces
         assert path.read_text().count('class="edge"') == 999 + breaks
 
 
@@ -117,7 +119,7 @@ def test_a_cycle_and_names_with_markup_are_drawn(tmp_path: Path) -> None:
     assert draw(declared("loop", stages, edges), tmp_path / "loop.svg").read_text().count('class="edge"') == 4
 
 
-def test_an_unknown_suffix_is_refused_by_name(tmp_path: Path) -> None:
+def test_error_for_an_unknown_suffix_names_the_suffix(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"graph\.gif.*\.svg, \.png"):
         draw(wordcount(), tmp_path / "graph.gif")
 
@@ -127,7 +129,7 @@ def test_invalid_dot_raises_with_graphviz_message() -> None:
         render("digraph { a -> ", "svg")
 
 
-def test_crash_of_graphviz_raises_render_error(
+def test_graphviz_crash_raises_render_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     crash = subprocess.CompletedProcess([], -11, b"", b"")

@@ -25,8 +25,8 @@ class Lines:
         """Write a line if one is due."""
         if self._clock() >= self._next:
             self._next = self._clock() + PLAIN_EVERY
-            self.say(self._words(stats))
+            self.print_line(self._words(stats))
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Write this line."""
         print(line, file=self._stream, flush=True)

@@ -122,7 +122,7 @@ def _sum(numbers: list[int | None]) -> int | None:
 
 def bars_line(graph: Blueprint, stats: RunStats) -> str:
     """Return a line with the progress of a run."""
-    words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), ", ".join(troubles(stats))]
+    words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), ", ".join(problems(stats))]
     return f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}"
 
 
@@ -191,15 +191,15 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
     return waiting
 
 
-def troubles(stats: RunStats) -> Iterator[str]:
+def problems(stats: RunStats) -> Iterator[str]:
     """Yield texts with the numbers of failed items, retries and restarts, by stage."""
-    for word, number_of in _TROUBLES.items():
+    for word, number_of in _PROBLEMS.items():
         stages = [f"{count(number_of(stage))} {stage.name}" for stage in stats.stages if number_of(stage)]
         if stages:
             yield f"{word} {', '.join(stages)}"
 
 
-_TROUBLES: dict[str, Callable[[StageStats], int]] = {
+_PROBLEMS: dict[str, Callable[[StageStats], int]] = {
     "failed:": lambda stage: stage.failed + stage.members_failed,
     "retried:": lambda stage: stage.retried,
     "restarts:": lambda stage: stage.restarts,

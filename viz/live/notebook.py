@@ -15,7 +15,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.report import count, rate, share
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.viz.dot import INK, LIVE, to_dot
-from flowchan.viz.live.model import Bar, bars, headline, items_of, times, troubles
+from flowchan.viz.live.model import Bar, bars, headline, items_of, problems, times
 from flowchan.viz.render import RenderError, render
 
 SLOW = "#b7791f"
@@ -52,8 +52,8 @@ class Notebook:
         known = bars(self._graph, stats)
         html = f"<div>{_filled(self._picture, stats)}</div>" if self._picture else ""
         html += "".join(_row(bar, stats) for bar in known)
-        if trouble := ", ".join(troubles(stats)):
-            html += f"<div>{escape(trouble)}</div>"
+        if problem := ", ".join(problems(stats)):
+            html += f"<div>{escape(problem)}</div>"
         plain = ", ".join(f"{bar.stage} {headline(bar)}" for bar in known)
         both = {"text/html": html, "text/plain": plain}
         if self._shown is None:
@@ -73,8 +73,8 @@ def _filled(picture: str, stats: RunStats) -> str:
     for number, stage in enumerate(stats.stages):
         color = SLOW if stage.name == stats.bottleneck else INK  # the background is light in a dark page too
         does = _does(stage)
-        room = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this centres the text
-        words = f'<tspan fill="{color}">{room}{escape(does)}</tspan>'
+        padding = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this centres the text
+        words = f'<tspan fill="{color}">{padding}{escape(does)}</tspan>'
         picture = picture.replace(LIVE.format(number), words)
     return picture
 

@@ -36,9 +36,9 @@ from flowchan.viz.live.model import (
     headline,
     items_of,
     plain_line,
+    problems,
     queues,
     times,
-    troubles,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
     return True
 
 
-def draw_on(stream: TextIO, stays: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
+def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
     """Return a drawing on ``stream`` that lasts until ``ends`` closes; then it stays or disappears.
 
     If the stream is standard error, output of this process and its children appears above the drawing. The
@@ -98,9 +98,13 @@ def draw_on(stream: TextIO, stays: bool, ends: contextlib.ExitStack) -> tuple[Li
         captured = ends.enter_context(Captured(show))
     console = Console(file=stream if captured is None else captured.terminal)
     drawn = Live(
-        console=console, auto_refresh=False, transient=not stays, redirect_stdout=False, redirect_stderr=False
+        console=console,
+        auto_refresh=False,
+        transient=not persists,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
-    ends.callback(_quietly, drawn.stop)
+    ends.callback(_suppressing, drawn.stop)
     drawn.start()
     if captured is not None:
         ends.callback(captured.stop)  # before the drawing ends, or the last lines would be drawn twice
@@ -128,25 +132,27 @@ class Captured:
 
     def __enter__(self) -> Captured:
         with contextlib.ExitStack() as ends:
-            self._ours, theirs = os.openpty()
+            self._ours, terminal_end = os.openpty()
             ends.callback(os.close, self._ours)
-            with open(theirs, "wb", buffering=0):
-                _leave_bytes_alone(theirs)
+            with open(terminal_end, "wb", buffering=0):
+                _leave_bytes_alone(terminal_end)
                 with contextlib.suppress(OSError):
-                    fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8)))
+                    fcntl.ioctl(
+                        terminal_end, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
+                    )
                 self._over = os.eventfd(0, os.EFD_CLOEXEC)
                 ends.callback(os.close, self._over)
                 # Same encoding as standard error; missing characters are shown by their number.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
-                ends.callback(_quietly, self.terminal.close)
+                ends.callback(_suppressing, self.terminal.close)
                 self._reader = threading.Thread(target=self._read, name="flowchan terminal", daemon=True)
                 self._captures = ends.enter_context(contextlib.ExitStack())
                 self._captures.callback(self._end_reader)
                 _flush()
                 for fd in (1, 2):
                     if os.isatty(fd):
-                        _lead(fd, theirs, self._captures)
+                        _lead(fd, terminal_end, self._captures)
                 self._captures.callback(_flush)
             self._ends = ends.pop_all()
         return self
@@ -194,7 +200,7 @@ class Captured:
         """Show the complete lines, and return the visible part of the rest."""
         *lines, rest = text.split(b"\n")
         for line in lines:
-            _quietly(self._show, _last_drawn(line).decode(errors="replace"))
+            _suppressing(self._show, _last_drawn(line).decode(errors="replace"))
         return _last_drawn(rest) + (b"\r" if rest.endswith(b"\r") else b"")
 
 
@@ -210,7 +216,7 @@ def _lead(fd: int, to: int, ends: contextlib.ExitStack) -> None:
     os.dup2(to, fd)
 
 
-def _quietly(call: Callable[..., object], *args: object) -> None:
+def _suppressing(call: Callable[..., object], *args: object) -> None:
     """Call a function and ignore its exceptions, because a failing terminal must not stop other work."""
     with contextlib.suppress(Exception):
         call(*args)
@@ -285,7 +291,7 @@ class LiveView:
             with self._lock:
                 live.update(drawn, refresh=True)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """Write one line above the drawing."""
         with self._whatever_fails():
             if (live := self._live) is not None:
@@ -293,7 +299,7 @@ class LiveView:
                     live.console.print(line, markup=False, highlight=False)
                 return
         with self._whatever_fails():
-            self._lines.say(line)
+            self._lines.print_line(line)
 
     def _line(self, stats: RunStats) -> str:
         return plain_line(stats) if self._graph is None else bars_line(self._graph, stats)
@@ -310,7 +316,7 @@ class LiveView:
             self._live = None
             if not self._has_failed:
                 self._has_failed = True
-                log.warning("the live view could not be written: %s", text_of(error))
+                log.warning("the live view could not be shown: %s", text_of(error))
 
 
 def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
@@ -319,13 +325,13 @@ def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    trouble = ", ".join(troubles(stats))
+    problem = ", ".join(problems(stats))
     drawn = Table.grid(expand=True, padding=(0, 1))
     drawn.add_column(no_wrap=True)
     drawn.add_column(ratio=1)
     drawn.add_column(justify="right")
     for bar in bars(graph, stats):
-        words = ", ".join(filter(None, [headline(bar), times(bar, stats), trouble]))
+        words = ", ".join(filter(None, [headline(bar), times(bar, stats), problem]))
         full = ProgressBar(total=bar.total, completed=bar.done, animation_time=stats.elapsed)
         drawn.add_row(Text(bar.stage), full, Text(words))
     return drawn
@@ -337,7 +343,8 @@ def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
     from rich.text import Text
 
     lines = [Text(f"▶ the {bottleneck_text(stats)}")] if stats.cause or stats.bottleneck else []
-    lines += [Text(f"! {trouble}", style="red") for trouble in troubles(stats)]
+    lines += [Text(f"! {problem}", style="red") for problem in problems(stats)]
+    lines += [Text(f"! {warning}", style="yellow") for warning in stats.warnings]
     if stats.last_error:
         lines.append(Text(f"! last: {' '.join(stats.last_error.split())}", style="red"))
     for line in lines:

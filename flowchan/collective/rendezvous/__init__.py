@@ -1,2 +1,4 @@
-"""Rendezvous: the ways in which processes form a group. Each needs only the exchange of a few short
-values."""
+"""Rendezvous: the ways in which processes form a group.
+
+Each needs only the exchange of a few short values.
+"""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
 from flowchan.collective.many_hosts import LinkedGroup
-from flowchan.collective.messages_remote import Way
+from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied
 from flowchan.transport.dial import reach
@@ -46,23 +46,23 @@ def meet_at(
     ``host`` identifies the host (default: detected).
     """
     where, _ = split(at)
-    left = countdown(timeout)
+    remaining = countdown(timeout)
     try:
         if rank == 0:
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
-                with AuthenticatedListener(listen(at), secret, {"rank": 0}) as door:
-                    coordinator.assemble(door.accept)
-                met = meet_by(coordinator.gather, 0, Way(secret, where), left() or 0.0, name, host)
+                with AuthenticatedListener(listen(at), secret, {"rank": 0}) as listener:
+                    coordinator.assemble(listener.accept)
+                met = meet_by(coordinator.gather, 0, Connector(secret, where), remaining() or 0.0, name, host)
         else:
             why = f"rank {rank} of {size} timed out: rank 0 has not answered"
             try:
                 sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
             except unless_interrupted(OSError) as error:
                 raise TimeoutError(str(error)) from None
-            sock.settimeout(max(0.001, left() or 0.0))
+            sock.settimeout(max(0.001, remaining() or 0.0))
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
-                way = Way(secret, route_to(where))
-                met = meet_by(participant.gather, rank, way, left() or 0.0, name, host)
+                connector = Connector(secret, route_to(where))
+                met = meet_by(participant.gather, rank, connector, remaining() or 0.0, name, host)
     except RendezvousEnded as ended:
         raise GroupError(str(ended)) from None
     return Place(at, secret, host).of(met)
@@ -70,8 +70,10 @@ def meet_at(
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a group has met. ``number`` counts the earlier groups, each made of the survivors of
-    the one before."""
+    """The place where a group has met.
+
+    ``number`` counts the earlier groups, each made of the survivors of the one before.
+    """
 
     at: str
     secret: bytes = field(repr=False)
@@ -105,22 +107,22 @@ class Place:
         )
 
 
-REMEDY = "make a new group, or run a graph with an elastic gang"
+REMEDY = "create a new group, or run a graph with an elastic gang"
 
 
 def _lead(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     came: dict[int, socket.socket] = {}
     try:
-        with AuthenticatedListener(_listener(old, place.at), secret, {"rank": 0}) as door:
-            _let_in(old, door, came, give_up)
-        left = sorted([0, *came])
+        with AuthenticatedListener(_listener(old, place.at), secret, {"rank": 0}) as listener:
+            _let_in(old, listener, came, give_up)
+        survivors = sorted([0, *came])
         within = _rejoin_timeout(give_up)
-        coordinator = Coordinator(len(left), time.monotonic() + within)
+        coordinator = Coordinator(len(survivors), time.monotonic() + within)
         for rank, sock in came.items():
-            coordinator.come(left.index(rank), sock)
-        coordinator.tell(left)
-        way = Way(secret, split(place.at)[0])
-        return meet_by(coordinator.gather, 0, way, within, name, place.host)
+            coordinator.come(survivors.index(rank), sock)
+        coordinator.tell(survivors)
+        connector = Connector(secret, split(place.at)[0])
+        return meet_by(coordinator.gather, 0, connector, within, name, place.host)
     finally:
         for sock in came.values():
             sock.close()
@@ -134,13 +136,13 @@ def _listener(old: LinkedGroup, at: str) -> Listener:
 
 
 def _let_in(
-    old: LinkedGroup, door: AuthenticatedListener, came: dict[int, socket.socket], give_up: float
+    old: LinkedGroup, listener: AuthenticatedListener, came: dict[int, socket.socket], give_up: float
 ) -> None:
     """Accept members until all that may be left have arrived."""
     alive: dict[int, list[int]] = {}
     patient = time.monotonic() + REJOIN_TIMEOUT_S
     while True:
-        alive[old._host] = old._alive_here()
+        alive[old._host] = old._local_alive()
         expected = {rank for ranks in alive.values() for rank in ranks} - {0}
         now = time.monotonic()
         if len(alive) == len(old._hosts) and expected <= came.keys():
@@ -150,11 +152,11 @@ def _let_in(
             if not any(_is_late(old, ranks, give_up) for ranks in missing) and time.monotonic() < give_up:
                 return
             patient = time.monotonic() + REJOIN_TIMEOUT_S
-        if (left := give_up - time.monotonic()) <= 0:
+        if (remaining := give_up - time.monotonic()) <= 0:
             late = sorted(expected - came.keys()) or "the members of other hosts"
-            raise TimeoutError(f"shrink of {old._title()} timed out: {late} have not arrived")
+            raise TimeoutError(f"shrink of {old._title()} timed out: {late} did not arrive")
         try:
-            sock, hello = door.accept(min(POLL_INTERVAL_S, left))
+            sock, hello = listener.accept(min(POLL_INTERVAL_S, remaining))
         except unless_interrupted(TimeoutError):
             continue
         rank = hello["rank"]
@@ -185,8 +187,11 @@ def _rejoin_timeout(give_up: float) -> float:
 
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
-    hello = {"rank": old.rank, "alive": old._alive_here()}
-    why = f"rank {old.rank} cannot join the smaller group: rank 0, which decides who is left, is out of reach"
+    hello = {"rank": old.rank, "alive": old._local_alive()}
+    why = (
+        f"rank {old.rank} cannot join the smaller group: rank 0, which decides about the members, "
+        "has not answered"
+    )
     while True:
         within = _rejoin_timeout(give_up)
         try:
@@ -202,10 +207,10 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
         # Rank 0 waits for late members without a limit; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
-            left = participant.hear()
+            survivors = participant.receive()
         except unless_interrupted(TimeoutError) as error:
             raise TimeoutError(f"shrink of {old._title()} timed out: {error}") from None
         within = _rejoin_timeout(give_up)
         sock.settimeout(max(0.001, min(2 * REJOIN_TIMEOUT_S, give_up - time.monotonic())))
-        way = Way(secret, route_to(split(place.at)[0]))
-        return meet_by(participant.gather, left.index(old.rank), way, within, name, place.host)
+        connector = Connector(secret, route_to(split(place.at)[0]))
+        return meet_by(participant.gather, survivors.index(old.rank), connector, within, name, place.host)

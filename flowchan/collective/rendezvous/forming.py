@@ -12,32 +12,34 @@ import os
 import time
 from typing import Any
 
-from flowchan.collective.deadline import Left, countdown
+from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.group import Group
 from flowchan.collective.leader_links import Links
 from flowchan.collective.many_hosts import LinkedGroup
-from flowchan.collective.messages_remote import RemotePeers, Way
+from flowchan.collective.messages_remote import Connector, RemotePeers
 from flowchan.collective.one_host import Gather, SharedGroup, share
 
 WITHIN = 60.0
 
 
 def meet_by(
-    gather: Gather, rank: int, way: Way, timeout: float, name: str = "", host: str | None = None
+    gather: Gather, rank: int, connector: Connector, timeout: float, name: str = "", host: str | None = None
 ) -> Group:
-    """Return the member of the group of all processes that ``gather`` connects. ``host`` identifies this
-    host."""
-    left = countdown(timeout)
+    """Return the member of the group of all processes that ``gather`` connects.
+
+    ``host`` identifies this host.
+    """
+    remaining = countdown(timeout)
     by_host: dict[str, list[int]] = {}
     for other, place in enumerate(gather(host or this_host())):
         by_host.setdefault(place, []).append(other)
     hosts = list(by_host.values())
-    (mine,) = (number for number, ranks in enumerate(hosts) if rank in ranks)
+    (own_host,) = (number for number, ranks in enumerate(hosts) if rank in ranks)
     size = sum(map(len, hosts))
     title = name if len(hosts) == 1 else name or f"of {size} over {len(hosts)} hosts"
-    node = share(gather, rank, hosts[mine], title)
+    node = share(gather, rank, hosts[own_host], title)
     assert node is not None
-    return linked(node, hosts, mine, gather, way, left, name)
+    return linked(node, hosts, own_host, gather, connector, remaining, name)
 
 
 def linked(
@@ -45,8 +47,8 @@ def linked(
     hosts: list[list[int]],
     host: int,
     gather: Gather,
-    way: Way,
-    left: Left,
+    connector: Connector,
+    remaining: RemainingTime,
     name: str,
 ) -> Group:
     """Return a group of these parts; a single part is returned unchanged.
@@ -57,13 +59,13 @@ def linked(
         gather(None)
         return node
     rank = hosts[host][node.rank]
-    door = way.door({"rank": rank})
+    listener = connector.listen({"rank": rank})
     try:
-        addresses = gather(door.address)
+        addresses = gather(listener.address)
     except BaseException:
-        door.close()
+        listener.close()
         raise
-    remote, limit = RemotePeers(rank, door, addresses, way), left()
+    remote, limit = RemotePeers(rank, listener, addresses, connector), remaining()
     try:
         links = connect(remote, hosts, host, WITHIN if limit is None else limit) if node.rank == 0 else None
     except BaseException:
@@ -71,9 +73,9 @@ def linked(
         raise
 
     def link_up(
-        whole: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
+        parent: LinkedGroup, part: SharedGroup | None, key: Any, name: str, timeout: float | None
     ) -> Group | None:
-        return within(whole, part, key, way, name, countdown(timeout))
+        return within(parent, part, key, connector, name, countdown(timeout))
 
     return LinkedGroup(node, hosts, host, links, remote, link_up, name)
 
@@ -96,22 +98,27 @@ def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: flo
 
 
 def within(
-    whole: LinkedGroup, part: SharedGroup | None, key: Any, way: Way, name: str, left: Left
+    parent: LinkedGroup,
+    part: SharedGroup | None,
+    key: Any,
+    connector: Connector,
+    name: str,
+    remaining: RemainingTime,
 ) -> Group | None:
-    """Return the group of all members of ``whole`` with an equal key. ``part`` is that of this host."""
-    keys = whole._gathered(key, left())
-    mates = [rank for rank, other in enumerate(keys) if other == key]
+    """Return the group of all members of ``parent`` with an equal key. ``part`` is that of this host."""
+    keys = parent._gathered(key, remaining())
+    members = [rank for rank, other in enumerate(keys) if other == key]
 
     def gather(value: Any) -> list[Any]:
-        said = whole._gathered(value, left())
-        return [said[rank] for rank in mates]
+        gathered = parent._gathered(value, remaining())
+        return [gathered[rank] for rank in members]
 
     if part is None:
         gather(None)
         return None
-    hosts = [[mates.index(rank) for rank in of_host if rank in mates] for of_host in whole._hosts]
-    host = sum(map(bool, hosts[: whole._host]))
-    return linked(part, [ranks for ranks in hosts if ranks], host, gather, way, left, name)
+    hosts = [[members.index(rank) for rank in of_host if rank in members] for of_host in parent._hosts]
+    host = sum(map(bool, hosts[: parent._host]))
+    return linked(part, [ranks for ranks in hosts if ranks], host, gather, connector, remaining, name)
 
 
 def this_host() -> str:

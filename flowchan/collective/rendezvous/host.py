@@ -27,7 +27,17 @@ _HELLO = struct.Struct("<ii")  # rank, size
 
 
 def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
-    """Return this process's member of the group that all ``size`` processes with the same ``job`` form.
+    """Form a group of all processes of this host that have the same ``job``.
+
+    Args:
+        job: Text that identifies the group.
+        rank: Rank of this process.
+        size: Number of processes.
+        timeout: Seconds to wait for the others.
+        name: Name of the group in messages.
+
+    Returns:
+        The member of this process.
 
     Raises:
         TimeoutError: Not all processes have arrived; rank 0 names the missing ones.
@@ -44,7 +54,7 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:
-            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members have not arrived")
+            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members did not arrive")
         time.sleep(PAUSE_S)
 
 
@@ -65,7 +75,7 @@ def _listen(listener: socket.socket, address: str, give_up: float) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group of a job with the same name is meeting on this host; use another "
+                    "another group of a job with the same name is forming on this host; use another "
                     "MASTER_PORT or at= for this one"
                 ) from error
         time.sleep(PAUSE_S)
@@ -80,11 +90,11 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
         sock, _ = listener.accept()
         sock.settimeout(HELLO_S)
         try:
-            said = sock.recv(_HELLO.size, socket.MSG_WAITALL)
+            greeting = sock.recv(_HELLO.size, socket.MSG_WAITALL)
         except unless_interrupted(OSError):
-            said = b""
-        if _user_of(sock) == os.getuid() and len(said) == _HELLO.size:
-            rank, size = _HELLO.unpack(said)
+            greeting = b""
+        if _user_of(sock) == os.getuid() and len(greeting) == _HELLO.size:
+            rank, size = _HELLO.unpack(greeting)
             sock.settimeout(None)
             return sock, {"rank": rank, "size": size}
         sock.close()
@@ -102,7 +112,7 @@ def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> Sh
             return None
         if _user_of(sock) != os.getuid():
             raise GroupError(
-                "another user of this host uses the name of this job; use another MASTER_PORT or at="
+                "the name of this job is used by another user of this host; use another MASTER_PORT or at="
             )
         return share(Participant(sock, "rank 0").gather, rank, range(size), name)
 

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from flowchan.collective.group import Group
-from flowchan.collective.messages_remote import Way
+from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import MemberDied
 from flowchan.transport.dial import reach
@@ -48,6 +48,9 @@ class Membership:
     def __enter__(self) -> Group:
         """Join the group.
 
+        Returns:
+            The member of this process.
+
         Raises:
             MemberDied: Another member ended before all have met.
             OSError: The driver cannot be reached.
@@ -56,11 +59,11 @@ class Membership:
         hello = {"group": self.group, "rank": self.rank}
         sock, _ = reach(self.at, self.secret, hello, why=why, within=WITHIN, tls=self.tls)
         secret = hmac.digest(self.secret, f"group {self.group}".encode(), "sha256")
-        way = Way(secret, route_to(split(self.at)[0]), self.tls)
+        connector = Connector(secret, route_to(split(self.at)[0]), self.tls)
         with contextlib.ExitStack() as stack:
             participant = stack.enter_context(contextlib.closing(Participant(sock, "the driver")))
             try:
-                self._member = meet_by(participant.gather, self.rank, way, WITHIN, self.name, self.host)
+                self._member = meet_by(participant.gather, self.rank, connector, WITHIN, self.name, self.host)
                 if self.elastic:
                     participant.settle()
                     self._listener = _Listener(participant, self._member)
@@ -100,7 +103,7 @@ class _Listener:
     def __init__(self, participant: Participant, member: Group) -> None:
         self._participant, self._disband = participant, member._disbanding()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="flowchan-collective-seat", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="flowchan-collective-membership", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from flowchan.collective.group import Group
-from flowchan.collective.messages_remote import Way
+from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.transport.tcp import route_to
 
@@ -25,29 +25,29 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
     Every process that can write to the store can join. The keys are removed at the end, so the name can be
     used again.
     """
-    told = 0
+    round_number = 0
 
     def gather(value: Any) -> list[Any]:
-        nonlocal told
-        store.set(f"flowchan/{told}/{rank}", json.dumps(value))
-        said = [json.loads(store.get(f"flowchan/{told}/{other}")) for other in range(size)]
-        forget(told - 1)  # all have read the values before this one
-        told += 1
-        return said
+        nonlocal round_number
+        store.set(f"flowchan/{round_number}/{rank}", json.dumps(value))
+        values = [json.loads(store.get(f"flowchan/{round_number}/{other}")) for other in range(size)]
+        forget(round_number - 1)  # all have read the values before this one
+        round_number += 1
+        return values
 
     def forget(number: int) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # some stores cannot delete keys
             store.delete_key(f"flowchan/{number}/{rank}")
 
     (secret, *_) = gather(secrets.token_hex(32))
-    way = Way(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
-    group = meet_by(gather, rank, way, timeout, name)
+    connector = Connector(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    group = meet_by(gather, rank, connector, timeout, name)
     try:
         group.barrier()  # all have read the last values
     except BaseException:
         group.close()
         raise
-    forget(told - 1)
+    forget(round_number - 1)
     return group
 
 

@@ -120,8 +120,8 @@ class Receives:
         self._changed = threading.Condition()  # guards the following attributes
         self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
         self._waiting: Counter[int | None] = Counter()  # receives that wait, by source
-        self._hearing: set[int | None] = set()  # sources from which a thread is receiving
-        self._heard_anybody = self._closed = False
+        self._receiving: set[int | None] = set()  # sources from which a thread is receiving
+        self._has_received_from_any = self._closed = False
         end_before_threads(self, Receives.close)
 
     def start(self, tensors: Tensors, source: int | None, tag: int) -> Work:
@@ -134,7 +134,9 @@ class Receives:
         for x in tensors:
             source, found = self._next(source, tag)
             if found.dtype != x.dtype or found.numel() != x.numel():
-                raise Mismatch(f"rank {source} sent {described(found)}; there is room for {described(x)}")
+                raise Mismatch(
+                    f"rank {source} sent {described(found)}, but the tensor of the receiver is {described(x)}"
+                )
             with torch.no_grad():
                 x.copy_(found.reshape(x.shape))
 
@@ -149,8 +151,8 @@ class Receives:
                 while (came := self._of(source, tag)) is None:
                     if self._closed:
                         raise GroupError(f"receive failed: {self._member!r} is closed")
-                    if self._may_hear(source):
-                        self._hear(source)
+                    if self._may_receive(source):
+                        self._receive_next(source)
                     else:
                         self._changed.wait()
                 return came
@@ -158,31 +160,31 @@ class Receives:
                 self._waiting[source] -= 1
                 self._changed.notify_all()
 
-    def _may_hear(self, source: int | None) -> bool:
+    def _may_receive(self, source: int | None) -> bool:
         others = sum(self._waiting.values()) - self._waiting[None]
         if source is None:
-            return not self._hearing and not (self._heard_anybody and others)
-        return None not in self._hearing and (self._heard_anybody or not self._waiting[None])
+            return not self._receiving and not (self._has_received_from_any and others)
+        return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
-    def _hear(self, source: int | None) -> None:
+    def _receive_next(self, source: int | None) -> None:
         """Receive one message for any receive, or none within this turn."""
-        self._hearing.add(source)
+        self._receiving.add(source)
         self._changed.release()
-        heard: Any = None
+        received: Any = None
         try:
             if source is None:
-                heard = self._member.receive_any(timeout=_TURN)
+                received = self._member.receive_any(timeout=_TURN)
             else:
-                heard = self._member.receive(source, timeout=_TURN), source
+                received = self._member.receive(source, timeout=_TURN), source
         except TimeoutError:
             pass
         finally:
             self._changed.acquire()
-            if heard is not None:
-                (its_tag, found), sender = heard
+            if received is not None:
+                (its_tag, found), sender = received
                 self._other[sender, its_tag].append(found)
-            self._hearing.remove(source)
-            self._heard_anybody = source is None
+            self._receiving.remove(source)
+            self._has_received_from_any = source is None
             self._changed.notify_all()
 
     def _of(self, source: int | None, tag: int) -> tuple[int, torch.Tensor] | None:
@@ -287,14 +289,16 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do(inputs, run, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """Gather several tensors. ``outputs`` are by rank and then by tensor; ``allgather`` has them by
-        tensor and then by rank."""
+        """Gather several tensors.
+
+        ``outputs`` are by rank and then by tensor; ``allgather`` has them by tensor and then by rank.
+        """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
             if len(parts) != len(inputs):
                 raise ValueError(
                     f"allgather_coalesced: output_tensor_lists[{rank}] must have a tensor for each of the "
-                    f"{len(inputs)} inputs, not {len(parts)}"
+                    f"{len(inputs)} inputs, got {len(parts)}"
                 )
         self.allgather(list(zip(*outputs, strict=True)), inputs).wait()
         return _done([list(parts) for parts in outputs])
@@ -422,9 +426,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
         if set(others) - {"cuda:nccl"}:
             raise ValueError(
-                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL '
-                "without a second "
-                'backend, and dist.new_group(backend="gloo") makes a group with another one'
+                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL without '
+                'a second backend, and dist.new_group(backend="gloo") creates a group with another '
+                "one"
             )
         self._is_alone = True
 

@@ -17,13 +17,46 @@ from flowchan.items.text import shown
 
 
 class Code(Protocol):
-    """The methods of a user-defined code. The encoded values are pickled and may differ in size."""
+    """Methods of a user-defined code that compresses gradients.
+
+    The encoded values are pickled and may differ in size.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import Gradients
+        >>> class Signs:
+        ...     def encode(self, x):
+        ...         return x.sign().to(torch.int8)
+        ...     def decode(self, values, out):
+        ...         out.copy_(torch.stack(values).float().mean(0))
+        >>> module = nn.Linear(2, 1)
+        >>> with group() as g:
+        ...     gradients = Gradients(module, g, compress=Signs)
+        ...     module(torch.ones(4, 2)).mean().backward()
+        ...     gradients.wait()
+        >>> module.weight.grad
+        tensor([[1., 1.]])
+    """
 
     def encode(self, x: Tensor) -> Any:
-        """Encode a one-dimensional tensor for the other members."""
+        """Encode a one-dimensional tensor for the other members.
+
+        Args:
+            x: The tensor.
+
+        Returns:
+            Any value that can be pickled.
+        """
 
     def decode(self, values: list[Any], out: Tensor) -> None:
-        """Write the mean of the values of all members, in the order of the ranks, into ``out``."""
+        """Write the mean of the encoded values of all members into ``out``.
+
+        Args:
+            values: The encoded values, in the order of the ranks.
+            out: The tensor to fill.
+        """
 
 
 class TopK:
@@ -40,24 +73,65 @@ class TopK:
         ValueError: ``fraction`` is out of range.
 
     Example:
-        gradients = Gradients(module, group, compress=lambda: TopK(0.05))
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import Gradients, TopK
+        >>> module = nn.Linear(2, 1)
+        >>> with group() as g:
+        ...     gradients = Gradients(module, g, compress=lambda: TopK(0.5))
+        ...     module(torch.tensor([[1.0, 2.0]])).mean().backward()
+        ...     gradients.wait()
+        >>> module.weight.grad, module.bias.grad
+        (tensor([[0., 2.]]), tensor([0.]))
     """
 
     def __init__(self, fraction: float = 0.01) -> None:
         if not 0 < fraction <= 1:
-            raise ValueError(f"TopK: fraction must be above 0 and at most 1, not {fraction!r}")
+            raise ValueError(f"TopK: fraction must be above 0 and at most 1, got {fraction!r}")
         self._fraction = fraction
-        self._left: Tensor | None = None
+        self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        whole = x.clone() if self._left is None else x + self._left
-        chosen = whole.abs().topk(max(1, int(self._fraction * whole.numel()))).indices
-        values = whole[chosen]
-        whole[chosen] = 0
-        self._left = whole
+        """Encode the largest elements of a tensor and of what was left out before.
+
+        Args:
+            x: One-dimensional tensor.
+
+        Returns:
+            The indices and the values of the elements.
+
+        Example:
+            >>> import torch
+            >>> from flowchan.collective.training.gradients import TopK
+            >>> code = TopK(0.5)
+            >>> code.encode(torch.tensor([1.0, -3.0]))
+            (tensor([1]), tensor([-3.]))
+            >>> code.encode(torch.tensor([1.0, 1.0]))  # with what was left out
+            (tensor([0]), tensor([2.]))
+        """
+        total = x.clone() if self._residual is None else x + self._residual
+        chosen = total.abs().topk(max(1, int(self._fraction * total.numel()))).indices
+        values = total[chosen]
+        total[chosen] = 0
+        self._residual = total
         return chosen, values
 
     def decode(self, values: list[tuple[Tensor, Tensor]], out: Tensor) -> None:
+        """Write the mean of the encoded values of all members into ``out``.
+
+        Args:
+            values: The encoded values, in the order of the ranks.
+            out: The tensor to fill.
+
+        Example:
+            >>> import torch
+            >>> from flowchan.collective.training.gradients import TopK
+            >>> code, out = TopK(0.5), torch.empty(2)
+            >>> code.decode([code.encode(torch.tensor([1.0, -3.0]))], out)
+            >>> out
+            tensor([ 0., -3.])
+        """
         out.zero_()
         for chosen, found in values:
             out.index_add_(0, chosen, found)
@@ -81,13 +155,15 @@ def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Me
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
             raise ValueError(
-                f"compress={compress!r} must be None for complex parameters, got a parameter of {dtype}"
+                f"compress must be None for complex parameters, got {compress!r} and a parameter of {dtype}"
             )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(f"compress must be {names} or a function that makes a Code, got {shown(compress)}")
+        raise ValueError(
+            f"compress must be None, {names} or a function that returns a Code, got {shown(compress)}"
+        )
     code = made()
     return lambda group, x: code.decode(group._values(code.encode(x), None), x)
 

@@ -41,6 +41,20 @@ class State:
         sample: The current sample, a pair of an input and a target.
         output: Output of the module.
         loss: Loss of the output.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective.training.engine import Engine
+        >>> class Log:
+        ...     def on_end_epoch(self, state):
+        ...         print(f"epoch {state.epoch}, step {state.step}")
+        >>> net = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> engine = Engine(net, nn.functional.mse_loss, optimizer, hooks=[Log()])
+        >>> engine.train([(torch.ones(4, 2), torch.zeros(4, 1))], epochs=2)
+        epoch 1, step 1
+        epoch 2, step 2
     """
 
     training: bool = True
@@ -68,8 +82,17 @@ class Engine:
         ValueError: A hook has a method ``on_…`` that is not in :data:`HOOKS`.
 
     Example:
-        engine = Engine(net, nn.functional.cross_entropy, optimizer, group, hooks=[Log()])
-        engine.train(batches, epochs=3)
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective.training.engine import Engine
+        >>> net = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        >>> engine = Engine(net, nn.functional.mse_loss, optimizer)
+        >>> batches = [(torch.ones(4, 2), torch.zeros(4, 1))]
+        >>> before = engine.test(batches)
+        >>> engine.train(batches, epochs=3)
+        >>> engine.test(batches) < before
+        True
     """
 
     def __init__(
@@ -98,10 +121,10 @@ class Engine:
             ValueError: ``batches`` is an iterator and several epochs remain, but an iterator ends with the
                 first.
         """
-        left = epochs - self.state.epoch
-        if isinstance(batches, Iterator) and left > 1:
+        remaining = epochs - self.state.epoch
+        if isinstance(batches, Iterator) and remaining > 1:
             raise ValueError(
-                f"train: batches must be iterable for each of {left} epochs, got the iterator "
+                f"train: batches must be iterable for each of {remaining} epochs, got the iterator "
                 f"{shown(batches)}; "
                 "pass a function of the epoch, or a list"
             )
@@ -156,12 +179,26 @@ class Engine:
         return mean.over(self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save module, optimizer and progress for :meth:`load`. With a group, rank 0 writes the file.
+        """Save module, optimizer and progress for :meth:`load`.
 
-        An existing file is replaced in one step.
+        With a group, rank 0 writes the file. An existing file is replaced in one step.
 
         Args:
             path: Path of the file.
+
+        Raises:
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.collective.training.engine import Engine
+            >>> net = nn.Linear(2, 1)
+            >>> engine = Engine(net, nn.functional.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     engine.save(f"{folder}/state.pt")
+            ...     engine.load(f"{folder}/state.pt")
         """
         if self.group and self.group.rank:
             return
@@ -180,10 +217,15 @@ class Engine:
             raise
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load the state that :meth:`save` wrote. With a group, rank 0 reads the file for all members.
+        """Load the state that :meth:`save` wrote.
+
+        With a group, rank 0 reads the file for all members.
 
         Args:
             path: Path of the file.
+
+        Raises:
+            OSError: The file cannot be read.
         """
         kept: Any = torch.load(path, weights_only=True) if not (self.group and self.group.rank) else None
         if self.group:
@@ -216,9 +258,14 @@ class Mean:
     """Mean of values such as losses or accuracies, over all members.
 
     Example:
-        mean = Mean()
-        mean.add(loss, len(batch))
-        print(mean.over(group))
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.engine import Mean
+        >>> mean = Mean()
+        >>> mean.add(0.5, count=3)
+        >>> mean.add(1.5)
+        >>> with group() as g:
+        ...     mean.over(g)
+        0.75
     """
 
     def __init__(self) -> None:
@@ -236,10 +283,13 @@ class Mean:
         self.count += count
 
     def over(self, group: Group | None = None) -> float:
-        """Return the mean over all members, which all call it; NaN if no value was added.
+        """Return the mean over all members, which all call it.
 
         Args:
             group: The group; None uses only the values of this process.
+
+        Returns:
+            The mean; NaN if no value was added.
         """
         pairs = group.allgather((self.total, self.count)) if group else [(self.total, self.count)]
         count = sum(one for _, one in pairs)
@@ -264,8 +314,10 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Replace NumPy scalars by Python numbers, because torch does not load them. A learning rate may be
-    one."""
+    """Replace NumPy scalars by Python numbers, because torch does not load them.
+
+    A learning rate may be one.
+    """
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -274,9 +326,9 @@ def _plain(state: Any) -> Any:
 
 
 def _known(hook: Any) -> Any:
-    strange = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
-    if strange:
+    unknown = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
+    if unknown:
         raise ValueError(
-            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(strange)}"
+            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(unknown)}"
         )
     return hook

@@ -45,10 +45,16 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
         ValueError: Elements of a tensor share memory.
 
     Example:
-        synchronize(module, group)
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import check_equal, synchronize
+        >>> module = nn.Linear(2, 1)
+        >>> with group() as g:
+        ...     synchronize(module, g)
+        ...     check_equal(module, g)
     """
-    for _, x in _state(module):
-        check_writable(x)
+    for name, x in _state(module):
+        check_writable("synchronize", name, x)
     _raise_for_difference([(name, described(x)) for name, x in _state(module)], group)
     for _, x in _state(module):
         group.broadcast(x, root)
@@ -64,6 +70,13 @@ def check_equal(module: nn.Module, group: Group) -> None:
     Raises:
         Mismatch: A parameter or buffer differs from rank 0. All members raise it; it names the first such
             tensor and the first such rank.
+
+    Example:
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import check_equal
+        >>> with group() as g:
+        ...     check_equal(nn.Linear(2, 1), g)
     """
     _raise_for_difference([(name, described(x), _digest(x)) for name, x in _state(module)], group)
 
@@ -77,9 +90,9 @@ def _digest(x: Tensor) -> bytes:
     return hashlib.blake2b(memory(contiguous(x.cpu()))).digest()
 
 
-def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
+def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
     """Compare the entries of all members: for each tensor its name, type and shape, and perhaps a digest."""
-    first, *others = group.allgather(mine)
+    first, *others = group.allgather(own)
     found = [
         (_first_difference(first, other), rank) for rank, other in enumerate(others, 1) if other != first
     ]
@@ -87,11 +100,14 @@ def _raise_for_difference(mine: list[tuple[Any, ...]], group: Group) -> None:
         return
     place, rank = min(found)
     if place == min(len(first), len(others[rank - 1])):
-        counts = f"{len(first)} parameters and buffers, and that of rank {rank} has {len(others[rank - 1])}"
-        raise Mismatch(f"the module of rank 0 has {counts}")
+        counts = f"{len(first)} parameters and buffers, but that of rank {rank} has {len(others[rank - 1])}"
+        raise Mismatch(f"the module of rank 0 has {counts}; build the same module on all members")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
-    what = "has other values" if (name, kind) == (its_name, its_kind) else f"is {its_name!r}, {its_kind},"
-    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}")
+    if (name, kind) == (its_name, its_kind):
+        what, remedy = "has other values", "call synchronize(module, group) first"
+    else:
+        what, remedy = f"is {its_name!r}, {its_kind},", "build the same module on all members"
+    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
@@ -116,12 +132,20 @@ class Gradients:
         ValueError: ``compress`` is unknown, or a complex parameter cannot be compressed.
 
     Example:
-        gradients = Gradients(module, group)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, batch).backward()
-            gradients.wait()
-            optimizer.step()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import Gradients
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     gradients = Gradients(module, g)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         gradients.wait()
+        ...         optimizer.step()
+        ...     gradients.close()
     """
 
     def __init__(
@@ -163,11 +187,23 @@ class Gradients:
 
         The next ``backward`` outside the block averages the sum.
 
+        Returns:
+            The context manager.
+
         Example:
-            with gradients.accumulate():
-                loss(module, first).backward()
-            loss(module, second).backward()
-            gradients.wait()
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.collective import group
+            >>> from flowchan.collective.training.gradients import Gradients
+            >>> module = nn.Linear(2, 1)
+            >>> with group() as g:
+            ...     gradients = Gradients(module, g)
+            ...     with gradients.accumulate():
+            ...         module(torch.ones(4, 2)).mean().backward()
+            ...     module(torch.zeros(4, 2)).mean().backward()
+            ...     gradients.wait()
+            >>> module.weight.grad
+            tensor([[1., 1.]])
         """
         before, self._accumulating = self._accumulating, True  # blocks can be nested
         try:
@@ -187,7 +223,8 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice without Gradients.wait() or accumulate() in between"
+                "backward was called twice; call Gradients.wait() after each backward, or accumulate() "
+                "before it"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
@@ -230,16 +267,18 @@ class _Bucket(_Flat):
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists of one type and device, last parameters first, as backward reaches
-    them."""
+    """Divide the parameters into lists of one type and device.
+
+    The last parameters come first, as backward reaches them.
+    """
     buckets: list[list[Tensor]] = []
-    room = 0
+    free_bytes = 0
     for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-        if room <= 0 or _type(buckets[-1][0]) != _type(parameter):
+        if free_bytes <= 0 or _type(buckets[-1][0]) != _type(parameter):
             buckets.append([])
-            room = _BUCKET
+            free_bytes = _BUCKET
         buckets[-1].append(parameter)
-        room -= parameter.nbytes
+        free_bytes -= parameter.nbytes
     return buckets
 
 
@@ -284,12 +323,21 @@ class AllReduceSGD:
         group: The group of the replicas.
 
     Example:
-        training = AllReduceSGD(module, optimizer, group)
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, batch).backward()
-            training.step()
-        training.join()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import AllReduceSGD
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     training = AllReduceSGD(module, optimizer, g)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         contributors = training.step()
+        ...     training.join()
+        >>> contributors
+        1
     """
 
     def __init__(self, module: nn.Module, optimizer: Steps, group: Group) -> None:
@@ -343,19 +391,27 @@ class ElasticAverage:
         ValueError: ``every`` or ``strength`` is out of range.
 
     Example:
-        average = ElasticAverage(module, group, every=10)
-        for batch in batches:
-            ...
-            optimizer.step()
-            average.step()
-        average.join()
-        average.to_centre()
+        >>> import torch
+        >>> from torch import nn
+        >>> from flowchan.collective import group
+        >>> from flowchan.collective.training.gradients import ElasticAverage
+        >>> module = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        >>> with group() as g:
+        ...     average = ElasticAverage(module, g, every=2)
+        ...     for batch in [torch.ones(4, 2), torch.zeros(4, 2)]:
+        ...         optimizer.zero_grad()
+        ...         module(batch).square().mean().backward()
+        ...         optimizer.step()
+        ...         average.step()
+        ...     average.join()
+        ...     average.to_centre()
     """
 
     def __init__(self, module: nn.Module, group: Group, *, every: int, strength: float = 0.9) -> None:
         self._every = whole("ElasticAverage", "every", every, 1)
         if not 0 < strength < 1:
-            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, not {strength!r}")
+            raise ValueError(f"ElasticAverage: strength must be between 0 and 1, got {strength!r}")
         self._strength = strength / group.size
         self._group = group
         self._steps = 0
@@ -374,14 +430,13 @@ class ElasticAverage:
         for pulls, centre in zip(self._pulls, self._centre, strict=True):
             for parameter, pull in pulls.views.items():
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
-        mine = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
+        own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in mine:  # only now, because a member may have died before the centre moved
+        for parameter, pull in own:  # only now, because a member may have died before the centre moved
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """Take part in the averages of the others without a batch, until all members have run out of
-        batches."""
+        """Take part in the averages of the others until all members have run out of batches."""
         while self._move(contributes=False):
             pass
 

@@ -9,21 +9,23 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.output import OutputRelay, Said
+from flowchan.hosts.providers.output import OutputRelay, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 
-Explain = Callable[[int, Said], str | None]
+Explain = Callable[[int, ProcessOutput], str | None]
 """Returns why an agent ended, given the exit code (negative for a signal) and the output, or ``None`` if
 these do not show that it has ended."""
 
 GENTLY = 5.0  # seconds for a process that SIGKILL does not end, because it has remote processes to end
-STRANGER = "ended, and nobody knows how, because the program ignores SIGCHLD or collects its children"
+UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIGCHLD or collects its children"
 
 
 class Child:
-    """A child process that holds an agent. It has its own session, so that Ctrl-C in a terminal does not end
-    it: the driver decides. Its output is relayed line by line, prefixed with the host's name. ``kill_by`` is
-    the signal on which it ends the agent."""
+    """A child process that holds an agent.
+
+    It has its own session, so that Ctrl-C in a terminal does not end it: the driver decides. Its output is
+    relayed line by line, prefixed with the host's name. ``kill_by`` is the signal on which it ends the agent.
+    """
 
     def __init__(
         self,
@@ -64,13 +66,15 @@ class Child:
         return False
 
     def _exitcode(self) -> int | None:
-        """Return the exit code if it has ended. The zombie stays until :meth:`close`, so that its process id
-        is not used again."""
+        """Return the exit code if it has ended.
+
+        The zombie stays until :meth:`close`, so that its process id is not used again.
+        """
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             self._process.wait()  # returns at once
-            self._why = f"{self._host}: {STRANGER}"
+            self._why = f"{self._host}: {UNKNOWN_EXIT}"
             return None
         if end is None:
             return None

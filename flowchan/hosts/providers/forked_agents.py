@@ -1,5 +1,7 @@
-"""Agents on this machine, on the program's side. Their fork server (:mod:`flowchan.hosts.fork_server`) has
-imported flowchan for all of them. A fork takes a tenth of the time of a new Python process.
+"""Agents on this machine, on the program's side.
+
+Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for all of them. A fork takes a
+tenth of the time of a new Python process.
 
 The first agent starts the fork server, which ends with the program in any case. Settings that take effect
 when a process starts or imports modules are the server's. If the program has changed such a setting, the next
@@ -37,10 +39,10 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 def _inherited() -> tuple[Any, ...]:
     """Return the state that a process started now would inherit from this one and keep."""
-    here = os.stat(".")  # exists even after the folder was removed
+    folder = os.stat(".")  # exists even after the folder was removed
     return (
         sys.executable,
-        (here.st_dev, here.st_ino),
+        (folder.st_dev, folder.st_ino),
         {name: value for name, value in os.environ.items() if name.startswith(AT_START)},
         [resource.getrlimit(limit) for limit in LIMITS],
         (os.getresuid(), os.getresgid(), os.getgroups()),
@@ -60,8 +62,11 @@ def _umask() -> str:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[int]:
-    """Yield a descriptor of the program's standard error. If that was closed before Python began, descriptor
-    2 may be any other file, so this yields one of ``/dev/null``."""
+    """Yield a descriptor of the program's standard error.
+
+    If that was closed before Python began, descriptor 2 may be any other file, so this yields one of
+    ``/dev/null``.
+    """
     if sys.__stderr__ is not None:
         yield 2
         return
@@ -78,12 +83,12 @@ class _Seed:
     def __init__(self, inherited: tuple[Any, ...]) -> None:
         self.inherited = inherited
         self.agents = 0  # how many are not closed
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs, _errors() as errors:
+            with child_end, _errors() as errors:
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     (sys.executable, "-m", "flowchan.hosts.fork_server"),
-                    stdin=theirs.fileno(),
+                    stdin=child_end.fileno(),
                     stdout=errors,
                     stderr=errors,
                     start_new_session=True,  # Ctrl-C in a terminal does not end it
@@ -102,19 +107,21 @@ class _Seed:
     def serves(self, inherited: tuple[Any, ...]) -> bool:
         return self.inherited == inherited and self._process.poll() is None
 
-    def ask(self, agent: socket.socket, said: int) -> None:
+    def ask(self, agent: socket.socket, launch_fd: int) -> None:
         """Request an agent."""
         with _errors() as errors:
-            given = [agent.fileno(), said, errors]
+            given = [agent.fileno(), launch_fd, errors]
             socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
-        """Say in words why a request got no answer. A server that still runs could not receive the
-        descriptors."""
+        """Say in words why a request got no answer.
+
+        A server that still runs could not receive the descriptors.
+        """
         try:
             return exit_text(self._process.wait(GENTLY))
         except subprocess.TimeoutExpired:
-            return "has no descriptors free"
+            return "has no file descriptors left"
 
     def was_killed(self) -> bool:
         return (self._process.poll() or 0) < 0
@@ -145,42 +152,42 @@ class Forked:
         self._is_closed = False
         self._lock = threading.RLock()
         try:
-            said = _written(host, launch)
+            launch_fd = _written(host, launch)
             try:
-                self._begin(said)
+                self._begin(launch_fd)
                 # the server was killed with the request pending
                 if self._pid is None and self._seed.was_killed():
                     self.close()
                     self._is_closed = False
-                    self._begin(said)
+                    self._begin(launch_fd)
             finally:
-                os.close(said)
+                os.close(launch_fd)
         except OSError as error:
             python = sys.executable
             raise HostError(f"{host}: {python} can't be started here: {error.strerror}", host) from error
 
-    def _begin(self, said: int) -> None:
+    def _begin(self, launch_fd: int) -> None:
         """Request a fork, and wait until it has happened."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(said, 0, os.SEEK_SET)  # a server that was lost may have begun to read it
-        self._seed, self._socket = _asked(said)
+        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that was lost may have begun to read it
+        self._seed, self._socket = _request_agent(launch_fd)
         try:
-            self._hear()
+            self._receive()
         except BaseException:  # Ctrl-C
             self.close()
             raise
 
     def ended(self) -> str | None:
         with self._lock:
-            while self._why is None and self._hear(socket.MSG_DONTWAIT):
+            while self._why is None and self._receive(socket.MSG_DONTWAIT):
                 pass
             return self._why
 
     def waits(self) -> bool:
         return False
 
-    def _hear(self, how: int = 0) -> bool:
+    def _receive(self, how: int = 0) -> bool:
         """Take the next message about the agent. Return False if there was none."""
         try:
             word, _, about = self._socket.recv(4096, how).decode().partition(" ")
@@ -199,9 +206,12 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle an agent whose server has died, or had no descriptors free to start it. The kernel ends the
-        agent and its workers with a dead server, but processes that the workers have started may survive."""
-        self._why = f"the agent {self._host} was lost with the process that forks agents here, which "
+        """Handle an agent whose server has died, or had no descriptors free to start it.
+
+        The kernel ends the agent and its workers with a dead server, but processes that the workers have
+        started may survive.
+        """
+        self._why = f"the agent {self._host} was lost with the server process that forks agents, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -217,7 +227,7 @@ class Forked:
                 return
             self._is_closed = True
             self.kill()
-            while self._hear():
+            while self._receive():
                 pass
             _held.pop(id(self._socket), None)
             self._socket.close()
@@ -226,15 +236,17 @@ class Forked:
 
 def _written(host: str, launch: Launch) -> int:
     """Write a file in memory that holds the description of the agent and then its standard input."""
-    told = json.dumps({"host": host, "arguments": launch.arguments, "environ": dict(os.environ)}).encode()
-    said = os.memfd_create("flowchan agent")
+    described = json.dumps(
+        {"host": host, "arguments": launch.arguments, "environ": dict(os.environ)}
+    ).encode()
+    launch_fd = os.memfd_create("flowchan agent")
     try:
-        with open(said, "wb", closefd=False) as file:
-            file.write(len(told).to_bytes(LENGTH, "little") + told + launch.stdin)
+        with open(launch_fd, "wb", closefd=False) as file:
+            file.write(len(described).to_bytes(LENGTH, "little") + described + launch.stdin)
     except BaseException:
-        os.close(said)
+        os.close(launch_fd)
         raise
-    return said
+    return launch_fd
 
 
 _lock = threading.Lock()
@@ -245,18 +257,18 @@ _held: dict[int, socket.socket] = {}
 program."""
 
 
-def _asked(said: int) -> tuple[_Seed, socket.socket]:
+def _request_agent(launch_fd: int) -> tuple[_Seed, socket.socket]:
     """Request an agent. Return the server that got the request, and this end of the agent's socket."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _held[id(ours)] = ours
     try:
-        with theirs, _lock:
+        with agent_end, _lock:
             seed = _seed()
             try:
-                seed.ask(theirs, said)
+                seed.ask(agent_end, launch_fd)
             except ConnectionError:  # it has died just now
                 seed = _seed(new=True)
-                seed.ask(theirs, said)
+                seed.ask(agent_end, launch_fd)
             seed.agents += 1
     except BaseException:
         _held.pop(id(ours))
@@ -307,7 +319,7 @@ def seeds() -> list[_Seed]:
     return [*_seeds]
 
 
-def _begin_anew() -> None:
+def _reset_in_child() -> None:
     """Drop the servers and agents of the parent in a forked child. The child starts its own."""
     global _lock
     _lock = threading.Lock()
@@ -319,4 +331,4 @@ def _begin_anew() -> None:
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_in_child)

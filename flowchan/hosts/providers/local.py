@@ -12,8 +12,10 @@ from flowchan.items.arguments import whole
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Local:
-    """``count`` agents as processes of this machine, named ``local-1`` and so on. A fork server, which is a
-    child of this process, forks them with all modules imported."""
+    """``count`` agents as processes of this machine, named ``local-1`` and so on.
+
+    A fork server, which is a child of this process, forks them with all modules imported.
+    """
 
     count: int
 
@@ -33,6 +35,9 @@ class Local:
 
 
 def local(count: int) -> Local:
-    """Make a provider of ``count`` agents on this machine. They share its memory, cores and files, and use
-    TCP over loopback, as agents on other machines use the network."""
+    """Make a provider of ``count`` agents on this machine.
+
+    They share its memory, cores and files, and use TCP over loopback, as agents on other machines use the
+    network.
+    """
     return Local(whole("local", "count", count, 1))

@@ -17,14 +17,14 @@ MARK = "flowchan-agent "
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ProcessOutput:
     """The last lines of a process, and the texts after its last marks."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
 
     def last(self) -> str:
-        return next((line.strip() for line in reversed(self.lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(self.lines) if line.strip()), "no output")
 
 
 class OutputRelay:
@@ -69,9 +69,9 @@ class OutputRelay:
 
     def _pass_on(self, line: bytes) -> None:
         line = line.rstrip(b"\r")
-        text, mark, told = line.decode(errors="replace").partition(MARK)
+        text, mark, marked = line.decode(errors="replace").partition(MARK)
         if mark:
-            self._marks.append(told)
+            self._marks.append(marked)
             if not text:
                 return
             line = text.encode()  # the text before the mark had no end of line
@@ -83,13 +83,16 @@ class OutputRelay:
         except OSError:  # standard error has no reader; the host must not wait for one
             pass
 
-    def finish(self) -> Said:
-        """Relay the rest of the pipe of a process that has ended, and return its output. Other processes that
-        hold the pipe are not waited for, such as an ssh that stays for later connections."""
+    def finish(self) -> ProcessOutput:
+        """Relay the rest of the pipe of a process that has ended, and return its output.
+
+        Other processes that hold the pipe are not waited for, such as an ssh that stays for later
+        connections.
+        """
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)
             self._thread.join()
-        return Said(tuple(self._last), tuple(self._marks))
+        return ProcessOutput(tuple(self._last), tuple(self._marks))
 
     def close(self) -> None:
         self.finish()

@@ -33,9 +33,11 @@ class StartedAgent(Protocol):
     """An agent that a provider has started or is starting. The start may take a while, or fail."""
 
     def ended(self) -> str | None:
-        """Return why the agent has ended, in one line that names the host, or ``None`` while it may still
-        run. Does not wait. If the provider can only guess, it says so, and the agent's own peer timeout ends
-        it."""
+        """Return why the agent has ended, or ``None`` while it may still run.
+
+        The reason is one line that names the host. This does not wait. If the provider can only guess, it
+        says so, and the agent's own peer timeout ends it.
+        """
 
     def waits(self) -> bool:
         """Tell whether the agent has no place yet but will get one. Does not wait."""
@@ -55,16 +57,27 @@ class Provider(Protocol):
         """The distinct names of the hosts, in order: ``local-1``, ``gpu1``, ``ray-1``."""
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
-        """Return the address of this machine, without a port, at which these hosts (default: all) reach the
-        driver.
+        """Find the address of this machine at which hosts reach the driver.
+
+        Args:
+            hosts: Names of the hosts (default: all).
+
+        Returns:
+            The address, without a port.
 
         Raises:
             HostError: No address was found. Its ``host`` is set if the error concerns one host alone.
         """
 
     def start(self, number: int, launch: Launch) -> StartedAgent:
-        """Start the agent of ``hosts[number]``. ``ended()`` of the agent reports a host that can't be
-        reached.
+        """Start the agent of ``hosts[number]``.
+
+        Args:
+            number: Number of the host.
+            launch: Description of the agent.
+
+        Returns:
+            The agent. Its ``ended()`` reports a host that can't be reached.
 
         Raises:
             HostError: The cause of the failure is on this machine.

@@ -1,5 +1,7 @@
-"""Agents on the nodes of a Ray cluster. Ray reserves the nodes by resources and starts one actor on each,
-which only holds an agent. Items use flowchan's links, not Ray.
+"""Agents on the nodes of a Ray cluster.
+
+Ray reserves the nodes by resources and starts one actor on each, which only holds an agent. Items use
+flowchan's links, not Ray.
 
 Ray is imported at its first use. It must not restart the actors, because each new agent needs a new epoch.
 """
@@ -16,18 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.output import LAST, Said
+from flowchan.hosts.providers.output import LAST, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import how_it_ended
 from flowchan.items.arguments import text, whole
 from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
-SAY = 10.0
+WARN_AFTER_S = 10.0
 """Seconds after which a warning says which resources are awaited: a cluster may have to grow, or other jobs
 may have to end."""
 
-REMEDY = "the environment of Ray's workers must bring it"
+REMEDY = "install the same environment for the workers of Ray"
 
 BOUND = """
 import ctypes, os, sys
@@ -79,28 +81,33 @@ class _Reservation:
 
     group: Any
     taken: set[int] = field(default_factory=set)
-    say_at: float = field(default_factory=lambda: time.monotonic() + SAY)
+    warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
-    def say_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested and which exist. An infeasible request is not an error,
-        because a cluster with an autoscaler may grow. Ray has no public way to see whether it has one."""
+    def warn_if_late(self, ray: Any, provider: Ray) -> None:
+        """Log once which resources were requested and which exist.
+
+        An infeasible request is not an error, because a cluster with an autoscaler may grow. Ray has no
+        public way to see whether it has one.
+        """
         with _lock:
-            if time.monotonic() < self.say_at:
+            if time.monotonic() < self.warn_at:
                 return
-            self.say_at = float("inf")
+            self.warn_at = float("inf")
         table = importlib.import_module("ray.util.placement_group").placement_group_table(self.group)
         nodes = [node for node in ray.nodes() if node["Alive"]]
-        there = ", ".join(f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes)
+        capacities = ", ".join(
+            f"{node['NodeManagerAddress']} has {_amounts(node['Resources'])}" for node in nodes
+        )
         infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
         why = (
-            "Ray calls that infeasible: it waits for the cluster to grow"
+            "Ray calls this infeasible, and it waits for the cluster to grow"
             if infeasible
-            else "it waits until others give back what they have of it"
+            else "it waits until other jobs free their resources"
         )
         _log.warning(
-            "%r has no place yet: it asks for %s on each of %d different nodes, and of the %d in the cluster "
-            "%s; %s",
-            *(provider, _amounts(provider.bundle), provider.count, len(nodes), there, why),
+            "%r is waiting for resources: it needs %s on each of %d different nodes; of the %d "
+            "nodes in the cluster %s; %s",
+            *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 
 
@@ -162,7 +169,7 @@ class HeldByRay:
             return False
         self._placed = bool(reservation.group.wait(0))
         if not self._placed:
-            reservation.say_if_late(self._ray, self._key[1])
+            reservation.warn_if_late(self._ray, self._key[1])
         return not self._placed
 
     def _explain(self) -> str | None:
@@ -176,11 +183,13 @@ class HeldByRay:
         except errors.RayTaskError as error:
             return f"{self._host} could not start the agent: {error.cause}"
         except errors.RayError as error:
-            return f"{self._host} is lost, as Ray says: {_gist(str(error))}"
+            return f"{self._host} is lost: {_gist(str(error))} (from Ray)"
         if result is None:
-            return f"{self._host} is lost: Ray's connection to it broke before the launch was there"
+            return f"{self._host} is lost: the connection to Ray ended before the agent was started"
         python, code, lines = result
-        return how_it_ended(self._host, python, 128 - code if code < 0 else code, Said(tuple(lines)), REMEDY)
+        return how_it_ended(
+            self._host, python, 128 - code if code < 0 else code, ProcessOutput(tuple(lines)), REMEDY
+        )
 
     def kill(self) -> None:
         """End the actor with its agent, and release its resources."""
@@ -209,8 +218,10 @@ class HeldByRay:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Format resources without the internal ones of Ray: bundles of placement groups, names of nodes, and
-    bytes of memory, which are rarely requested."""
+    """Format resources without the internal ones of Ray.
+
+    Those are bundles of placement groups, names of nodes, and bytes of memory, which are rarely requested.
+    """
     own = {
         name: amount
         for name, amount in resources.items()
@@ -222,13 +233,16 @@ def _amounts(resources: Mapping[str, float]) -> str:
 def _gist(message: str) -> str:
     """Return the lines of Ray's long error message that name the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    told = [line for line in lines if "because" in line or "node" in line.lower()]
-    return " ".join(told or lines[:1])
+    relevant = [line for line in lines if "because" in line or "node" in line.lower()]
+    return " ".join(relevant or lines[:1])
 
 
 def _holder() -> type:
-    """Make the actor's class. A class made here is pickled by value, so the actor starts even on a node
-    without flowchan, and can report that."""
+    """Make the actor's class.
+
+    A class made here is pickled by value, so the actor starts even on a node without flowchan, and can report
+    that.
+    """
     most = LAST
 
     class AgentActor:
@@ -240,8 +254,11 @@ def _holder() -> type:
             return self._host
 
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
-            """Run the agent to its end. The launch is an argument of this call and not of the actor, because
-            Ray stores the arguments of an actor."""
+            """Run the agent to its end.
+
+            The launch is an argument of this call and not of the actor, because Ray stores the arguments of
+            an actor.
+            """
             import collections
             import contextlib
             import os
@@ -273,19 +290,21 @@ def _holder() -> type:
 
 
 def _connected() -> Any:
-    """Return the module ``ray``, connected to a cluster. The connection stays open: it belongs to the
-    program."""
+    """Return the module ``ray``, connected to a cluster.
+
+    The connection stays open: it belongs to the program.
+    """
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise HostError(f"ray: Ray can't be imported here ({error}): pip install ray") from error
+        raise HostError(f"ray: Ray can't be imported here ({error}); pip install 'flowchan[ray]'") from error
     if not ray.is_initialized():
         try:
             ray.init(address="auto")
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise HostError(
-                f"ray: no cluster is reached from here ({str(error).splitlines()[0]}): start one with "
-                "'ray start --head', name one with RAY_ADDRESS, or call ray.init() beforehand"
+                f"ray: no cluster can be reached from here ({str(error).splitlines()[0]}); use 'ray "
+                "start --head', set RAY_ADDRESS, or call ray.init() first"
             ) from error
     return ray
 
@@ -298,11 +317,17 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
         resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
         address: The address of this machine at which the nodes reach it, without a port (default: the one on
             the kernel's route to them).
+
+    Returns:
+        The provider.
+
+    Raises:
+        ValueError: ``count`` is less than 1.
     """
     whole("ray", "count", count, 1)
     for name, amount in (resources or {}).items():
         text("ray", "a resource", name)
         if isinstance(amount, bool) or not isinstance(amount, numbers.Real) or not amount >= 0:
-            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, not {shown(amount)}")
+            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, got {shown(amount)}")
     ordered = tuple(sorted((name, float(amount)) for name, amount in (resources or {}).items()))
     return Ray(count, ordered, None if address is None else text("ray", "address", address))

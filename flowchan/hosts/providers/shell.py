@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from flowchan.hosts.providers.child import Explain
-from flowchan.hosts.providers.output import MARK, Said
+from flowchan.hosts.providers.output import MARK, ProcessOutput
 from flowchan.run.crew.process_exit import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
@@ -34,9 +34,9 @@ def as_text(command: tuple[str, ...]) -> str:
 
 
 def _quoted(word: str) -> str:
-    home, slash, rest = word.partition("/")
-    if slash and re.fullmatch(r"~[\w-]*", home):
-        return home + slash + (shlex.quote(rest) if rest else "")
+    user, slash, rest = word.partition("/")
+    if slash and re.fullmatch(r"~[\w-]*", user):
+        return user + slash + (shlex.quote(rest) if rest else "")
     return shlex.quote(word)
 
 
@@ -45,7 +45,7 @@ def explainer(
     python: str,
     remedy: str,
     unreached: Explain,
-    cut_off: Callable[[Said, bool], str | None] = lambda *_: None,
+    cut_off: Callable[[ProcessOutput, bool], str | None] = lambda *_: None,
 ) -> Explain:
     """Make the function that says why the agent of ``host`` ended.
 
@@ -56,6 +56,9 @@ def explainer(
         unreached: Says why the script has not run at all.
         cut_off: Returns why something else has certainly ended the agent, or None. Its second argument is
             whether the script has reported the agent's end.
+
+    Returns:
+        The function.
     """
     return partial(_explain, host, python, remedy, unreached, cut_off)
 
@@ -65,24 +68,24 @@ def _explain(
     python: str,
     remedy: str,
     unreached: Explain,
-    cut_off: Callable[[Said, bool], str | None],
+    cut_off: Callable[[ProcessOutput, bool], str | None],
     code: int,
-    said: Said,
+    output: ProcessOutput,
 ) -> str | None:
-    if not said.marks:
-        return unreached(code, said)
-    ended = ENDED.fullmatch(said.marks[-1])
-    certain = cut_off(said, ended is not None)
+    if not output.marks:
+        return unreached(code, output)
+    ended = ENDED.fullmatch(output.marks[-1])
+    certain = cut_off(output, ended is not None)
     if certain or not ended:  # without either report the connection is lost, but the agent may still run
         return certain
-    return how_it_ended(host, python, int(ended[1]), said, remedy)
+    return how_it_ended(host, python, int(ended[1]), output, remedy)
 
 
-def how_it_ended(host: str, python: str, code: int, said: Said, remedy: str) -> str:
+def how_it_ended(host: str, python: str, code: int, output: ProcessOutput, remedy: str) -> str:
     """Say what an agent's exit code, in the form of a shell, and its last lines mean."""
     if code in NOT_FOUND:
-        return f"{host} has no Python at {python} ({said.last()}): {remedy}"
-    if code and any("No module named" in line and "flowchan" in line for line in said.lines):
+        return f"{host} has no Python at {python} ({output.last()}): {remedy}"
+    if code and any("No module named" in line and "flowchan" in line for line in output.lines):
         return f"the Python at {python} on {host} has no flowchan: {remedy}"
     end = f"the agent {host} {exit_text(128 - code if code > 128 else code)}"
-    return f"{end} ({said.last()})" if code == RAISED else end
+    return f"{end} ({output.last()})" if code == RAISED else end

@@ -14,7 +14,7 @@ from functools import partial
 
 from flowchan.errors import HostError
 from flowchan.hosts.providers.child import Child
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, explainer
 from flowchan.items.arguments import text
@@ -28,7 +28,7 @@ OPTIONS = (
     "--ntasks-per-node=1",
     "--kill-on-bad-exit=0",
 )
-REMEDY = "the nodes must share the environment of this program, or have it at the same place"
+REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
@@ -38,9 +38,12 @@ only task."""
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
-    """One agent on each node of the current allocation. The allocation is looked up at each use, so the value
-    is the same everywhere. The agents run this program's Python by its path, because nodes of a cluster share
-    their files. Killing an agent ends its job step."""
+    """One agent on each node of the current allocation.
+
+    The allocation is looked up at each use, so the value is the same everywhere. The agents run this
+    program's Python by its path, because nodes of a cluster share their files. Killing an agent ends its job
+    step.
+    """
 
     address: str | None = None
 
@@ -53,8 +56,8 @@ class Slurm:
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
-                "slurm: this program runs in no allocation of Slurm (SLURM_JOB_ID is not set): "
-                "start it with 'sbatch' or within 'salloc'"
+                "slurm: this program does not run in an allocation of Slurm (SLURM_JOB_ID is not "
+                "set); start it with 'sbatch' or within 'salloc'"
             )
         return _names(nodes)
 
@@ -62,8 +65,8 @@ class Slurm:
         if self.address is not None:
             return self.address
         hosts = self.hosts if hosts is None else hosts
-        told = _scontrol("show", "node", "--oneliner", ",".join(hosts))
-        found = dict(NODE.findall(told))
+        line = _scontrol("show", "node", "--oneliner", ",".join(hosts))
+        found = dict(NODE.findall(line))
         return address_towards("slurm", {host: found.get(host, host) for host in hosts})
 
     def start(self, number: int, launch: Launch) -> Child:
@@ -86,24 +89,28 @@ def _scontrol(*arguments: str) -> str:
     except OSError as error:
         raise HostError(f"slurm: scontrol can't be started here: {error.strerror}") from error
     except subprocess.CalledProcessError as error:
-        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' fails: {error.stderr.strip()}") from error
+        raise HostError(f"slurm: 'scontrol {' '.join(arguments)}' failed: {error.stderr.strip()}") from error
 
 
-def _unstarted(host: str, code: int, said: Said) -> str:
+def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{host} could not start the agent: srun {how} before it ({said.last()})"
+    return f"{host} could not start the agent: srun {how} first ({output.last()})"
 
 
-def _ended_by_slurm(host: str, said: Said, has_ended: bool) -> str | None:
-    """Return the message that Slurm has ended the step and with it the agent, or None. If the agent has ended
-    first, the end of the task is that of the agent."""
+def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
+    """Return the message that Slurm has ended the step and with it the agent, or None.
+
+    If the agent has ended first, the end of the task is that of the agent.
+    """
     over = CANCELLED if has_ended else OVER
-    told = next((line.strip(" *") for line in said.lines if over.search(line)), None)
-    return told and f"the agent {host} was ended by Slurm ({told})"
+    line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
+    return line and f"Slurm ended the agent {host} ({line})"
 
 
 def slurm(*, address: str | None = None) -> Slurm:
-    """Make a provider of one agent on each node of the allocation that this program runs in. ``address`` is
-    the address of this machine at which the nodes reach it, without a port. The default is the one on the
-    kernel's route to them."""
+    """Make a provider of one agent on each node of the allocation that this program runs in.
+
+    ``address`` is the address of this machine at which the nodes reach it, without a port. The default is the
+    one on the kernel's route to them.
+    """
     return Slurm(None if address is None else text("slurm", "address", address))

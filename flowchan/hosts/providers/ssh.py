@@ -1,5 +1,7 @@
-"""Agents on machines that the system's ``ssh`` reaches. The user's configuration applies: names, ports, keys,
-jump hosts and key agents are the same as in a terminal."""
+"""Agents on machines that the system's ``ssh`` reaches.
+
+The user's configuration applies: names, ports, keys, jump hosts and key agents are the same as in a terminal.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from functools import partial
 
 from flowchan.errors import HostError
 from flowchan.hosts.providers.child import Child
-from flowchan.hosts.providers.output import Said
+from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, as_text, explainer
 from flowchan.items.arguments import text
@@ -25,7 +27,7 @@ OPTIONS = (
     "-oRemoteCommand=none",
 )
 FAILED = 255
-REMEDY = "name one that has flowchan with python="
+REMEDY = "set python= to one that has flowchan"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -69,23 +71,22 @@ def _machine(host: str) -> str:
         word, _, value = line.partition(" ")
         if word == "hostname":
             return value
-    raise HostError(f"{host}: ssh does not take it: {done.stderr.strip()}", host)
+    raise HostError(f"{host}: ssh rejects this host: {done.stderr.strip()}", host)
 
 
-def _unreached(host: str, code: int, said: Said) -> str:
+def _unreached(host: str, code: int, output: ProcessOutput) -> str:
     """Say why nothing has run on the host."""
-    last = said.last()
+    last = output.last()
     if code != FAILED:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"{host} could not start the agent: ssh {how} before it ({last})"
+        return f"{host} could not start the agent: ssh {how} first ({last})"
     if "Permission denied" in last:
         return (
-            f"{host} lets nobody in without a password ({last}): 'ssh -oBatchMode=yes {host} true' must work"
+            f"{host} does not accept a login without a password ({last}); make 'ssh "
+            f"-oBatchMode=yes {host} true' work"
         )
     if "Host key verification failed" in last:
-        return (
-            f"{host} is not known to ssh, or is another machine than before ({last}): try 'ssh {host}' once"
-        )
+        return f"{host} has no known or a changed host key ({last}); run 'ssh {host}' once to check it"
     return f"{host} can't be reached: {last.removeprefix('ssh: ')}"
 
 
@@ -99,16 +100,25 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: The address of this machine at which the hosts reach it, without a port (default: the one on
             the kernel's route to them).
+
+    Returns:
+        The provider.
+
+    Raises:
+        ValueError: No host is given, or a name is not valid.
     """
     if not hosts:
-        raise ValueError('ssh: it takes at least one host, as in ssh("gpu1", "user@gpu2")')
+        raise ValueError(
+            'ssh: hosts must have at least one host, got none; for example ssh("gpu1", "user@gpu2")'
+        )
     for host in hosts:
         text("ssh", "a host", host)
         if host.startswith("-") or any(letter.isspace() for letter in host):
-            raise ValueError(f"ssh: a host is a name, an address or user@name, not {host!r}")
+            raise ValueError(f"ssh: a host must be a name, an address or user@name, got {host!r}")
     if twice := next((host for host in hosts if hosts.count(host) > 1), None):
         raise ValueError(
-            f"ssh: {twice!r} is there twice; one agent on a host starts as many workers as it should"
+            f"ssh: hosts must be different, got {twice!r} twice; one agent on a host starts any "
+            "number of workers"
         )
     if address is not None:
         text("ssh", "address", address)

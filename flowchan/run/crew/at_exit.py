@@ -15,16 +15,20 @@ _libc = ctypes.CDLL(None)  # loaded now, because a process that was just forked 
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this new child of ``parent`` when the thread that forked it ends. If that thread
-    has already ended, end this process here."""
+    """Let the kernel kill this new child of ``parent`` when the thread that forked it ends.
+
+    If that thread has already ended, end this process here.
+    """
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def before_exit(function: Callable[[], object], priority: int) -> None:
-    """Call a function before this process ends, if ``multiprocessing`` has started it. Such a process runs
-    its finalizers, the highest priority first, and no functions of ``atexit``."""
+    """Call a function before this process ends, if ``multiprocessing`` has started it.
+
+    Such a process runs its finalizers, the highest priority first, and no functions of ``atexit``.
+    """
     _before_exit(os.getpid(), function, priority)
 
 

@@ -8,10 +8,14 @@ from collections import Counter
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.crew.main_guard import UNGUARDED, hint_at_import, unguarded
 from flowchan.run.crew.process_exit import ProcessExit
-from flowchan.run.policy.events import Death, WorkerId
-from flowchan.run.policy.failures import RETIRED
+from flowchan.run.policy.events import Death, MembersTried, TriesMember, WorkerId
+from flowchan.run.policy.failures import RETIRED, Suspicion
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
+
+MOST_LATER_DEATHS = 20
+"""Deaths over a batch whose members were all tried before, after which members are found again. Without this
+bound, a function that kills only at its second call would run forever."""
 
 
 class DeathLog:
@@ -27,21 +31,40 @@ class DeathLog:
         self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
         # How the last workers died over the item that the replacement tries again.
         self._how: dict[WorkerId, list[str]] = {}
+        # The member of a batch that each worker tries alone; None: it tries the rest together.
+        self._trying: dict[WorkerId, int | None] = {}
+        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of that item
+        self._tried: Counter[WorkerId] = Counter()  # 1, and the deaths since all members were tried
         self._unbegun: Counter[WorkerId] = Counter()  # deaths in a row before the worker began to work
         self._terminated: set[WorkerId] = set()
 
-    def started(self, id: WorkerId) -> tuple[str, ...]:
-        """Note that a process of the worker starts. Return the deaths over its first item, each in words."""
+    def started(self, id: WorkerId) -> Suspicion:
+        """Note that a process of the worker starts. Return the deaths over its first item."""
         self._terminated.discard(id)
-        return tuple(self._how.get(id, ()))
+        self._trying.pop(id, None)
+        deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
+        return Suspicion(deaths, members, self._tried[id] > 0)
+
+    def tries_members(self, event: TriesMember | MembersTried) -> None:
+        """Note how far a worker has come that tries the members of a batch."""
+        if isinstance(event, TriesMember):
+            self._trying[event.worker] = event.member
+        else:
+            self._tried[event.worker] = max(1, self._tried[event.worker])
+
+    def knows_members(self, id: WorkerId) -> bool:
+        """Tell whether members of the worker's batch were tried. Only its replacement knows the result."""
+        return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
         """Note that the worker has begun to work."""
         self._unbegun[id] = -1
 
     def terminated(self, id: WorkerId) -> None:
-        """Note that the supervisor ends the worker's process. Its death then says nothing about the
-        worker."""
+        """Note that the supervisor ends the worker's process.
+
+        Its death then says nothing about the worker.
+        """
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
@@ -58,7 +81,7 @@ class DeathLog:
         )  # fmt: skip
         if id in self._terminated:
             return dataclasses.replace(death, deaths=0)
-        deaths = 0 if retired else self._count(id, ended)
+        deaths = 0 if retired else self._count(worker, ended)
         self._unbegun[id] += ended.counts
         unbegun = self._unbegun[id]
         unguarded_script = unbegun and ended.exitcode == UNGUARDED
@@ -70,17 +93,38 @@ class DeathLog:
             error=unguarded(self._graph) if unguarded_script else None,
         )
 
+    def _look_at_members(self, worker: PlannedWorker, ended: ProcessExit) -> None:
+        """Note the member of a batch over which the worker died.
+
+        A worker that dies over several members together leaves no hope for any of them. Once all members were
+        tried, outputs may be out that depend on the members found so far. So later deaths find none, up to
+        ``MOST_LATER_DEATHS``.
+        """
+        id, member = worker.id, self._trying.get(worker.id, -1)
+        if ended.over_item < worker.stage.max_deaths:  # another item, or too few deaths
+            self._members.pop(id, None)
+            self._tried.pop(id, None)
+        elif 0 < self._tried[id] <= MOST_LATER_DEATHS:
+            self._tried[id] += 1
+        elif member is None:
+            self._members.pop(id, None)
+            self._tried.pop(id, None)
+        elif member >= 0:
+            self._members.setdefault(id, {})[member] = ended.how
+
     def _irreplaceable(self, worker: PlannedWorker) -> str:
         """Return why the stage of a worker can't continue with a replacement; empty if it can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
-            return f"a {worker.stage.kind} stage keeps state of its own and is not declared restartable"
+            return "the stage keeps state and is not declared restartable"
         return ""
 
-    def _count(self, id: WorkerId, ended: ProcessExit) -> int:
+    def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
         """Count the deaths that decide the pause before the next start."""
+        id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]
-            return ended.over_item
+            self._look_at_members(worker, ended)
+            return ended.over_item - len(self._members.get(id, ())) - self._tried[id]
         self._without_item[id] = 1 if ended.lived > 1 else self._without_item[id] + 1
         return self._without_item[id]

@@ -19,7 +19,7 @@ class Gangs:
     """The gangs of one run."""
 
     def __init__(self) -> None:
-        self._seats: dict[WorkerId, Any] = {}
+        self._memberships: dict[WorkerId, Any] = {}
         self._next: dict[WorkerId, Channel[Any]] = {}  # channels of later memberships in elastic gangs
         # The overseer of an elastic gang's present group, and the ranks of its members.
         self._groups: dict[str, tuple[Any, dict[WorkerId, int]]] = {}
@@ -31,13 +31,13 @@ class Gangs:
         if stage.gang.elastic:
             ranks = {id: rank for rank, id in enumerate(ids)}
             self._groups[stage.name] = members[0]._overseer(), ranks
-        self._seats.update(zip(ids, members, strict=True))
+        self._memberships.update(zip(ids, members, strict=True))
 
-    def seat(self, id: WorkerId) -> Any:
+    def membership(self, id: WorkerId) -> Any:
         """Return and remove the membership of a worker that is being started, or None if it has none."""
-        return self._seats.pop(id, None)
+        return self._memberships.pop(id, None)
 
-    def next_seats(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
+    def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
         """Open the channel of later memberships for a worker that is being started."""
         if stage.gang is None or not stage.gang.elastic:
             return None
@@ -48,7 +48,7 @@ class Gangs:
         """Make a group of these workers, which wait for it."""
         self.form(stage, ids)
         for id in ids:
-            self._next[id].put(self._seats.pop(id))
+            self._next[id].put(self._memberships.pop(id))
 
     def disband(self, stage: str) -> None:
         """End the group of an elastic gang."""
@@ -62,6 +62,6 @@ class Gangs:
 
     def clear(self) -> None:
         """Release everything."""
-        self._seats.clear()
+        self._memberships.clear()
         self._next.clear()
         self._groups.clear()

@@ -18,14 +18,26 @@ from flowchan.run.crew.gangs import Gangs
 from flowchan.run.crew.mail import Mail, run_helper, run_is_over
 from flowchan.run.crew.main_guard import start_of
 from flowchan.run.crew.part import Report
-from flowchan.run.crew.pool_processes import Employed, LastingProcesses
+from flowchan.run.crew.pool_processes import Employed, PooledProcesses
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
-from flowchan.run.policy.events import Began, Ended, Event, Failure, Gone, Started, WorkerId
+from flowchan.run.policy.events import (
+    Began,
+    Ended,
+    Event,
+    Failure,
+    MembersTried,
+    ProcessEnded,
+    Started,
+    TriesMember,
+    WorkerId,
+)
+from flowchan.run.policy.failures import UNSUSPECTED
 from flowchan.run.policy.stats import HostStats
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.worker import work
 
 if TYPE_CHECKING:
@@ -33,16 +45,16 @@ if TYPE_CHECKING:
 
 
 class LocalPart:
-    """See :class:`CrewPart`. ``lasting``: the processes of a pool, if the run has one.
+    """See :class:`CrewPart`. ``pooled``: the processes of a pool, if the run has one.
 
     Invariant. Threads of the program add to ``threads`` while the supervisor reads it. So each reader copies
     it in one step.
     """
 
-    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
+    def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
         self.plan = ports.plan
         self._ports = ports
-        self._lasting = lasting
+        self._pooled = pooled
         self._planned = [worker for worker in self.plan.workers if not worker.host]
         self.threads: dict[WorkerId, threading.Thread] = {}
         self._tasks: list[Tasks] = []  # of the async stages
@@ -52,7 +64,7 @@ class LocalPart:
         self._report: Report = run_is_over
         self._processes: WorkerProcesses | None = None
         self._helpers: list[threading.Thread] = []
-        has_processes = any(worker.stage.placement.apart for worker in self._planned)
+        has_processes = any(worker.stage.placement.own_process for worker in self._planned)
         self._mail = Mail() if has_processes else None
 
     @property
@@ -63,8 +75,10 @@ class LocalPart:
     # --- starting ---
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Call :meth:`start_threads` next: forks come first, because they must not
-        copy threads."""
+        """See :class:`CrewPart`.
+
+        Call :meth:`start_threads` next: forks come first, because they must not copy threads.
+        """
         self._report = report
         for stage in self.plan.graph.stages:
             if stage.gang is not None and not stage.placement.hosts:
@@ -74,25 +88,27 @@ class LocalPart:
         name, put = self.plan.graph.name, self._mail.channel.put
         self._processes = (
             WorkerProcesses(name, self._mail.channel, put)
-            if self._lasting is None
-            else Employed(name, self._mail.channel, put, self._lasting)
+            if self._pooled is None
+            else Employed(name, self._mail.channel, put, self._pooled)
         )
         for worker in self._planned:
-            if worker.stage.placement.apart:
+            if worker.stage.placement.own_process:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
-        """Start all workers on threads, except those that gather results, and the threads that watch
-        processes."""
+        """Start the workers on threads and the threads that watch processes.
+
+        Workers that gather results start later.
+        """
         for worker in self._planned:
-            if not worker.stage.placement.apart and not worker.gathers and not worker.is_task:
+            if not worker.stage.placement.own_process and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self.plan.graph.stages:
-            if is_async(stage.function) and not stage.placement.apart:
+            if is_async(stage.function) and not stage.placement.own_process:
                 self._start_loop(stage)
         if self._mail is not None and self._processes is not None:
             mail, processes = self._mail, self._processes
-            self._start_helper(" mail", lambda: mail.deliver(self._hear))
+            self._start_helper(" mail", lambda: mail.deliver(self._receive))
             self._start_helper(" watch", processes.watch)
 
     def _start_helper(self, name: str, work: Callable[[], None]) -> None:
@@ -108,7 +124,8 @@ class LocalPart:
     def start_thread(self, id: WorkerId) -> None:
         """Start a worker on a thread of this process."""
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        arguments = (self._ports.started(id), stage, ports, self._report, False, (), self._gangs.seat(id))
+        first = Memberships(self._gangs.membership(id))
+        arguments = (self._ports.started(id), stage, ports, self._report, False, UNSUSPECTED, first)
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
@@ -131,40 +148,45 @@ class LocalPart:
     def _start_process(self, id: WorkerId) -> None:
         assert self._processes is not None
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
-        predecessors = self._deaths.started(id)
+        suspicion = self._deaths.started(id)
         self._reported.discard(id)
         with start_of(self.plan.graph, stage.name):
-            seats = self._gangs.seat(id), self._gangs.next_seats(id, stage)
-            packed = dumps_for_worker(stage) if self._lasting is None else self._lasting.packed(stage)
-            here = self._ports.started(id)
-            pid = self._processes.start(here, packed, ports, predecessors, stage.gpus, *seats)
+            memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
+            packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)
+            info = self._ports.started(id)
+            pid = self._processes.start(info, packed, ports, suspicion, stage.gpus, memberships)
         self._report(Started(id, pid))
 
     # --- reports of workers ---
 
-    def _hear(self, event: Event) -> None:
+    def _receive(self, event: Event) -> None:
         """Report an event of a worker process, on the thread of the mail."""
+        if isinstance(event, TriesMember | MembersTried):
+            self._deaths.tries_members(event)
+            return
         if isinstance(event, Began):
             self._deaths.began(event.worker)
         elif isinstance(event, Ended | Failure):
             self._reported.add(event.worker)
-        elif isinstance(event, Gone) and event.worker not in self._reported:
+        elif isinstance(event, ProcessEnded) and event.worker not in self._reported:
             event = self._death_of(event.worker)
         self._report(event)
 
     def _death_of(self, id: WorkerId) -> Event:
         ports = self._ports.ports.get(id)
         if ports is None or self._processes is None:  # the run is over
-            return Gone(id)
+            return ProcessEnded(id)
         return self._deaths.died(self._ports.worker(id), self._processes.exit_of(id, ports))
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """See :class:`CrewPart`."""
         return self._mail is None or self._mail.is_empty()
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. A worker that died while it waited counts as waiting until it is
-        replaced."""
+        """See :class:`CrewPart`.
+
+        A worker that died while it waited counts as waiting until it is replaced.
+        """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
         if not waits_of_loops():
@@ -186,7 +208,7 @@ class LocalPart:
         assert self._processes is not None
         for id in ids:
             self._gangs.count_out(id)
-            self._ports.recover(id, blame=id == blamed)
+            self._ports.recover(id, id == blamed, self._deaths.knows_members(id))
             self._processes.forget(id)
         stage = self._ports.worker(ids[0]).stage
         if stage.gang is not None and not stage.gang.elastic:
@@ -218,13 +240,13 @@ class LocalPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
-        for left in self._ports.left():
-            thread = self.threads.get(left)
+        for ended in self._ports.ended_workers():
+            thread = self.threads.get(ended)
             if thread is not None and not thread.is_alive():
-                self.forget(left)
+                self.forget(ended)
         try:
             worker = self._ports.add(id)
-            if worker.stage.placement.apart:
+            if worker.stage.placement.own_process:
                 self._start_process(id)
             else:
                 self.start_thread(id)
@@ -238,7 +260,7 @@ class LocalPart:
 
     def forget(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
-        if id not in self._ports.left():
+        if id not in self._ports.ended_workers():
             return
         self._ports.forget(id)
         if self.threads.pop(id, None) is None and self._processes is not None:
@@ -294,8 +316,10 @@ class LocalPart:
             self._processes.close()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. The run has ended for all callers, so threads that need only a moment get
-        it."""
+        """See :class:`CrewPart`.
+
+        The run has ended for all callers, so threads that need only a moment get it.
+        """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):
             if id not in abandoned:
@@ -304,8 +328,8 @@ class LocalPart:
             if not thread.is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self.plan.graph.name!r} still runs code of yours that "
-                "nothing can interrupt from outside; its thread ends when that code returns",
+                f"worker {id} of graph {self.plan.graph.name!r} still runs code that cannot be "
+                "interrupted; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,8 +1,8 @@
 """The events that the worker processes of one machine report, in order.
 
-Workers put events into one channel. The thread that watches processes puts ``Gone`` into the same channel
-when a process has ended. Each process puts in its own order, so ``Gone`` comes after everything that the
-worker reported.
+Workers put events into one channel. The thread that watches processes puts ``ProcessEnded`` into the same
+channel when a process has ended. Each process puts in its own order, so ``ProcessEnded`` comes after
+everything that the worker reported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed
 from flowchan.run.crew.part import Report
 from flowchan.run.policy.events import Crashed, Event
-from flowchan.run.worker.logs import Logged, log_here
+from flowchan.run.worker.logs import Logged, log_locally
 
 MOST_EVENTS = 1024
 
@@ -26,13 +26,13 @@ class Mail:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
         self._reader = self.channel.reader()
 
-    def deliver(self, hear: Callable[[Event], None]) -> None:
+    def deliver(self, receive: Callable[[Event], None]) -> None:
         """Pass on each event until the mail is closed. Log records go to the program's loggers."""
         for event in self._reader:  # an event counts as unread until it is passed on
             if isinstance(event, Logged):
-                log_here(event)
+                log_locally(event)
             else:
-                hear(event)
+                receive(event)
 
     def is_empty(self) -> bool:
         """Tell whether all reports so far have been passed on."""
@@ -45,8 +45,11 @@ class Mail:
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
-    """Run ``work`` on a helper thread of a run. A failure ends the run, which would wait forever without the
-    helper. ``report`` returns the function that takes the run's events at that time."""
+    """Run ``work`` on a helper thread of a run.
+
+    A failure ends the run, which would wait forever without the helper. ``report`` returns the function that
+    takes the run's events at that time.
+    """
     try:
         with contextlib.suppress(Closed, Broken):  # the run is over
             work()

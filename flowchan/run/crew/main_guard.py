@@ -44,8 +44,11 @@ until then."""
 
 
 class ProcessName(str):
-    """The name of a worker's process. Unpickling it in the new process installs a hook before the main script
-    is imported. The hook decides what happens when Python forbids what the script does."""
+    """The name of a worker's process.
+
+    Unpickling it in the new process installs a hook before the main script is imported. The hook decides what
+    happens when Python forbids what the script does.
+    """
 
     def __new__(cls, name: str) -> ProcessName:
         return super().__new__(cls, f"{NAME}{name}")
@@ -61,31 +64,41 @@ class Unguarded(GraphError):
         return GraphError, (self.graph, self.problems)
 
 
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # shown in tracebacks
+
+
 def unguarded(graph: Blueprint) -> Unguarded:
+    """Return the error for a main script that lacks its ``__main__`` guard."""
     method = multiprocessing.get_start_method()
     message = (
-        f"with the start method {method!r} a worker process imports the main script, which then runs the "
-        'graph, or sets the start method, once more; put that under `if __name__ == "__main__":`'
+        f"with the start method {method!r} a worker process imports the main script, which "
+        "then runs the graph, or sets the start method, a second time; put that under `if "
+        '__name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """Return advice about a process that ended before it began to work, if it may have failed in the main
-    script."""
+    """Return advice about a process that may have failed while it imported the main script.
+
+    Such a process ended before it began to work.
+    """
     method = multiprocessing.get_start_method()
     if exitcode != 1 or method == "fork":
         return ""
     return (
-        f", perhaps while it imports the main script, as each does with the start method {method!r}; put "
-        'what only the program shall run, `set_start_method` too, under `if __name__ == "__main__":`'
+        f", perhaps while it imports the main script, as with the start method {method!r}; "
+        "put code that only the program must run, and `set_start_method`, under `if __name__ "
+        '== "__main__":`'
     )
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
     """End this process if it is still importing the main script. Print why, unless the parent reports it."""
     process = multiprocessing.current_process()
-    if not getattr(process, "_inheriting", False) or not any(stage.placement.apart for stage in graph.stages):
+    if not getattr(process, "_inheriting", False) or not any(
+        stage.placement.own_process for stage in graph.stages
+    ):
         return
     if not process.name.startswith(NAME):
         print(f"flowchan: {unguarded(graph).problems[0]}", file=sys.stderr, flush=True)
@@ -94,8 +107,14 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 @contextlib.contextmanager
 def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
-    """Explain the error of a process that could not be started for a stage because Python's forkserver has
-    ended.
+    """Explain the error of a process that could not start because Python's forkserver has ended.
+
+    Args:
+        graph: The graph of the stage.
+        stage: Name of the stage.
+
+    Yields:
+        Once, for the start of the process.
 
     Raises:
         Unguarded: The forkserver ended while it imported the main script.
@@ -118,8 +137,10 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
 
 def _servers_exitcode() -> int | None:
-    """Return the exit code of Python's forkserver, negative for a signal, if it has just ended. Since Python
-    3.14 the forkserver also imports the main script."""
+    """Return the exit code of Python's forkserver, negative for a signal, if it has just ended.
+
+    Since Python 3.14 the forkserver also imports the main script.
+    """
     server = forkserver_pid()
     if server is None:
         return None

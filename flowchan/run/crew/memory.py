@@ -1,5 +1,7 @@
-"""The memory budget of a run, which its channels share, and the count of processes that the kernel has killed
-for lack of memory."""
+"""The memory budget of a run, and the count of processes killed for lack of memory.
+
+The channels of the run share the budget. The kernel counts the processes that it has killed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
-MINE = Path("/proc/self/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -25,8 +27,11 @@ def available() -> int:
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory so far: in this process's control
-    group, or else on the machine. Return 0 if neither is known."""
+    """Return how many processes the kernel has killed for lack of memory so far.
+
+    The number is that of this process's control group, or else that of the machine. Return 0 if neither is
+    known.
+    """
     for file in (*_files("memory.events", "memory.oom_control"), VMSTAT):
         try:
             lines = file.read_text().splitlines()
@@ -46,10 +51,12 @@ def _limit(file: Path) -> list[int]:
 
 
 def _files(unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the files of this process's control groups: each group first, then all above it. In a container
-    the group's own folder is often mounted as the root."""
+    """Yield the files of this process's control groups: each group first, then all above it.
+
+    In a container the group's own folder is often mounted as the root.
+    """
     try:
-        lines = MINE.read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:

@@ -23,8 +23,8 @@ class CrewPart(Protocol):
     def start(self, report: Report) -> None:
         """Start all workers that have a process, or raise.
 
-        ``report`` receives each event of a worker in the worker's order. When its process has ended, ``Gone``
-        or ``Death`` follows everything that the worker reported.
+        ``report`` receives each event of a worker in the worker's order. When its process has ended,
+        ``ProcessEnded`` or ``Death`` follows everything that the worker reported.
         """
 
     def replace(
@@ -76,12 +76,14 @@ class CrewPart(Protocol):
     def cancel_request(self, question: int) -> None:
         """Let workers drop the item of a request whose caller has left."""
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """Tell whether everything that workers have reported so far has reached ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """Report the waits of these workers that no channel of this process shows. None: they are being
-        asked, and the call has to be repeated."""
+        """Report the waits of these workers that no channel of this process shows.
+
+        None: they are being asked, and the call has to be repeated.
+        """
 
     def hosts(self) -> tuple[HostStats, ...]:
         """Return the statistics of the hosts on which workers run, without this machine."""

@@ -28,11 +28,11 @@ from flowchan.run.crew.main_guard import ProcessName, start_of
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.worker_processes import WorkerProcesses, end_all
 from flowchan.run.policy import decisions
-from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.plan import PlannedWorker
 from flowchan.run.worker.gpus import Gpus
-from flowchan.run.worker.logs import Logged, log_here
-from flowchan.run.worker.process_main import Left, Order, lasting_main
+from flowchan.run.worker.logs import Logged, log_locally
+from flowchan.run.worker.process_main import Order, WorkEnded, pooled_main
 from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -40,28 +40,31 @@ POLL_INTERVAL_S = 0.05
 """Seconds between two polls of a process whose report is awaited."""
 
 
-class LastingProcess:
+class PooledProcess:
     """A worker's process that works in one run after another."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
-        words: Channel[Left | Logged | None] = Channel(64, across="processes")
-        self._orders, self._words = orders.writer(), words.reader()
+        reports: Channel[WorkEnded | Logged | None] = Channel(64, across="processes")
+        self._orders, self._reports = orders.writer(), reports.reader()
         # The ends of the process. Closing them before it has them would end the channels.
-        self._its = orders.reader(), words.writer()
+        self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
-        self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), lasting_main, arguments)
+        self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), pooled_main, arguments)
 
     def work(self, order: Order) -> None:
         """Send an order. If the process has ended, the watch reports that."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
-    def word(self, until: float) -> Left | None:
+    def word(self, until: float) -> WorkEnded | None:
         """Wait for the process to report the end of its work.
 
+        Args:
+            until: Monotonic time at which the call ends.
+
         Returns:
-            None if it waits for another order; ``Left`` if it has ended.
+            None if it waits for another order; ``WorkEnded`` if it has ended.
 
         Raises:
             Empty: It has not reported by the time ``until``.
@@ -69,19 +72,19 @@ class LastingProcess:
         while True:
             ended = self.process.ended()
             try:
-                said = self._words.get(
+                message = self._reports.get(
                     timeout=0.0 if ended else max(0.0, min(POLL_INTERVAL_S, until - time.monotonic()))
                 )
-                if not isinstance(said, Logged):
-                    return said
-                log_here(said)
+                if not isinstance(message, Logged):
+                    return message
+                log_locally(message)
             except Empty:
                 if ended:
-                    return Left()
+                    return WorkEnded()
                 if time.monotonic() >= until:
                     raise
             except (Closed, Broken):
-                return Left()
+                return WorkEnded()
 
     def dismiss(self) -> None:
         """Let the process close its callable and end: no order follows."""
@@ -89,21 +92,21 @@ class LastingProcess:
 
     def leave(self) -> None:
         """Drop the reports of the process from now on."""
-        self._words.close()
+        self._reports.close()
 
 
-Dismissed = list[tuple[WorkerId, LastingProcess]]
+Dismissed = list[tuple[WorkerId, PooledProcess]]
 """Processes that were dismissed and are closing their callables."""
 
 
-class LastingProcesses:
+class PooledProcesses:
     """The worker processes of a pool. ``graph`` is the name of its graph."""
 
     def __init__(self, graph: str) -> None:
         self.gpus = Gpus()
         self._graph = graph
         self._packed: dict[str, bytes] = {}
-        self._known: dict[WorkerId, LastingProcess] = {}
+        self._known: dict[WorkerId, PooledProcess] = {}
         self._late: set[WorkerId] = set()  # started within the present run
         self._leaving: Dismissed = []
         self._failed: list[tuple[WorkerId, BaseException]] = []  # errors of closing callables
@@ -119,43 +122,45 @@ class LastingProcesses:
         """Start a process for each of these workers that needs one and has none."""
         for worker in workers:
             stage = worker.stage
-            if stage.placement.apart:
+            if stage.placement.own_process:
                 with start_of(graph, stage.name):
                     self._alive(worker.id, self.packed(stage), self.gpus.take(worker.id, stage.gpus))
         self._late.clear()
         for one in [one for one in self._leaving if one[1].process.ended()]:
-            self._hear(*one)
+            self._await_end(*one)
             self._leaving.remove(one)
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
         """Give a worker's process an order. Start the process if it does not run."""
-        lasting = self._alive(id, stage, devices)
-        lasting.work(order)
-        return lasting.process
+        pooled = self._alive(id, stage, devices)
+        pooled.work(order)
+        return pooled.process
 
-    def _alive(self, id: WorkerId, stage: bytes, devices: str | None) -> LastingProcess:
+    def _alive(self, id: WorkerId, stage: bytes, devices: str | None) -> PooledProcess:
         known = self._known.get(id)
         if known is not None and not known.process.ended():
             return known
         if known is not None:
             self.forget(id)
             known.process.close()
-        self._known[id] = started = LastingProcess(self._graph, id, stage, devices)
+        self._known[id] = started = PooledProcess(self._graph, id, stage, devices)
         if multiprocessing.get_start_method() != "forkserver":
             self._late.add(id)
         return started
 
-    def stays(self, id: WorkerId, until: float) -> bool:
-        """Tell whether a worker's process waits for the next run, or has been dismissed. Waits for its report
-        until the time ``until``."""
-        lasting = self._known.get(id)
+    def is_reusable(self, id: WorkerId, until: float) -> bool:
+        """Tell whether a worker's process waits for the next run, or has been dismissed.
+
+        Waits for its report until the time ``until``.
+        """
+        pooled = self._known.get(id)
         try:
-            waits = lasting is not None and lasting.word(until) is None
+            waits = pooled is not None and pooled.word(until) is None
         except Empty:
             return False
-        if lasting is not None and waits and id in self._late:
-            lasting.dismiss()
+        if pooled is not None and waits and id in self._late:
+            pooled.dismiss()
             self._leaving.append((id, self._known.pop(id)))
         return waits
 
@@ -163,24 +168,26 @@ class LastingProcesses:
         """Forget a process that has ended."""
         self._known.pop(id, None)
 
-    def _hear(self, id: WorkerId, lasting: LastingProcess) -> None:
+    def _await_end(self, id: WorkerId, pooled: PooledProcess) -> None:
         """Wait for the last report of a process that was dismissed."""
-        left = lasting.word(math.inf)
-        if left is not None and left.error is not None:
-            self._failed.append((id, left.error))
+        ended = pooled.word(math.inf)
+        if ended is not None and ended.error is not None:
+            self._failed.append((id, ended.error))
 
     def kill(self) -> None:
         """Kill all processes."""
-        for lasting in [*self._known.values(), *(lasting for _, lasting in self._leaving)]:
-            lasting.process.kill()
+        for pooled in [*self._known.values(), *(pooled for _, pooled in self._leaving)]:
+            pooled.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Let all processes close their callables and end. Return the errors of the callables, also those of
-        processes that were dismissed before."""
+        """Let all processes close their callables and end.
+
+        Return the errors of the callables, also those of processes that were dismissed before.
+        """
         try:
             _dismiss(self._known, self._leaving)
-            for id, lasting in self._leaving:
-                self._hear(id, lasting)
+            for id, pooled in self._leaving:
+                self._await_end(id, pooled)
         except BaseException:  # Ctrl-C: the program no longer waits
             self.kill()
             raise
@@ -190,24 +197,26 @@ class LastingProcesses:
         return self._failed
 
 
-def _end_dropped(pid: int, known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was dropped within its block. Other processes than their parent do
-    nothing."""
+def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
+    """End the processes of a pool that was dropped within its block.
+
+    Other processes than their parent do nothing.
+    """
     if pid == os.getpid():
         _dismiss(known, leaving)
-        for _, lasting in leaving:
-            lasting.leave()
+        for _, pooled in leaving:
+            pooled.leave()
         _end_leaving(leaving)
 
 
-def _dismiss(known: dict[WorkerId, LastingProcess], leaving: Dismissed) -> None:
+def _dismiss(known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
     for id in list(known):
         leaving.append((id, known.pop(id)))
         leaving[-1][1].dismiss()
 
 
 def _end_leaving(leaving: Dismissed) -> None:
-    end_all([(id, lasting.process) for id, lasting in leaving])
+    end_all([(id, pooled.process) for id, pooled in leaving])
     while leaving:
         leaving.pop()[1].process.close()
 
@@ -219,26 +228,26 @@ class Employed(WorkerProcesses):
         self,
         graph: str,
         mail: Channel[Event | Logged],
-        gone: Callable[[Gone], None],
-        lasting: LastingProcesses,
+        on_ended: Callable[[ProcessEnded], None],
+        pooled: PooledProcesses,
     ) -> None:
-        super().__init__(graph, mail, gone)
-        self._lasting = lasting
-        self._gpus = lasting.gpus
+        super().__init__(graph, mail, on_ended)
+        self._pooled = pooled
+        self._gpus = pooled.gpus
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
         order = dataclasses.replace(order, terminals=terminals())
-        return self._lasting.employ(id, stage, order, devices)
+        return self._pooled.employ(id, stage, order, devices)
 
     def forget(self, id: WorkerId) -> None:
-        self._lasting.forget(id)
+        self._pooled.forget(id)
         super().forget(id)
 
     def end(self) -> None:
         """Forget the processes that stay for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
-        for id in [id for id in list(self.known) if self._lasting.stays(id, until)]:
+        for id in [id for id in list(self.known) if self._pooled.is_reusable(id, until)]:
             del self.known[id]
         super().end()
         for id in list(self.known):
-            self._lasting.forget(id)
+            self._pooled.forget(id)

@@ -30,19 +30,22 @@ child that the program has collected."""
 
 
 class WorkerProcess:
-    """A process that has been started. ``pidfd`` is readable once it has ended; it is ``None`` if the system
-    refuses one, or if the process had ended already."""
+    """A process that has been started.
+
+    ``pidfd`` is readable once it has ended; it is ``None`` if the system refuses one, or if the process had
+    ended already.
+    """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
         start_process(self._process)
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.born = time.monotonic()
+        self.started_at = time.monotonic()
         self.pidfd: int | None = None
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
-        self._stranger = False
+        self._collected_elsewhere = False
         # identifies the process by its start time where the system has no pidfds
         self._known: psutil.Process | None = None
         self._lost = False
@@ -65,8 +68,10 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Tell whether the process ends within ``timeout`` seconds, for certain: none of its threads runs any
-        more."""
+        """Tell whether the process ends for certain within ``timeout`` seconds.
+
+        Then none of its threads runs any more.
+        """
         if self.pidfd is not None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -98,7 +103,9 @@ class WorkerProcess:
 
     def _end_lost(self) -> bool:
         """Kill a process that still runs although Python says that it has ended: its exit code is lost.
-        Return True while it runs."""
+
+        Return True while it runs.
+        """
         if self._known is None:
             return False
         import psutil
@@ -121,33 +128,34 @@ class WorkerProcess:
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
-        """Say in words how the process ended. ``lack_of_memory``: the kernel has killed a process for lack of
-        memory."""
+        """Say in words how the process ended.
+
+        ``lack_of_memory``: the kernel has killed a process for lack of memory.
+        """
         if self._lost:
+            return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
+        if self.exitcode == UNKNOWN and self._collected_elsewhere:
             return (
-                "was killed, because Python's forkserver had been, and without it nothing "
-                "is known of a process"
-            )
-        if self.exitcode == UNKNOWN and self._stranger:
-            return (
-                "ended, and its exit code is unknown, because the program ignores SIGCHLD or collects its "
-                "children"
+                "ended, and its exit code is unknown, because the program ignores SIGCHLD or "
+                "collects its children"
             )
         if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
-            return "ended, and its exit code is unknown, because Python's forkserver had been killed"
+            return "ended, and its exit code is unknown, because Python's forkserver was killed"
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Wait for the exit code. Another thread may be collecting it, as ``multiprocessing`` does when a
-        process is started or listed, and stores it here in a moment. Code of the program may also have
-        collected it."""
-        polls_left = 100
+        """Wait for the exit code.
+
+        Another thread may be collecting it, as ``multiprocessing`` does when a process is started or listed,
+        and stores it here in a moment. Code of the program may also have collected it.
+        """
+        polls = 100
         while self._process.exitcode is None:
             time.sleep(0.001)
             if not self._is_of_server and _has_ended(self.pid) is None:
-                polls_left -= 1
-                if polls_left == 0:
-                    self._stranger = True
+                polls -= 1
+                if polls == 0:
+                    self._collected_elsewhere = True
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:

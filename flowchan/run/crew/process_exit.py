@@ -30,13 +30,18 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Say in words what an exit code means. ``lack_of_memory``: the kernel has killed a process for lack of
-    memory."""
+    """Say in words what an exit code means.
+
+    ``lack_of_memory``: the kernel has killed a process for lack of memory.
+    """
     if code >= 0:
         return f"exited with code {code} without finishing"
     name = signal_name(-code)
     if -code == signal.SIGKILL and lack_of_memory:
-        return f"was killed by {name}, likely for lack of memory: the kernel has killed for that just now"
+        return (
+            f"was killed by {name}, likely for lack of memory, because the kernel killed a "
+            "process for that at this time"
+        )
     return f"was killed by {name}"
 
 

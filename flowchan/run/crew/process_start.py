@@ -31,8 +31,10 @@ def start_process(process: BaseProcess) -> None:
 
 
 def start_server() -> None:
-    """Start Python's forkserver if new processes come from it and it does not run yet. It keeps the standard
-    streams that it starts with."""
+    """Start Python's forkserver if new processes come from it and it does not run yet.
+
+    It keeps the standard streams that it starts with.
+    """
     # do not fix the default method: the program may still change it
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":
@@ -44,16 +46,20 @@ def start_server() -> None:
 
 
 def forkserver_pid() -> int | None:
-    """Return the process id of Python's forkserver, if one runs. Its module is slow to import, so it is not
-    imported here."""
+    """Return the process id of Python's forkserver, if one runs.
+
+    Its module is slow to import, so it is not imported here.
+    """
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """Drop the forkserver of the parent in a child that the program has forked, so that the child starts
-    another one. Python would use the parent's and fail, because the child can't wait for it. Several threads
-    may call this at once, so it takes Python's own lock for the server."""
+    """Drop the parent's forkserver in a child that the program has forked.
+
+    The child then starts another one. Python would use the parent's and fail, because the child can't wait
+    for it. Several threads may call this at once, so it takes Python's own lock for the server.
+    """
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
@@ -68,8 +74,11 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Let a forkserver that is not started yet import flowchan, and those of numpy and torch that the program
-    has loaded. Then the workers need not import them. A list of modules set by the program stays."""
+    """Let a forkserver that is not started yet import flowchan and its loaded dependencies.
+
+    These are numpy and torch, if the program has loaded them. Then the workers need not import them. A list
+    of modules set by the program stays.
+    """
     from multiprocessing import forkserver
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 from flowchan.declare.placements import Placement
 from flowchan.run.crew.local_part import LocalPart
 from flowchan.run.crew.part import CrewPart, Report
-from flowchan.run.crew.pool_processes import LastingProcesses
+from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.deadlock import Waits
 from flowchan.run.policy.events import Ended, Failure, WorkerId
@@ -27,13 +27,17 @@ class HostPlacement(Protocol):
 class CrewRouter:
     """See :class:`CrewPart`.
 
+    Args:
+        ports: Channels and ports of the run.
+        pooled: The processes of a pool, or None.
+
     Attributes:
         local: The part of this machine.
         remote: The parts of pools of hosts.
     """
 
-    def __init__(self, ports: RunPorts, lasting: LastingProcesses | None = None) -> None:
-        self.local = LocalPart(ports, lasting)
+    def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
+        self.local = LocalPart(ports, pooled)
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
         self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
@@ -109,9 +113,9 @@ class CrewRouter:
         for part in self._parts:
             part.cancel_request(question)
 
-    def all_is_heard(self) -> bool:
+    def all_reported(self) -> bool:
         """See :class:`CrewPart`."""
-        return all(part.all_is_heard() for part in self._parts)
+        return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`. Ask each remote part until it has answered, then join all answers."""
@@ -152,8 +156,10 @@ def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:
-            mine = (workers for placement, workers in shares if placement.is_beside(worker.stage.placement))
-            workers = next(mine, None)
+            own_workers = (
+                workers for placement, workers in shares if placement.has_same_host(worker.stage.placement)
+            )
+            workers = next(own_workers, None)
             if workers is None:
                 shares.append((worker.stage.placement, [worker]))
             else:

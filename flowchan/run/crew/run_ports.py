@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from flowchan import _core
 from flowchan.channel.addressed import Addressed, ports_of_end
 from flowchan.channel.channel import Channel, In, Out
+from flowchan.errors import ChannelError
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.observe.measure import Snapshot, measure
 from flowchan.run.policy import seeds
@@ -32,9 +33,14 @@ class RunChannels(Protocol):
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
 
+    def drop_queued(self) -> None:
+        """Discard the items that wait now for a stage, in all channels of :meth:`Plan.queues`."""
+
     def close_unwanted(self) -> None:
-        """Close the inputs of stages whose outputs have no readers. Such a stage does not notice that while
-        it waits for an item."""
+        """Close the inputs of stages whose outputs have no readers.
+
+        Such a stage does not notice that while it waits for an item.
+        """
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
@@ -55,6 +61,9 @@ class RunChannels(Protocol):
 class RunPorts:
     """The channels, ports and workers of one run.
 
+    Args:
+        plan: Plan of the run.
+
     Attributes:
         plan: The plan of the run.
         channels: Its channels by name.
@@ -74,6 +83,8 @@ class RunPorts:
         self._remote = sum(bool(worker.host) for worker in plan.workers)
         self._scaled: set[str] = set()  # stages that have had more workers than declared
         self._leaving: set[WorkerId] = set()
+        self._leased_at_break: dict[str, int] = {}
+        self._dropped: Counter[str] = Counter()  # items that drop_queued() has taken
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -88,6 +99,19 @@ class RunPorts:
             if edge.writer in self.plan.sources:
                 self.channels[edge.name].close()
 
+    def drop_queued(self) -> None:
+        """See :class:`RunChannels`. Outputs that are put in the meantime stay, because they come last."""
+        for name in self.plan.queues():
+            channel = self.channels[name]
+            for _ in range(channel.stats().inside):
+                try:
+                    channel.get_nowait()
+                except ChannelError:  # workers have taken the rest
+                    break
+                except Exception:  # an item that can't be unpickled is discarded too
+                    pass
+                self._dropped[name] += 1
+
     def close_unwanted(self) -> None:
         """See :class:`RunChannels`."""
         for inputs, outputs in self._between:
@@ -97,12 +121,15 @@ class RunPorts:
 
     def break_all(self, cause: BaseException | None) -> None:
         """See :class:`RunChannels`."""
-        for channel in self.channels.values():
+        for name, channel in self.channels.items():
+            self._leased_at_break.setdefault(name, channel.stats().leased)
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
         """Release the ports of all workers except the abandoned ones, and close the channels of the inputs.
-        The user still has the writing ends of the inputs, whose next put raises ``Closed``."""
+
+        The user still has the writing ends of the inputs, whose next put raises ``Closed``.
+        """
         for id in list(self.ports):
             if id not in abandoned:
                 self.release(id)
@@ -121,15 +148,18 @@ class RunPorts:
         return error.__cause__ or error
 
     def activity(self) -> Activity:
-        """See :class:`RunChannels`. No channel shows whether workers on hosts wait, so all of them count as
-        waiting until an observation asks them."""
-        moved, reading, writing = _core._look_at(list(self.channels.values()))
+        """See :class:`RunChannels`.
+
+        No channel shows whether workers on hosts wait, so all of them count as waiting until an observation
+        asks them.
+        """
+        moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
 
     def snapshots(self) -> tuple[Snapshot, ...]:
         """See :class:`RunChannels`."""
-        return measure(self.plan, self.channels, self.ports)
+        return measure(self.plan, self.channels, self.ports, self._leased_at_break, self._dropped)
 
     # --- workers ---
 
@@ -161,10 +191,13 @@ class RunPorts:
         if id in self._leaving:
             self.ports.pop(id, None)
 
-    def recover(self, id: WorkerId, blame: bool) -> None:
-        """Replace the ports of a dead worker by new ones, which take up its items."""
+    def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
+        """Replace the ports of a dead worker by new ones, which take up its items.
+
+        ``alone``: no other worker may get them.
+        """
         old, new = self.ports[id], self._open(id)
-        take_up(old, new, self._workers[id].stage.keeps_its_own, blame)
+        take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
         self.ports[id] = new
 
     def add(self, id: WorkerId) -> PlannedWorker:
@@ -186,7 +219,7 @@ class RunPorts:
         for reader in self.ports[id].inputs.values():
             reader._retire()
 
-    def left(self) -> list[WorkerId]:
+    def ended_workers(self) -> list[WorkerId]:
         """List the workers that were removed and whose ports are released."""
         return [id for id in self._leaving if id not in self.ports]
 

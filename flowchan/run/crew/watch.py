@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable
 
 from flowchan.run.crew.process import WorkerProcess
-from flowchan.run.policy.events import Gone, WorkerId
+from flowchan.run.policy.events import ProcessEnded, WorkerId
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two polls of processes that don't announce their end (if the system refuses pidfds)."""
 
 
 class Watch:
-    """Report ``Gone`` once for each process that has ended for certain."""
+    """Report ``ProcessEnded`` once for each process that has ended for certain."""
 
-    def __init__(self, tell: Callable[[Gone], None]) -> None:
+    def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
         self._announced: dict[int, WorkerId] = {}  # by pidfd
         self._silent: list[tuple[WorkerId, WorkerProcess]] = []
@@ -46,11 +46,13 @@ class Watch:
         while not self._closed:
             found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
             for id in self._ended([fd for fd, _ in found]):
-                self._tell(Gone(id))
+                self._tell(ProcessEnded(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Remove and return the workers whose processes have ended. A forked child may have inherited a
-        pidfd, so closing it here would not remove it."""
+        """Remove and return the workers whose processes have ended.
+
+        A forked child may have inherited a pidfd, so closing it here would not remove it.
+        """
         ended = []
         with self._lock:
             for fd in readable:

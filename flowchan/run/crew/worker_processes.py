@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.run.crew import memory
@@ -16,9 +15,11 @@ from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
 from flowchan.run.policy import decisions, seeds
-from flowchan.run.policy.events import Event, Gone, WorkerId
+from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
+from flowchan.run.policy.failures import Suspicion
 from flowchan.run.policy.journal import log
 from flowchan.run.worker import logs
+from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, Memberships
 from flowchan.run.worker.gpus import Gpus
 from flowchan.run.worker.logs import Logged
 from flowchan.run.worker.opening import Ports
@@ -27,45 +28,51 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run. ``graph`` is its name. ``gone`` receives each process that has ended
-    for certain, on the thread that runs :meth:`watch`."""
+    """The worker processes of one run.
 
-    def __init__(self, graph: str, mail: Channel[Event | Logged], gone: Callable[[Gone], None]) -> None:
+    ``graph`` is its name. ``on_ended`` receives each process that has ended for certain, on the thread that
+    runs :meth:`watch`.
+    """
+
+    def __init__(
+        self, graph: str, mail: Channel[Event | Logged], on_ended: Callable[[ProcessEnded], None]
+    ) -> None:
         self._graph = graph
         self._mail = mail
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
-        self._watch = Watch(gone)
+        self._watch = Watch(on_ended)
         # Kills for lack of memory, before the run and so far.
         self._oom_kills = memory.oom_kills()
 
     def start(
         self,
-        here: seeds.Worker,
+        info: seeds.Worker,
         stage: bytes,
         ports: Ports,
-        predecessors: tuple[str, ...],
+        suspicion: Suspicion,
         gpus: int,
-        member: Any = None,
-        next_seats: Channel[Any] | None = None,
+        memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
-        """Start a worker's process and return its pid.
+        """Start a worker's process.
 
         Args:
-            here: The worker's own description.
+            info: The worker's own description.
             stage: Its stage, pickled.
             ports: Its ports.
-            predecessors: How the workers died that held its first item.
+            suspicion: Deaths over its first item.
             gpus: How many GPUs it has for itself.
-            member: Its membership of the group of its gang.
-            next_seats: The channel of later memberships.
+            memberships: Its memberships of the groups of its gang.
+
+        Returns:
+            The id of the process.
 
         Raises:
             HostError: There are fewer GPUs left.
         """
-        id = WorkerId(here.stage, here.number)
+        id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
-        order = Order(here, ports, self._mail, predecessors, member, next_seats, logs.levels())
+        order = Order(info, ports, self._mail, suspicion, memberships, logs.levels())
         process = self._begin(id, stage, order, devices)
         self.known[id] = process
         self._watch.add(id, process)
@@ -84,7 +91,7 @@ class WorkerProcesses:
         """Describe how a worker's process has ended; ``ports`` are those of the worker."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
-        lived = time.monotonic() - process.born
+        lived = time.monotonic() - process.started_at
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
 
     def _kernel_killed(self) -> bool:
@@ -135,7 +142,7 @@ def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):
             log.warning(
-                "worker %s has ended, but its process (pid %s) goes on: it is killed", id, process.pid
+                "worker %s has ended, but its process (pid %s) still runs and is killed now", id, process.pid
             )
             process.kill()
             process.ended(decisions.GRACE)

@@ -52,8 +52,8 @@ class _Load:
     @property
     def is_local(self) -> bool:
         """Return whether its workers are threads of this process."""
-        place = PLACEMENTS.get(self.stage.on)
-        return place is not None and not place.apart and not self.stage.hosts
+        placement = PLACEMENTS.get(self.stage.on)
+        return placement is not None and not placement.own_process and not self.stage.hosts
 
     @property
     def is_read_by_program(self) -> bool:
@@ -99,6 +99,9 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
         worked: Seconds that the workers of each stage spent in the window, by stage.
         cores: Number of cores that the run may use.
         gil: Whether the threads of this process share one interpreter lock.
+
+    Returns:
+        The cause, or None if it is unknown.
     """
     loads = {
         stage.name: _Load(stage, worked[stage.name], stats.window)
@@ -212,8 +215,8 @@ def _order(view: _View) -> Cause | None:
     return Cause(
         "order",
         worst.name,
-        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until the items before "
-        "theirs are out; give it a larger buffer, or ordered=False",
+        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until "
+        "earlier items are out; give it a larger buffer, or ordered=False",
     )
 
 
@@ -246,11 +249,11 @@ def _loop(stats: RunStats) -> list[str]:
 
     def comes_back(stage: str) -> bool:
         seen: set[str] = set()
-        left = [stage]
-        while left:
-            new = behind.get(left.pop(), set()) - seen
+        pending = [stage]
+        while pending:
+            new = behind.get(pending.pop(), set()) - seen
             seen |= new
-            left += new
+            pending += new
         return stage in seen
 
     return [stage.name for stage in stats.stages if comes_back(stage.name)]

@@ -28,10 +28,10 @@ class CpuClock:
     _last: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
-        self.look()
+        self.update()
         self._first = self._last
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Read the clock if the process or thread still exists."""
         # The kernel's numbers for the clocks of others: CPUCLOCK_SCHED, plus 4 for a single thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
@@ -67,7 +67,7 @@ class _Working:
 
     def seconds(self, now: float) -> WorkSeconds:
         if self.clock is not None:
-            self.clock.look()
+            self.clock.update()
             return WorkSeconds(max(0.0, now - self.began), cpu=self.clock.cpu, ready=self.clock.ready)
         unknown = 0.0 if self.shares else None
         return WorkSeconds(max(0.0, now - self.began), cpu=unknown, ready=unknown)
@@ -90,6 +90,7 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
+    _threads: set[int] = field(default_factory=set)  # that have a clock of their own; 0 for processes
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
@@ -108,17 +109,18 @@ class WorkerClocks:
             pid, thread = self._pids.get(worker), 0
             if pid is None:
                 thread = threading.get_native_id()
-            same = any(one.clock is not None and one.clock.thread == thread for one in self._working.values())
-            shares = bool(thread) and same
+            shares = bool(thread) and thread in self._threads
             clock = None if pid == 0 or shares else CpuClock(pid or os.getpid(), thread)
             self._working[worker] = _Working(now, clock, shares)
+            if clock is not None:
+                self._threads.add(thread)
 
-    def look(self, worker: WorkerId) -> None:
+    def update(self, worker: WorkerId) -> None:
         """Read the clock of a worker that is about to end, because the clock may vanish."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
-                working.clock.look()
+                working.clock.update()
 
     def end(self, worker: WorkerId) -> None:
         """Stop the clock of a worker that has ended."""
@@ -129,6 +131,8 @@ class WorkerClocks:
     def _end(self, worker: WorkerId, now: float) -> None:
         working = self._working.pop(worker, None)
         if working is not None:
+            if working.clock is not None:
+                self._threads.discard(working.clock.thread)
             self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
 
     def until(self, now: float) -> dict[str, Worked]:

@@ -1,5 +1,6 @@
-"""Feed of a run: it passes events and statistics to subscribers, so that views need no access to the
-supervisor.
+"""Feed of a run, which passes events and statistics to subscribers.
+
+Views therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends with the last one
 or with the run. So without subscribers, each event costs one test of a flag. The thread computes statistics
@@ -147,13 +148,15 @@ class Feed:
         return new
 
     def _stats(self) -> RunStats:
-        look = self._ref()
-        assert look is not None  # subscribers and the supervisor keep the run alive
-        return look()
+        stats = self._ref()
+        assert stats is not None  # subscribers and the supervisor keep the run alive
+        return stats()
 
     def listen(self, listener: Callable[[Any], object]) -> None:
-        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole. It
-        must not raise."""
+        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole.
+
+        It must not raise.
+        """
         self._listeners += (listener,)
 
     def tell(self, event: Any) -> None:
@@ -197,16 +200,16 @@ class Feed:
                 if self._over or self._thread is not me:
                     break
                 served = self._subscriptions
-            now, look = time.monotonic(), functools.cache(self._stats)
+            now, stats = time.monotonic(), functools.cache(self._stats)
             for subscription in served:
-                subscription.serve(now, look)
+                subscription.serve(now, stats)
             with self._changed:
                 if not self._over and self._thread is me and served == self._subscriptions:
                     self._changed.wait(max(0.0, self._next(served) - time.monotonic()))
         if self._over:
-            look = functools.cache(self._stats)
+            stats = functools.cache(self._stats)
             for subscription in self._subscriptions:
-                subscription.serve(0.0, look, last=True)
+                subscription.serve(0.0, stats, last=True)
             self._subscriptions = ()
 
     def _next(self, served: tuple[Subscription, ...]) -> float:

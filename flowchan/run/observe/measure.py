@@ -34,13 +34,15 @@ class Snapshot:
     """Counters of one edge's channel.
 
     They include the seconds that each worker has waited at its port: to read; and to write, in total and for
-    its turn.
+    its turn. ``leased_at_break`` is the number of items that its readers held when the run broke off.
+    ``stats`` do not count items that were dropped from the channel as taken.
     """
 
     edge: Edge
     stats: ChannelStats
     read_waits: Mapping[int, float] = field(default_factory=dict)
     write_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    leased_at_break: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Account:
         pids: Process ids by worker.
         last_error: As in :class:`RunStats`.
         refused: Failed items of ``ask`` by stage.
+        warnings: As in :class:`RunStats`.
     """
 
     state: PolicyState
@@ -66,10 +69,21 @@ class Account:
     pids: Mapping[WorkerId, int] = field(default_factory=dict)
     last_error: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
-def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> tuple[Snapshot, ...]:
-    """Return the current counters of all channels and the waits at all ``ports``."""
+def measure(
+    plan: Plan,
+    channels: Channels,
+    ports: Mapping[WorkerId, Ports],
+    leased_at_break: Mapping[str, int],
+    dropped: Mapping[str, int],
+) -> tuple[Snapshot, ...]:
+    """Return the current counters of all channels and the waits at all ``ports``.
+
+    ``leased_at_break`` is the number of items that workers held when the run broke off, by channel.
+    ``dropped`` is the number of items that no worker took out.
+    """
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
     for id, own_ports in list(ports.items()):  # workers come and go concurrently
@@ -78,9 +92,20 @@ def measure(plan: Plan, channels: Channels, ports: Mapping[WorkerId, Ports]) -> 
         for writer in own_ports.writers():
             written.setdefault(writer.channel._name, {})[id.number] = writer._waited()
     return tuple(
-        Snapshot(edge, channels[edge.name].stats(), read.get(edge.name, {}), written.get(edge.name, {}))
+        Snapshot(
+            edge,
+            _without(channels[edge.name].stats(), dropped.get(edge.name, 0)),
+            read.get(edge.name, {}),
+            written.get(edge.name, {}),
+            leased_at_break.get(edge.name, 0),
+        )
         for edge in plan.edges
     )
+
+
+def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
+    """Return the statistics without items that were dropped, so that they count as left."""
+    return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
@@ -112,6 +137,7 @@ def summarise(
             worked=account.worked.get(stage.name, Worked()),
             pids=tuple(pids.get(stage.name, ())),
             size=state.sizes.get(stage.name),
+            broken_off=state_of(state) in ("failed", "aborted"),
         )
         stages.append(_stage(about))
     edges = tuple(_edge(snapshot, plan.share) for snapshot in snapshots)
@@ -126,6 +152,7 @@ def summarise(
         plan.memory,
         hosts,
         account.last_error,
+        warnings=account.warnings,
     )
 
 
@@ -137,7 +164,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
         waiting_readers=stats.waiting_readers, waiting_writers=stats.waiting_writers,
         readers_waiting_for=stats.readers_waiting_for, writers_waiting_for=stats.writers_waiting_for,
         selecting=stats.selecting, woken=stats.woken, awaiting=stats.awaiting, bytes=stats.bytes_inside,
-        share=share, short_of_bytes=stats.short_of_bytes, holders=stats.holders,
+        share=share, short_of_bytes=stats.short_of_bytes, holders=stats.holders, put=stats.items_in,
     )  # fmt: skip
 
 
@@ -160,6 +187,7 @@ class _StageInput:
     worked: Worked
     pids: tuple[int, ...]
     size: Size | None = None
+    broken_off: bool = False
 
 
 def _stage(about: _StageInput) -> StageStats:
@@ -172,11 +200,15 @@ def _stage(about: _StageInput) -> StageStats:
     # A tee puts each item into every branch. A stage without readers has finished each item it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
-    finished = max(0, items_in - in_hand - failed - unwanted)
+    cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
+    discarded = max(0, cut_off) if about.broken_off else 0
+    finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
-    if stage.placement.hosts and stage.operator.owes and _readers_left(about, outs):
+    if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
         # No worker counts the items that were on the way to or from a host then.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
+    if about.broken_off and stage.operator.owes:
+        discarded = max(0, items_in - items_out - failed - in_hand - unwanted)
     members = 0
     if "members" in stage.options:  # a batch that failed as a whole has no output
         members = max(0, failed - max(0, items_in - items_out - in_hand - unwanted))
@@ -188,7 +220,7 @@ def _stage(about: _StageInput) -> StageStats:
         rate=0.0, busy=0.0, waiting_input=0.0, waiting_output=0.0,
         hosts=stage.placement.hosts, pids=about.pids, members_failed=members,
         working=len(about.worked.now), seconds=_seconds(about),
-        per_worker=tuple(_worker(worker, about) for worker in about.worked.now),
+        per_worker=tuple(_worker(worker, about) for worker in about.worked.now), discarded=discarded,
     )  # fmt: skip
 
 
@@ -224,13 +256,14 @@ def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) 
     return dataclasses.replace(worked, input=reads, place=writes - turn, turn=turn)
 
 
-def _readers_left(about: _StageInput, outs: list[Snapshot]) -> bool:
+def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
     """Return whether the stage has ended because its outputs had no reader left."""
-    left = any(s.stats.inside and not s.stats.readers for s in outs)
-    return not about.alive and (about.unwanted > 0 or left)
+    unread = any(s.stats.inside and not s.stats.readers for s in outs)
+    return not about.alive and (about.unwanted > 0 or unread)
 
 
 def state_of(state: PolicyState) -> RunState:
+    """Return the public word for the supervisor's state."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

@@ -1,6 +1,6 @@
 """Render the report of a run as text (R8).
 
-It has the bottleneck, tables of stages and channels, and the account of each stage.
+It has the bottleneck, warnings, tables of stages and channels, and the account of each stage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
-    head = [first, bottleneck_text(stats)]
+    head = [first, bottleneck_text(stats), *(f"warning: {text}" for text in stats.warnings)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
         _stage_table(stats, width),
@@ -89,9 +89,12 @@ def _account(stage: StageStats, state: RunState) -> str:
     """Describe the fate of the items that a stage took.
 
     An operator may owe one output per item. If its outputs and failures do not add up then, the text names
-    the difference: still moving, discarded with the run, or missing.
+    the difference: still moving, or missing.
     """
-    rest = [("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted)]
+    rest = [
+        ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),
+        ("discarded", stage.discarded),
+    ]  # fmt: skip
     missing = stage.items_in - stage.items_out - sum(number for _, number in rest)
     operator = OPERATORS[stage.kind]
     if operator.begins:
@@ -106,7 +109,7 @@ def _account(stage: StageStats, state: RunState) -> str:
     return f"{count(stage.items_in)} ≠ {_sum(stage.items_out, *rest)}: {count(abs(missing))} {word}"
 
 
-_DIFFERENCE = {"running": "moving", "stopping": "moving", "failed": "discarded", "aborted": "discarded"}
+_DIFFERENCE = {"running": "moving", "stopping": "moving"}
 
 
 def _sum(out: int, *others: tuple[str, int]) -> str:
@@ -153,7 +156,7 @@ def _stage_table(stats: RunStats, width: int) -> str:
 
 
 def _edge_table(edges: Sequence[EdgeStats], width: int) -> str:
-    titles = ["channel", "from", "to", "transport", "fill", "passed", "rate"]
+    titles = ["channel", "from", "to", "transport", "fill", "put", "passed", "left", "rate"]
     rows = [
         [
             edge.name,
@@ -161,12 +164,14 @@ def _edge_table(edges: Sequence[EdgeStats], width: int) -> str:
             edge.reader or "-",
             edge.transport,
             f"{count(edge.inside)}/{count(edge.capacity)}",
+            count(edge.put),
             count(edge.passed),
+            count(edge.left),
             rate(edge.rate),
         ]
         for edge in edges
     ]
-    return table(titles, rows, left={0, 1, 2, 3}, width=width, spare=("rate",))
+    return table(titles, rows, left={0, 1, 2, 3}, width=width, spare=("put", "rate"))
 
 
 def _host_table(hosts: Sequence[HostStats], width: int) -> str:

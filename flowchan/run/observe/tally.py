@@ -11,11 +11,11 @@ from flowchan.run.policy.events import (
     Began,
     Death,
     Ended,
+    ErrorSent,
     Event,
     Failure,
     Retried,
     Started,
-    Troubled,
     WorkerId,
 )
 from flowchan.run.policy.transitions import PolicyState
@@ -35,6 +35,7 @@ class Tally:
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
         self._pids: dict[WorkerId, int] = {}  # of worker processes that have not ended
+        self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:
         """Note an event where it is reported: the clock of a worker's thread is there only then."""
@@ -44,9 +45,9 @@ class Tally:
             self._pids[event.worker] = event.pid
             self._clocks.started(event)
         elif isinstance(event, Ended | Failure):
-            self._clocks.look(event.worker)
+            self._clocks.update(event.worker)
 
-    def heard(self, event: Retried | Answered | Troubled) -> None:
+    def record(self, event: Retried | Answered | ErrorSent) -> None:
         """Note what has become of an item."""
         if isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
@@ -69,6 +70,10 @@ class Tally:
         if death.summary:
             self.last_error = f"worker {death.worker} {death.summary}"
 
+    def warn(self, stage: str, topic: str, text: str) -> None:
+        """Keep the last warning about a topic of a stage for the report."""
+        self._warnings[stage, topic] = text
+
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:
         """Give the counts at this moment."""
         return Account(
@@ -80,4 +85,5 @@ class Tally:
             dict(self._pids),
             self.last_error,
             Counter(self._refused),
+            tuple(self._warnings.copy().values()),
         )

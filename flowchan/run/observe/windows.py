@@ -27,7 +27,7 @@ FINENESS = 8
 """Statistics are dropped if their neighbours are no farther apart than their age divided by this."""
 
 
-def cores_here() -> int:
+def local_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
@@ -49,14 +49,14 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
         stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
         for stage in stages
     }
-    cause = cause_of(now, worked, cores_here(), has_gil())
+    cause = cause_of(now, worked, local_cores(), has_gil())
     bottleneck = cause.stage if cause is not None and cause.kind in ("bottleneck", "consumer") else None
     return dataclasses.replace(now, cause=cause, bottleneck=bottleneck)
 
 
 def _stage(before: StageStats | None, now: StageStats, window: float) -> StageStats:
     worked = now.seconds if before is None else now.seconds.since(before.seconds)
-    whole = max(worked.working, 1e-9)
+    total = max(worked.working, 1e-9)
     takes_in = not OPERATORS[now.kind].begins
     items = now.items_in if takes_in else now.items_out
     if before is not None:
@@ -64,10 +64,10 @@ def _stage(before: StageStats | None, now: StageStats, window: float) -> StageSt
     return dataclasses.replace(
         now,
         rate=max(0, items) / window,
-        busy=min(1.0, worked.work / whole),
-        waiting_input=min(1.0, worked.input / whole),
-        waiting_output=min(1.0, (worked.place + worked.turn) / whole),
-        waiting_turn=min(1.0, worked.turn / whole),
+        busy=min(1.0, worked.work / total),
+        waiting_input=min(1.0, worked.input / total),
+        waiting_output=min(1.0, (worked.place + worked.turn) / total),
+        waiting_turn=min(1.0, worked.turn / total),
         cores=None if worked.cpu is None else worked.cpu / window,
     )
 
@@ -80,21 +80,21 @@ class History:
     """Past statistics of a run."""
 
     def __init__(self) -> None:
-        self._looks: list[RunStats] = []
+        self._samples: list[RunStats] = []
         self._next_at = time.monotonic() + EVERY_S
 
-    def look(self, take: Callable[[], RunStats]) -> None:
+    def sample(self, take: Callable[[], RunStats]) -> None:
         """Keep what ``take`` returns, if statistics are due."""
         began = time.monotonic()
         if began < self._next_at:
             return
         newest = take()
-        looks, old = [newest], self._looks[::-1]
-        for look, older in itertools.pairwise(old):
-            if looks[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
-                looks.append(look)
-        looks += old[-1:]
-        self._looks = looks[::-1]  # replaced as a whole, because other threads read it
+        samples, old = [newest], self._samples[::-1]
+        for sample, older in itertools.pairwise(old):
+            if samples[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
+                samples.append(sample)
+        samples += old[-1:]
+        self._samples = samples[::-1]  # replaced as a whole, because other threads read it
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
@@ -103,5 +103,5 @@ class History:
 
         Return ``None`` if the run is younger than that.
         """
-        old = [look for look in self._looks if now.elapsed - look.elapsed >= window]
+        old = [sample for sample in self._samples if now.elapsed - sample.elapsed >= window]
         return old[-1] if old else None

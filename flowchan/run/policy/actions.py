@@ -14,6 +14,11 @@ class StopSources:
 
 
 @dataclass(frozen=True, slots=True)
+class DropQueued:
+    """Discard the items that wait in channels for a stage (:meth:`Plan.queues`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class BreakChannels:
     """Abort every channel."""
 
@@ -64,8 +69,21 @@ class FormGroup:
     workers: tuple[WorkerId, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Warn the user about a stage.
+
+    A later warning about the same ``topic`` replaces this one in the report.
+    """
+
+    stage: str
+    topic: str
+    text: str
+
+
 Action = (
     StopSources
+    | DropQueued
     | BreakChannels
     | ReleasePorts
     | Terminate
@@ -75,4 +93,5 @@ Action = (
     | FormGroup
     | AddWorker
     | RemoveWorker
+    | Warn
 )

@@ -36,29 +36,31 @@ class Breaks:
         self._plan = plan
         self._broken = broken  # returns the names of broken channels: those of one worker, or all
         self._cause_of = cause_of
-        self._told: list[Aborted] = []
+        self._aborts: list[Aborted] = []
         self._found: list[str] = []
         self._passed_on: set[str] = set()
         self._ends: list[Ended] = []
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._over = False
         self._since = math.inf
 
-    def is_due(self, all_is_heard: Callable[[], bool]) -> bool:
+    def is_due(self, all_reported: Callable[[], bool]) -> bool:
         """Tell whether a break must be decided now: all reports have arrived, or their time is over."""
         if not self.pending:
             self._since = math.inf
             return False
         self._since = min(self._since, time.monotonic())
-        return self._over or all_is_heard() or time.monotonic() - self._since > REPORT_TIMEOUT_S
+        return self._over or all_reported() or time.monotonic() - self._since > REPORT_TIMEOUT_S
 
-    def hear(self, aborted: Aborted) -> None:
-        """Note that a worker is about to break one of its channels. After the supervisor's own break that
-        means nothing."""
+    def record(self, aborted: Aborted) -> None:
+        """Note that a worker is about to break one of its channels.
+
+        After the supervisor's own break that means nothing.
+        """
         if not self._over:
-            self._told.append(aborted)
+            self._aborts.append(aborted)
 
-    def hear_met(self, met: Met) -> None:
+    def record_met(self, met: Met) -> None:
         """Note that a worker has met a break, and breaks its other channels."""
         if not self._over:
             self._found += met.channels
@@ -67,11 +69,11 @@ class Breaks:
     @property
     def pending(self) -> bool:
         """Whether a break or the end of a worker is undecided."""
-        return bool(self._told or self._found or self._ends)
+        return bool(self._aborts or self._found or self._ends)
 
-    def told_by(self, worker: WorkerId) -> bool:
+    def has_reported(self, worker: WorkerId) -> bool:
         """Tell whether a worker has reported that it breaks a channel."""
-        return any(aborted.worker == worker for aborted in self._told)
+        return any(aborted.worker == worker for aborted in self._aborts)
 
     def keeps(self, ended: Ended) -> bool:
         """Keep the end of a worker if one of its channels is broken. It counts once the cause is known."""
@@ -84,11 +86,11 @@ class Breaks:
         """List the workers whose ends are kept."""
         return {ended.worker for ended in self._ends}
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check all channels from time to time, because the worker that broke one may run on for long."""
         now = time.monotonic()
-        if now >= self._next_look and not self._over:
-            self._next_look = now + POLL_INTERVAL_S
+        if now >= self._next_check and not self._over:
+            self._next_check = now + POLL_INTERVAL_S
             self._found += self._broken(None)
 
     def end(self) -> None:
@@ -98,11 +100,11 @@ class Breaks:
 
     def failure(self) -> Failure | None:
         """Return the failure that came first, or None if the supervisor was earlier."""
-        told, found = min(self._told, key=lambda one: one.at, default=None), self._found
-        self._told, self._found = [], []
-        if told is not None:
-            error = told.error or self._cause_of(told.channel)
-            return Failure(told.worker, error, None, told.pid, told.channel, told.host)
+        first, found = min(self._aborts, key=lambda one: one.at, default=None), self._found
+        self._aborts, self._found = [], []
+        if first is not None:
+            error = first.error or self._cause_of(first.channel)
+            return Failure(first.worker, error, None, first.pid, first.channel, first.host)
         if found:
             name = next((name for name in found if name not in self._passed_on), found[0])
             writer = next(edge.writer for edge in self._plan.edges if edge.name == name)

@@ -11,18 +11,18 @@ from flowchan.errors import Deadlock
 from flowchan.run.policy.decisions import Stuck
 from flowchan.run.policy.events import Failure, WorkerId
 from flowchan.run.policy.explain import all_wait, explain
-from flowchan.run.policy.stats import EdgeStats, RunStats
+from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
 """Seconds without any movement after which a run counts as stuck."""
 REMEDY = (
-    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read its "
-    "branches independently"
+    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
+    "its branches independently"
 )
-NO_STAGE_PUTS = "no stage puts: let one stage of the loop put before it gets, or end by returning"
+NO_STAGE_PUTS = "no stage puts an item; let one stage of the loop put before it gets, or return"
 MORE_MEMORY = (
-    "give the run more memory (`graph.run(memory=…)`): a channel with a blocked writer "
-    "has places, but no bytes"
+    "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
+    "writer has places but no memory"
 )
 """The remedies: when a worker waits to put, when all wait to get, and when bytes are short."""
 
@@ -67,8 +67,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return statistics in which these waits replace those of the edges to remote workers. The ports here
-        ask for items ahead and buffer outputs, so their own waits say nothing."""
+        """Return statistics in which these waits replace those of the edges to remote workers.
+
+        The ports here ask for items ahead and buffer outputs, so their own waits say nothing.
+        """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
         for edge in stats.edges:
@@ -103,9 +105,13 @@ class Observation:
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
     """Compare two observations of a run, ``STILL`` seconds apart.
 
+    Args:
+        before: The earlier observation, or None if it is the first.
+        now: The later observation.
+
     Returns:
-        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are full
-        and the program waits for something else. Otherwise None.
+        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are
+        full. Otherwise None.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -125,16 +131,10 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full, if the program waits to put into an input or for an item of
-    another result."""
-
-    def waits(edge: EdgeStats) -> bool:
-        return bool(edge.waiting_writers if edge.writer in seen.inputs else edge.waiting_readers)
-
+    """Return the unread results that are full."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
-    ends = [edge for edge in seen.stats.edges if edge.reader in stages or edge.writer in seen.inputs]
-    return frozenset(id for id in seen.unread if id.stage in full) if any(map(waits, ends)) else frozenset()
+    return frozenset(id for id in seen.unread if id.stage in full)
 
 
 class Deadlocks:
@@ -147,18 +147,21 @@ class Deadlocks:
         self._unread: frozenset[WorkerId] | None = None  # unread results of the observation in progress
         self._before: Observation | None = None  # last observation, if the run has not moved since
 
-    def look(
+    def check(
         self,
         now: float,
         alive: frozenset[WorkerId],
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the present verdict. ``observe`` takes the unread results of the workers that are ``alive``.
-        It returns None while other hosts are being asked."""
+        """Return the present verdict.
+
+        ``observe`` takes the unread results of the workers that are ``alive``. It returns None while other
+        hosts are being asked.
+        """
         if now < self.next_at:
             return None
-        if self._unread is None and not self._is_worth_it(activity(), alive):
+        if self._unread is None and not self._starts_observation(activity(), alive):
             self._before, self.next_at = None, now + STILL
             return None
         assert self._unread is not None
@@ -169,7 +172,7 @@ class Deadlocks:
         before, self._before = self._before, found
         return judge(before, found)
 
-    def _is_worth_it(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
+    def _starts_observation(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
         """Tell whether an observation may find a deadlock. If so, the observation begins."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive

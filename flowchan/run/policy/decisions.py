@@ -1,5 +1,7 @@
-"""The supervisor's decisions as pure functions. A state and an event give the next state and the actions to
-take. Nothing here touches a process, a thread, a channel or a clock.
+"""The supervisor's decisions as pure functions.
+
+A state and an event give the next state and the actions to take. Nothing here touches a process, a thread, a
+channel or a clock.
 
 The phases of a run:
 
@@ -9,16 +11,18 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping* sources are stopped and the rest drains. In *failing* and *aborting* all channels are broken.
+In *stopping* sources are stopped and the rest drains, without a time limit unless the user sets one. In
+*failing* and *aborting* all channels are broken.
 Processes that have not ended ``GRACE`` seconds later are terminated, and killed after twice that time. A
 thread that is stuck in the user's code can't be ended, and is abandoned. In *finishing* the same happens
 without a failure. Everything that the user can see has ended and the sources are stopped. The remaining
 workers are not needed, such as a source that waits for its device.
 
 A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
-restarts left. The first replacement starts at once. Later ones wait for a pause that doubles with every death
-over the same item. After ``HOPELESS`` deaths in a row before it begins to work, a worker is not replaced,
-unless the user has set the number of restarts.
+restarts left (``policy/restart_limit.py``). The first replacement starts at once. Later ones wait for a pause
+that doubles with every death over the same item. After ``HOPELESS`` deaths in a row before it begins to work,
+a worker is not replaced. If the user has set the number of restarts, that number takes the place of
+``HOPELESS``, however long each start takes.
 
 ``policy/gang_decisions.py`` decides about gangs, and ``policy/scaling.py`` about the number of a stage's
 workers. A worker that dies before it has left is replaced as usual, and its replacement leaves.
@@ -31,14 +35,21 @@ import math
 from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
-from flowchan.run.policy.actions import Action, Replace, StopSources
-from flowchan.run.policy.events import Death, Ended, Failure, Gone, GroupLost
+from flowchan.run.policy.actions import Action, DropQueued, Replace, StopSources, Warn
+from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded
 from flowchan.run.policy.gang_decisions import (
     form_groups,
     group_lost,
     misses_peer,
     peer_ended,
     settle_gangs,
+)
+from flowchan.run.policy.restart_limit import (
+    RESTART_PERIOD_S,
+    has_restart,
+    restarts_used,
+    use_restart,
+    uses_restart,
 )
 from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, scaled
 from flowchan.run.policy.transitions import (
@@ -55,8 +66,8 @@ from flowchan.run.policy.transitions import (
 
 GRACE = 2.0
 """Seconds that a worker has to end once it must."""
-STOP_SECONDS = 30.0
-"""Seconds after which a stopped run is aborted if no item has moved."""
+STOP_NOTICE_S = 30.0
+"""Seconds after which a run warns that it was stopped and still works on what was in flight."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 """Seconds before a replacement starts: after the second death over the same item, and at most."""
@@ -80,12 +91,21 @@ class Broke:
 
 
 @dataclass(frozen=True, slots=True)
-class StopAsked:
-    """``run.stop()``, the first Ctrl-C, or SIGTERM."""
+class StopRequested:
+    """``run.stop()``, the first Ctrl-C, or SIGTERM.
+
+    Attributes:
+        timeout: Seconds after which the run is aborted if it has not ended; None: no limit.
+        finish_queued: Whether items that wait in channels are finished, not only those that workers
+            are processing.
+    """
+
+    timeout: float | None = None
+    finish_queued: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class AbortAsked:
+class AbortRequested:
     """``run.abort()``, or the second Ctrl-C."""
 
 
@@ -94,13 +114,18 @@ class Tick:
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Items have moved since the run was stopped, or since the last such event."""
-
-
 SupervisorEvent = (
-    Ended | Failure | Death | Gone | GroupLost | Stuck | Broke | StopAsked | AbortAsked | Moved | Tick | Scale
+    Ended
+    | Failure
+    | Death
+    | ProcessEnded
+    | GroupLost
+    | Stuck
+    | Broke
+    | StopRequested
+    | AbortRequested
+    | Tick
+    | Scale
 )
 
 
@@ -132,7 +157,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return _ended(state, event, now)
         case Death():
             return _died(state, event, now)
-        case Gone(worker):
+        case ProcessEnded(worker):
             known = worker in state.alive and state.ends_with_peers(worker)
             return (peer_ended(state, worker) if known else state), ()
         case Failure():
@@ -143,12 +168,10 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return run_stuck(state, failure, now)
         case Broke(failure):
             return channel_broken(state, failure, now)
-        case StopAsked():
-            return _stop(state, now)
-        case AbortAsked():
+        case StopRequested():
+            return _stop(state, event, now)
+        case AbortRequested():
             return run_aborted(state, now)
-        case Moved():
-            return (dataclasses.replace(state, since=now) if state.phase == "stopping" else state), ()
         case Scale():
             return _scale(state, event, now)
         case Tick():
@@ -158,7 +181,8 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 def next_at(state: PolicyState) -> float:
     """Return the time at which the state changes if no event comes before."""
     if state.phase == "stopping":
-        return state.since + (GRACE if state.alive <= state.sources else STOP_SECONDS)
+        notice = math.inf if state.notified else state.since + STOP_NOTICE_S
+        return min(state.since + GRACE if state.alive <= state.sources else notice, state.stop_by)
     if state.phase not in ("finishing", "failing", "aborting"):
         return math.inf
     if not state.alive & state.processes or not state.terminated:
@@ -166,10 +190,15 @@ def next_at(state: PolicyState) -> float:
     return math.inf if state.killed else state.since + 2 * GRACE
 
 
-def _stop(state: PolicyState, now: float) -> Decision:
-    if state.phase != "running":
+def _stop(state: PolicyState, asked: StopRequested, now: float) -> Decision:
+    """Stop the sources. A later stop of the same run may set another time limit, or drop what is queued."""
+    if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()
-    return dataclasses.replace(state, phase="stopping", since=now, stopped=True), (StopSources(),)
+    stop_by = state.stop_by if asked.timeout is None else now + asked.timeout
+    actions: tuple[Action, ...] = () if asked.finish_queued else (DropQueued(),)
+    if state.phase == "running":
+        state, actions = dataclasses.replace(state, phase="stopping", since=now), (StopSources(), *actions)
+    return dataclasses.replace(state, stopped=True, stop_by=stop_by), actions
 
 
 def _ended(state: PolicyState, ended: Ended, now: float) -> Decision:
@@ -203,33 +232,62 @@ def _died(state: PolicyState, death: Death, now: float) -> Decision:
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()
-    replaceable = _is_replaceable(state, death)
+    replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
         # A death that would have been survived is not a failure of a run that ends anyway.
         expected = replaceable or state.terminated or state.phase == "finishing"
-        return worker_failed(state, _failure_of(state, death), now, expected)
-    restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
-    state, replace = dataclasses.replace(state, restarts=restarts), Replace(worker, _pause_before(death))
+        return worker_failed(state, _failure_of(state, death, now), now, expected)
+    replace = Replace(worker, _pause_before(death))
+    state, warnings = _count_restart(state, death, now, replace.pause)
+    warnings = (*warnings, *_state_lost(state, death))
     if stage in state.elastic:
         state = without_member(state, worker)
-        return dataclasses.replace(state, joining=state.joining | {worker}), (replace,)
+        return dataclasses.replace(state, joining=state.joining | {worker}), (*warnings, replace)
     if stage not in state.gangs:
-        return state, (replace,)
+        return state, (*warnings, replace)
     state = dataclasses.replace(state, restarting={**state.restarting, stage: replace})
     state = peer_ended(state, worker)
     peers = frozenset(other for other in state.alive if other.stage == stage)
-    return state, terminate(peers - state.ended_peers, force=True)
+    return state, (*warnings, *terminate(peers - state.ended_peers, force=True))
 
 
-def _is_replaceable(state: PolicyState, death: Death) -> bool:
+def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -> Decision:
+    stage = death.worker.stage
+    if uses_restart(death):
+        return use_restart(state, stage, now, pause)
+    restarts = {**state.restarts, stage: state.restarts.get(stage, 0) + death.counts}
+    return dataclasses.replace(state, restarts=restarts), ()
+
+
+def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
+    """Warn if what a worker had stored in its callable object is lost with it."""
+    name = state.stateful.get(death.worker.stage)
+    if name is None or death.unbegun > 0:
+        return ()
+    text = (
+        f"worker {death.worker} was replaced and has a new {name}, without anything that the old one had "
+        "stored since it was built; if results depend on that, set restarts=0, so that a death ends the run"
+    )
+    return (Warn(death.worker.stage, "state", text),)
+
+
+def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
     if death.error is not None or _is_hopeless(state, death):
         return False
-    used, limit = state.restarts.get(death.worker.stage, 0), state.limits.get(death.worker.stage, 0)
-    return death.always or (used < limit if death.counts else limit > 0)
+    stage = death.worker.stage
+    return death.always or (
+        has_restart(state, stage, now) if uses_restart(death) else state.limits.get(stage, 0) > 0
+    )
 
 
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
-    return death.unbegun >= HOPELESS and death.worker.stage not in state.explicit
+    """Return whether a worker has died too often before it began to work.
+
+    That does not depend on the period, because each start may take longer than a period.
+    """
+    if death.worker.stage in state.explicit:
+        return death.unbegun > state.limits.get(death.worker.stage, 0)
+    return death.unbegun >= HOPELESS
 
 
 def _pause_before(death: Death) -> float:
@@ -237,15 +295,16 @@ def _pause_before(death: Death) -> float:
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
-def _failure_of(state: PolicyState, death: Death) -> Failure:
+def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
     """Make the failure of a run whose dead worker is not replaced."""
     if death.error is not None:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
-    used, limit = state.restarts.get(death.worker.stage, 0), state.limits.get(death.worker.stage, 0)
-    why = f"{used} of {limit} restarts are used"
+    stage = death.worker.stage
+    used, limit = restarts_used(state, stage, now), state.limits.get(stage, 0)
+    why = f"{used} of {limit} restarts are used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
     if death.irreplaceable:
         why = death.irreplaceable
-    elif _is_hopeless(state, death):
+    elif used < limit or (_is_hopeless(state, death) and stage not in state.explicit):
         why = f"it dies before it begins to work{death.hint}"
     text = f"the process of worker {death.worker} {death.how}; it is not replaced: {why}"
     error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
@@ -253,8 +312,10 @@ def _failure_of(state: PolicyState, death: Death) -> Failure:
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Decide about the error of a worker. In a gang the error may mean that a peer is missing, and is then
-    not a failure of this worker."""
+    """Decide about the error of a worker.
+
+    In a gang the error may mean that a peer is missing, and is then not a failure of this worker.
+    """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
     # peers on other hosts may have reported the loss of this worker earlier
     if stage in state.gangs and not missed:
@@ -277,7 +338,9 @@ def _tick(state: PolicyState, now: float) -> Decision:
         # the other stages have drained; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
-        return run_aborted(state, now) if waited > STOP_SECONDS else (state, ())
+        if now >= state.stop_by:
+            return run_aborted(state, now)
+        return (state, ()) if state.notified or waited <= STOP_NOTICE_S else _notify(state)
     if state.phase not in ("finishing", "failing", "aborting") or waited <= GRACE:
         return state, ()
     stuck = state.alive & state.processes
@@ -288,3 +351,13 @@ def _tick(state: PolicyState, now: float) -> Decision:
             return dataclasses.replace(state, killed=True), terminate(stuck, force=True)
         return state, ()
     return dataclasses.replace(state, phase="ended", alive=frozenset(), abandoned=state.alive), ()
+
+
+def _notify(state: PolicyState) -> Decision:
+    """Warn that a stopped run still works on what was in flight."""
+    stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
+    text = (
+        f"the run was stopped {STOP_NOTICE_S:g} s ago and still works on what was in flight, in {stages}; "
+        "abort() discards that"
+    )
+    return dataclasses.replace(state, notified=True), (Warn("", "stop", text),)

@@ -1,5 +1,7 @@
-"""Events that workers and the crew report to the supervisor of a run. Most of them cross between
-processes."""
+"""Events that workers and the crew report to the supervisor of a run.
+
+Most of them cross between processes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,11 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly. ``unwanted`` is the number of its items whose readers had left. ``early``
-    means that its outputs have no readers."""
+    """The worker has ended cleanly.
+
+    ``unwanted`` is the number of its items whose readers had left. ``early`` means that its outputs have no
+    readers.
+    """
 
     worker: WorkerId
     unwanted: int = 0
@@ -68,8 +73,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The worker is about to abort one of its channels. ``at`` is the time in ns by the machine's monotonic
-    clock."""
+    """The worker is about to abort one of its channels.
+
+    ``at`` is the time in ns by the machine's monotonic clock.
+    """
 
     worker: WorkerId
     channel: str
@@ -88,6 +95,27 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
+class TriesMember:
+    """A worker is about to call the function with members of a batch over which workers have died.
+
+    The number of the member, or None for several of them. Only the crew receives this event.
+    """
+
+    worker: WorkerId
+    member: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MembersTried:
+    """A worker has tried all members of such a batch and is about to put its outputs.
+
+    Only the crew receives this event.
+    """
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class Retried:
     """The worker tries an item again."""
 
@@ -95,9 +123,11 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
-class Troubled:
-    """An item has failed and went to the errors stream. ``text`` gives the reason in one line. Not every such
-    item is reported."""
+class ErrorSent:
+    """An item has failed and went to the errors stream.
+
+    ``text`` gives the reason in one line. Not every such item is reported.
+    """
 
     worker: WorkerId
     text: str
@@ -105,8 +135,10 @@ class Troubled:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request: a ``value``, or the ``error`` by which the item failed. ``failed`` is how many
-    items of the stage then count as failed."""
+    """The answer to a request: a ``value``, or the ``error`` by which the item failed.
+
+    ``failed`` is how many items of the stage then count as failed.
+    """
 
     worker: WorkerId
     question: int
@@ -117,8 +149,10 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """No caller waits for the answer to this request any more. Agents receive this event too, so that the
-    next worker drops the item."""
+    """No caller waits for the answer to this request any more.
+
+    Agents receive this event too, so that the next worker drops the item.
+    """
 
     question: int
 
@@ -133,25 +167,30 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The worker of an elastic gang waits for a group. ``failure`` ended its last group; None: the worker has
-    just begun."""
+    """The worker of an elastic gang waits for a group.
+
+    ``failure`` ended its last group; None: the worker has just begun.
+    """
 
     worker: WorkerId
     failure: Failure | None
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """The process of a worker has ended after the worker had reported its end. All its other reports come
-    first."""
+class ProcessEnded:
+    """The process of a worker has ended after the worker had reported its end.
+
+    All its other reports come first.
+    """
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The process of a worker has ended without a report of how the worker ended. All reports of the worker
-    come first. The event holds everything that decisions need.
+    """The process of a worker has ended without a report of how the worker ended.
+
+    All reports of the worker come first. The event holds everything that decisions need.
 
     Attributes:
         worker: The worker.
@@ -161,7 +200,8 @@ class Death:
         host: The host on which it ran, empty for this machine.
         over_item: How many workers, including this one, have died over its item; 0 if it died outside the
             user's code.
-        deaths: The same number, or without an item how many have died in quick succession.
+        deaths: The same number, without members of a batch that were found to kill. Without an item, how many
+            have died in quick succession.
         unbegun: How many, including this one, have died in a row before they began to work.
         counts: Whether it uses one of the restarts of its stage. The death of a host does not.
         retired: Whether the worker asked for a fresh process (``Retires``), which is not reported.
@@ -194,8 +234,8 @@ class Death:
             return ""
         if not self.over_item:
             return self.how
-        others = "" if self.over_item == 1 else f", as {self.over_item - 1} before it over the same"
-        return f"{self.how}, at work on an item{others}"
+        others = "" if self.over_item == 1 else f", like {self.over_item - 1} before it on the same item"
+        return f"{self.how} while it worked on an item{others}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,13 +252,15 @@ Event = (
     | Failure
     | Aborted
     | Met
+    | TriesMember
+    | MembersTried
     | Retried
-    | Troubled
+    | ErrorSent
     | Answered
     | RequestCancelled
     | Result
     | GroupLost
-    | Gone
+    | ProcessEnded
     | Death
     | Crashed
 )
@@ -240,6 +282,14 @@ class NotAdded:
     """An additional worker of a stage could not be started. ``text`` gives the reason."""
 
     worker: WorkerId
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """The run continues, but the user should know this about a stage."""
+
+    stage: str
     text: str
 
 

@@ -53,7 +53,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 def _works(stage: StageStats) -> str:
     if _is_unread(stage):
-        return "waits for the program to read it, by run.iter() or run.wait()"
+        return "waits for the program to read it with run.iter() or run.wait()"
     return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
 
 

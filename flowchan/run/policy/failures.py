@@ -1,12 +1,15 @@
-"""Failures of items, and exceptions that cross to another process."""
+"""Failures of items, deaths over items, and exceptions that cross to another process."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from flowchan.errors import FlowchanError
+from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
@@ -14,8 +17,10 @@ RETIRED = 79
 
 
 class ItemFailed(FlowchanError):
-    """Signal inside a worker that the function failed for ``item`` and no errors stream receives the
-    failure."""
+    """Signal inside a worker that the function failed for ``item``.
+
+    A worker raises it if no errors stream receives the failure.
+    """
 
     def __init__(self, item: Any) -> None:
         super().__init__(item)
@@ -34,6 +39,37 @@ class LostError(FlowchanError):
     """Replacement for an exception that cannot be sent to another process, with its text and traceback."""
 
 
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Deaths over the first item of a replacement.
+
+    Attributes:
+        deaths: How earlier workers died over the item, each in words.
+        members: How a worker died over one member of the batch alone, by the number of the member.
+        tried: Whether a worker has tried all other members of the batch without dying.
+    """
+
+    deaths: tuple[str, ...] = ()
+    members: Mapping[int, str] = field(default_factory=dict)
+    tried: bool = False
+
+
+UNSUSPECTED = Suspicion()
+"""No worker has died over the first item."""
+
+
+def died_over(deaths: Sequence[str]) -> WorkerDied:
+    """Return the error of an item over which workers died in these ways, one after the other."""
+    ends = Counter(deaths)
+    if len(ends) == 1 and len(deaths) > 1:
+        how = f"each {deaths[0]}"
+    else:
+        how = "; ".join(f"{end} ({count} times)" if count > 1 else end for end, count in ends.items())
+    many = f"{len(deaths)} workers died while they worked on this item, one after the other"
+    one = "1 worker died while it worked on this item"
+    return WorkerDied(f"{one if len(deaths) == 1 else many}: {how}")
+
+
 class Portable:
     """Exception on its way to another process.
 
@@ -42,11 +78,12 @@ class Portable:
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
-        whole = "".join(traceback.format_exception(error)).rstrip()
         self._text = text_of(error)
         # Kept outside the pickle, because an exception's __reduce__ may omit its notes (json's does).
-        where = where or f"in {seeds.worker_text()}"
-        self._notes = [*getattr(error, "__notes__", ()), f"{where}:\n{whole}"]
+        note = where or f"in {seeds.worker_text()}"
+        if error.__traceback__ or error.__cause__ or error.__context__:
+            note += ":\n" + "".join(traceback.format_exception(error)).rstrip()
+        self._notes = [*getattr(error, "__notes__", ()), note]
         self._data: bytes | None
         import cloudpickle  # slow to import
 

@@ -19,6 +19,7 @@ import dataclasses
 from flowchan.errors import MemberDied
 from flowchan.run.policy.actions import Action, EndGroup, FormGroup, RestartGang
 from flowchan.run.policy.events import Failure, GroupLost, WorkerId
+from flowchan.run.policy.restart_limit import has_restart, use_restart
 from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, worker_ended, worker_failed
 
 
@@ -55,7 +56,6 @@ def _ends_early(state: PolicyState, stage: str) -> bool:
 
 def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) -> Decision:
     restart, early, reports = state.restarting.get(stage), _ends_early(state, stage), state.missing_peer
-    used = state.restarts.get(stage, 0)
     state = dataclasses.replace(
         state,
         ended_peers=frozenset(worker for worker in state.ended_peers if worker.stage != stage),
@@ -64,9 +64,9 @@ def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) 
     )
     if state.goes_on and ended and restart is not None:
         return state, (RestartGang(tuple(ended), restart.pause, restart.worker),)
-    if state.goes_on and ended and not early and used < state.limits.get(stage, 0):
-        state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
-        return state, (RestartGang(tuple(ended), 0.0, None),)
+    if state.goes_on and ended and not early and has_restart(state, stage, now):
+        state, warnings = use_restart(state, stage, now)
+        return state, (*warnings, RestartGang(tuple(ended), 0.0, None))
     actions: tuple[Action, ...] = ()
     fails = state.goes_on and not early
     for worker in ended:
@@ -99,14 +99,14 @@ def form_groups(state: PolicyState, now: float) -> Decision:
         peers = {worker for worker in state.alive - state.joining if worker.stage == stage}
         if state.phase in ("failing", "aborting") or not peers <= state.without_group.keys():
             continue
-        used = state.restarts.get(stage, 0)
         if stage not in state.changed:
             reports = [one for worker, one in state.without_group.items() if worker in peers and one]
-            if used >= state.limits.get(stage, 0) and reports:
+            if reports and not has_restart(state, stage, now):
                 state, more = run_stuck(state, reports[0], now)
                 actions = (*actions, *more)
                 continue
-            state = dataclasses.replace(state, restarts={**state.restarts, stage: used + 1})
+            state, warnings = use_restart(state, stage, now)
+            actions = (*actions, *warnings)
         new = {worker for worker in peers if state.without_group[worker] is None}
         waiting = {worker: one for worker, one in state.without_group.items() if worker not in peers}
         state = dataclasses.replace(state, without_group=waiting, changed=state.changed - {stage})

@@ -1,9 +1,10 @@
 """The log of a run, written by the standard ``logging`` to the logger ``flowchan.run``.
 
 The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
-covers blamed items and workers that do not end in time. Start and end are INFO, starts of processes DEBUG,
-problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and ``number``. Nothing is
-shown unless the program configures logging. Exceptions that the run raises at its end are not logged.
+covers warnings about stages, blamed items and workers that do not end in time. Start and end are INFO, starts
+of processes DEBUG, problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and
+``number``, and those about a stage have its ``stage``. Nothing is shown unless the program configures
+logging. Exceptions that the run raises at its end are not logged.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.actions import Terminate
-from flowchan.run.policy.decisions import AbortAsked, Decided, StopAsked, Tick
-from flowchan.run.policy.events import Death, NotAdded, RunBegan, RunEnded, Started, WorkerId
+from flowchan.run.policy.decisions import AbortRequested, Decided, StopRequested, Tick
+from flowchan.run.policy.events import Death, NotAdded, RunBegan, RunEnded, Started, Warned, WorkerId
 from flowchan.run.policy.plan import Plan
+from flowchan.run.policy.restart_limit import RESTART_PERIOD_S, uses_restart
 
 log = logging.getLogger("flowchan.run")
 log.addHandler(logging.NullHandler())
@@ -31,7 +33,7 @@ class Journal:
         self._graph = f"graph {plan.graph.name!r}"
         self._limits = plan.limits()
 
-    def hear(self, event: Any) -> None:
+    def record(self, event: Any) -> None:
         """Log an event of the feed, if it deserves a record."""
         match event:
             case RunBegan(workers, seed):
@@ -42,9 +44,11 @@ class Journal:
                 self._decided(event)
             case NotAdded(worker, text):
                 self._log(logging.WARNING, text, worker)
+            case Warned(stage, text):
+                self._log(logging.WARNING, text, stage=stage)
             case RunEnded(state, seconds, stuck):
                 for worker in sorted(stuck, key=str):
-                    text = f"worker {worker} still runs code that nothing can interrupt"
+                    text = f"worker {worker} still runs code that cannot be interrupted"
                     self._log(logging.WARNING, text, worker)
                 self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
@@ -52,13 +56,14 @@ class Journal:
         event, before, after = decided.event, decided.before, decided.after
         if isinstance(event, Death):
             self._died(event, decided)
-        elif isinstance(event, StopAsked) and before.phase == "running":
-            self._log(logging.INFO, f"{self._graph} stops: what is in flight is finished")
-        elif isinstance(event, AbortAsked) and after.phase != before.phase:
-            self._log(logging.INFO, f"{self._graph} is broken off")
+        elif isinstance(event, StopRequested) and before.phase == "running":
+            kept = "the items in flight" if event.finish_queued else "the items that workers process"
+            self._log(logging.INFO, f"{self._graph} stops: {kept} are being finished")
+        elif isinstance(event, AbortRequested) and after.phase != before.phase:
+            self._log(logging.INFO, f"{self._graph} is aborted")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = f"was stopped, and nothing has moved in it for {decisions.STOP_SECONDS:g} s"
-            self._log(logging.WARNING, f"{self._graph} {text}: it is broken off")
+            text = "has not ended within the timeout of its stop, so it is aborted"
+            self._log(logging.WARNING, f"{self._graph} {text}")
         if not after.goes_on:
             for action in decided.actions:
                 if isinstance(action, Terminate):
@@ -71,8 +76,9 @@ class Journal:
         what = f"the process of worker {death.worker} ({_where(death.pid, death.host)}) {death.summary}"
         if after.failures != before.failures:
             what += "; it is not replaced, and the run fails"
-        elif death.counts:
-            what += f"; it is replaced, restart {after.restarts[stage]} of {self._limits.get(stage, 0)}"
+        elif uses_restart(death):
+            used, limit = len(after.recent_restarts[stage]), self._limits.get(stage, 0)
+            what += f"; it is replaced, restart {used} of {limit} in {RESTART_PERIOD_S:g} s"
         else:
             what += "; it is replaced"
         self._log(logging.WARNING, what, death.worker)
@@ -81,11 +87,13 @@ class Journal:
         """Log that a process did not end in time."""
         how = "killed" if ended.force else "terminated"
         waited = decisions.GRACE * (1 + ended.force)
-        text = f"worker {ended.worker} has not ended {waited:g} s after it should have, and is {how}"
+        text = f"worker {ended.worker} did not end within {waited:g} s and is {how}"
         self._log(logging.WARNING, text, ended.worker)
 
-    def _log(self, level: int, text: str, worker: WorkerId | None = None) -> None:
-        about: dict[str, Any] = {} if worker is None else {"stage": worker.stage, "number": worker.number}
+    def _log(self, level: int, text: str, worker: WorkerId | None = None, stage: str = "") -> None:
+        about: dict[str, Any] = {"stage": stage} if stage else {}
+        if worker is not None:
+            about = {"stage": worker.stage, "number": worker.number}
         try:
             log.log(level, text, extra=about)
         except Exception:
@@ -93,11 +101,13 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died over it. The worker that holds the item
-    calls this."""
-    here = seeds.worker()
-    about = {"stage": here.stage, "number": here.number}
-    log.error("stage %r gave up item %s: %s", here.stage, item, why, extra=about)
+    """Log that an item counts as failed because workers have died over it.
+
+    The worker that holds the item calls this.
+    """
+    worker = seeds.worker()
+    about = {"stage": worker.stage, "number": worker.number}
+    log.error("stage %r gave up item %s: %s", worker.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

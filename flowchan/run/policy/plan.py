@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.declare.callables import is_async
+from flowchan.declare.callables import class_with_state, is_async
 from flowchan.declare.placements import Placement
 from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Stage
 from flowchan.run.policy.events import WorkerId
@@ -40,7 +40,7 @@ class PlannedWorker:
     @property
     def is_task(self) -> bool:
         """Return whether it runs as a task of its stage's event loop, next to the other workers."""
-        return is_async(self.stage.function) and not self.stage.placement.apart
+        return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property
     def gathers(self) -> bool:
@@ -88,7 +88,7 @@ class Plan:
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
             for stage in self.graph.stages
-            if stage.placement.apart
+            if stage.placement.own_process
         }
 
     @property
@@ -99,6 +99,19 @@ class Plan:
             for stage in self.graph.stages
             if not isinstance(stage.restarts, DefaultNumber) and stage.restarts < UNLIMITED_RESTARTS
         )
+
+    @property
+    def stateful(self) -> dict[str, str]:
+        """Map stages to the class of their callable objects, whose state is lost with a worker.
+
+        A stage with ports is restartable only if the user has declared that it keeps no state.
+        """
+        classes = {
+            stage.name: class_with_state(stage.function)
+            for stage in self.graph.stages
+            if stage.placement.own_process and stage.operator.per_item
+        }
+        return {stage: name for stage, name in classes.items() if name}
 
     def worker(self, id: WorkerId) -> PlannedWorker:
         """Return the planned worker with this id.
@@ -121,12 +134,12 @@ class Plan:
             return f"a {stage.kind} on hosts"
         if stage.gpus:
             return f"a {stage.kind} with gpus={stage.gpus} for each worker"
-        return f"a {stage.kind} whose workers are told apart" if stage.output_per_worker else ""
+        return f"a {stage.kind} with an output or input for each worker" if stage.output_per_worker else ""
 
     @property
     def elastic(self) -> frozenset[str]:
         """Return the gangs that continue while a worker is replaced; threads do not die."""
-        stages = (stage for stage in self.graph.stages if stage.placement.apart)
+        stages = (stage for stage in self.graph.stages if stage.placement.own_process)
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
@@ -141,6 +154,20 @@ class Plan:
                 into.setdefault(worker.id.stage, set()).update(worker.inputs.values())
                 out.setdefault(worker.id.stage, set()).update(worker.outputs.values())
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
+
+    def queues(self) -> tuple[str, ...]:
+        """Return the channels whose items may be discarded without harm to other items.
+
+        Results and failures are kept, and so is each item on its way to a worker with several inputs. Such a
+        worker, of a ``zip`` for example, would otherwise join items that do not belong together.
+        """
+        kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
+        before = len(kept) - 1
+        while before < len(kept):
+            before = len(kept)
+            kept |= {edge.writer for edge in self.edges if edge.reader in kept}
+        kept |= {worker.id.stage for worker in self.workers if worker.gathers}
+        return tuple(edge.name for edge in self.edges if edge.reader not in kept and not edge.errors)
 
     @property
     def sources(self) -> frozenset[str]:

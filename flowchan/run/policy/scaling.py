@@ -58,8 +58,10 @@ class RemoveWorker:
 def scaled(
     size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """Return the stage's next size, and the workers to add and to remove. ``peers`` are its present
-    workers."""
+    """Return the stage's next size, and the workers to add and to remove.
+
+    ``peers`` are its present workers.
+    """
     more = max(0, scale.workers - len(peers))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]
     fewer = sorted(peers, key=lambda worker: worker.number)[scale.workers :]

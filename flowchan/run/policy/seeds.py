@@ -35,6 +35,13 @@ class Worker:
             run's seed.
         incarnation: Number of processes that had this worker's work before.
         host: Name of the host; empty on the program's machine.
+
+    Example:
+        >>> from flowchan import Graph, worker
+        >>> graph = Graph()
+        >>> stages = graph.source([0]).map(lambda _: worker().stage, name="find").collect()
+        >>> graph.run()[stages]
+        ['find']
     """
 
     stage: str
@@ -52,10 +59,14 @@ _of_process: Worker | None = None  # for threads that user code starts in a work
 def worker() -> Worker:
     """Return the worker whose code is running.
 
+    Returns:
+        Its stage, number, seed and host.
+
     Raises:
         RuntimeError: The caller does not run in a worker.
 
     Example:
+        >>> from flowchan import Graph, worker
         >>> graph = Graph("numbers")
         >>> numbers = graph.source(range(2)).map(lambda _: worker().number).collect()
         >>> graph.run()[numbers]
@@ -64,7 +75,7 @@ def worker() -> Worker:
     found = _current.get(_of_process)
     if found is None:
         raise RuntimeError(
-            "flowchan.worker(): no worker runs here; call it in the function or class of a stage"
+            "flowchan.worker() must be called in the function or class of a stage; no worker runs here"
         )
     return found
 

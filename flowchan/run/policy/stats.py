@@ -30,6 +30,16 @@ class WorkSeconds:
             a reader.
         cpu: CPU time; ``None`` if unknown, for example for workers on other hosts.
         ready: Time spent waiting for a core; ``None`` if unknown.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> graph.source(["a"]).sink(len)
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> seconds = run.stats().stages[0].seconds
+        >>> 0 <= seconds.work <= seconds.working
+        True
     """
 
     working: float = 0.0
@@ -45,7 +55,19 @@ class WorkSeconds:
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
-        """Return the time added after ``earlier``."""
+        """Return the time that was added after an earlier measurement.
+
+        Args:
+            earlier: An earlier value for the same worker or stage.
+
+        Returns:
+            The differences, each at least 0.
+
+        Example:
+            >>> from flowchan import WorkSeconds
+            >>> WorkSeconds(working=5.0, input=1.0).since(WorkSeconds(working=2.0)).working
+            3.0
+        """
         return WorkSeconds(
             max(0.0, self.working - earlier.working),
             max(0.0, self.input - earlier.input),
@@ -66,6 +88,14 @@ class WorkerStats:
         number: Number of the worker in its stage.
         working: Whether it has begun and not ended.
         seconds: Time that it has spent.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> items = graph.input()
+        >>> items.map(str, workers=2).sink(print)
+        >>> with graph.start() as run:
+        ...     numbers = [worker.number for worker in run.stats().stages[1].per_worker]
     """
 
     number: int
@@ -91,6 +121,15 @@ class Cause:
             - "starting": no worker of ``stage`` has begun yet.
         stage: Name of the stage, if the cause is one.
         why: Explanation in words.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> graph.source(range(3)).sink(str)
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> cause = run.stats().cause
+        >>> why = None if cause is None else cause.why
     """
 
     kind: CauseKind
@@ -117,6 +156,7 @@ class StageStats:
         retried: Retries of items.
         restarts: Replaced workers.
         unwanted: Items taken whose output had no reader left (R2).
+        discarded: Items taken whose work was cut off when the run failed or was aborted.
         in_hand: Items that workers have taken and not finished.
         rate: Items finished per second.
         busy: Share of the time spent working.
@@ -130,6 +170,17 @@ class StageStats:
         working: Number of workers that have begun and not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> numbers = graph.source(["1", "x"]).map(int, retries=2)
+        >>> good, failed = numbers.collect(), numbers.errors.collect()
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> stage = run.stats().stages[1]
+        >>> stage.name, stage.items_in, stage.failed, stage.retried
+        ('int', 2, 1, 2)
     """
 
     name: str
@@ -156,6 +207,7 @@ class StageStats:
     working: int = 0
     seconds: WorkSeconds = WorkSeconds()
     per_worker: tuple[WorkerStats, ...] = ()
+    discarded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +234,16 @@ class EdgeStats:
         share: The channel's share of the run's memory, in bytes.
         short_of_bytes: Whether a writer waits for bytes instead of a place.
         holders: Processes that keep blocks of the channel's memory.
+        put: Items put since the start of the run.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> graph.source(["a", "bb"]).sink(len)
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> [(edge.writer, edge.reader, edge.passed) for edge in run.stats().edges]
+        [('source', 'len', 2)]
     """
 
     name: str
@@ -203,6 +265,12 @@ class EdgeStats:
     share: int = 0
     short_of_bytes: bool = False
     holders: tuple[Holder, ...] = ()
+    put: int = 0
+
+    @property
+    def left(self) -> int:
+        """Return the number of items that were put and not taken: inside, or discarded at the end."""
+        return self.put - self.passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +287,15 @@ class HostStats:
         sent: Bytes sent to the host.
         received: Bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.
+
+    Example:
+        >>> from flowchan import Graph, hosts
+        >>> graph = Graph()
+        >>> numbers = graph.source(range(3)).map(str, on=hosts.local(1)).collect()
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> [(host.name, host.agents) for host in run.stats().hosts]
+        [('local-1', 1)]
     """
 
     name: str
@@ -249,6 +326,18 @@ class RunStats:
         last_error: One line about the last failed item or dead worker.
         window: Length of the window of rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
+        warnings: Warnings about stages, such as a stage that has nearly used up its restarts. The last one of
+            each kind for each stage.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> graph.source(["a"]).sink(len)
+        >>> run = graph.start()
+        >>> results = run.wait()
+        >>> stats = run.stats()
+        >>> stats.state, [stage.items_in for stage in stats.stages]
+        ('done', [0, 1])
     """
 
     graph: str
@@ -263,3 +352,4 @@ class RunStats:
     last_error: str = ""
     window: float = 0.0
     cause: Cause | None = None
+    warnings: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ phases of a run.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -28,13 +29,17 @@ class PolicyState:
         processes: Workers that have their own process.
         sources: Workers of the stages that begin the graph.
         ends: Workers of the stages whose end the user waits for.
-        limits: How many workers of a stage may be replaced.
+        limits: How many restarts a stage has in each period.
         restarts: How many workers of a stage have been replaced.
+        recent_restarts: When those restarts of a stage took place that count against its limit.
         explicit: Stages whose limit the user has set.
+        stateful: The classes of callable objects by stage. A replacement begins with a new object.
         phase: The phase of the run.
         since: When the phase began, in seconds of a monotonic clock.
         failures: The failures of the run, the first one first.
         stopped: Whether a stop was requested.
+        stop_by: When a stopped run is aborted.
+        notified: Whether the run has warned that its stop takes long.
         aborted: Whether the run was aborted.
         terminated: Whether late processes have been terminated.
         killed: Whether late processes have been killed.
@@ -60,11 +65,15 @@ class PolicyState:
     ends: frozenset[WorkerId]
     limits: Mapping[str, int] = field(default_factory=dict)
     restarts: Mapping[str, int] = field(default_factory=dict)
+    recent_restarts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     explicit: frozenset[str] = frozenset()
+    stateful: Mapping[str, str] = field(default_factory=dict)
     phase: Phase = "running"
     since: float = 0.0
     failures: tuple[Failure, ...] = ()
     stopped: bool = False
+    stop_by: float = math.inf
+    notified: bool = False
     aborted: bool = False
     terminated: bool = False
     killed: bool = False
@@ -88,8 +97,10 @@ class PolicyState:
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Tell whether the end of a worker's process is expected: it reported that a peer is missing, or its
-        gang is being restarted."""
+        """Tell whether the end of a worker's process is expected.
+
+        It is if the worker reported that a peer is missing, or if its gang is being restarted.
+        """
         return worker in self.missing_peer or worker.stage in self.restarting
 
 
@@ -115,8 +126,10 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 
 
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
-    """Note that a worker has ended by an error. An ``expected`` error, such as that of a terminated worker,
-    is not a failure of the run."""
+    """Note that a worker has ended by an error.
+
+    An ``expected`` error, such as that of a terminated worker, is not a failure of the run.
+    """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
         state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
@@ -151,18 +164,24 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 
 
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Return the state without a worker of an elastic gang that has ended. Its peers get a group without
-    it."""
+    """Return the state without a worker of an elastic gang that has ended.
+
+    Its peers get a group without it.
+    """
     if worker.stage not in state.elastic:
         return state
-    left = {other: heard for other, heard in state.without_group.items() if other != worker}
+    remaining = {other: loss for other, loss in state.without_group.items() if other != worker}
     changed = state.changed | {worker.stage}
-    return dataclasses.replace(state, without_group=left, joining=state.joining - {worker}, changed=changed)
+    return dataclasses.replace(
+        state, without_group=remaining, joining=state.joining - {worker}, changed=changed
+    )
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
-    """Return the failures with a new one. A stage may raise the same error with which it has aborted its
-    channel: that is one failure."""
+    """Return the failures with a new one.
+
+    A stage may raise the same error with which it has aborted its channel: that is one failure.
+    """
     for index, old in enumerate(failures):
         if (
             old.channel is not None

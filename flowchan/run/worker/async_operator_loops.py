@@ -14,7 +14,7 @@ from typing import Any
 
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
-from flowchan.run.worker.item_timeout import say
+from flowchan.run.worker.item_timeout import set_message
 from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_end_of
 
 
@@ -28,7 +28,7 @@ async def _call(job: OperatorJob, item: Any) -> Any:
             async with asyncio.timeout(job.timeout) as limit:
                 return await job.function(item)
         except BaseException as error:
-            say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+            set_message(f"the worker took longer than timeout={job.timeout} s", error, limit)
             if attempt > job.retries or not isinstance(error, job.retry_on):
                 job.give_up(item, error, attempt)
                 return SKIPPED
@@ -45,6 +45,7 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 
 
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    """Put each element of the async iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
     try:
         async for element in elements:
@@ -55,6 +56,7 @@ async def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 
 async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the awaited result of the function for each item."""
     async for item in items:
         result = await _call(job, item)
         if "members" in job.options and result is not SKIPPED:
@@ -65,6 +67,7 @@ async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put each item for which the awaited result of the function is true."""
     async for item in items:
         wanted = await _call(job, item)
         if wanted is not SKIPPED and wanted:
@@ -73,6 +76,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put every element that the function returns for each item, once despite retries."""
     async for item in items:
         emitted = 0  # a retry does not repeat earlier outputs
         for attempt in range(1, job.retries + 2):
@@ -92,7 +96,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
             except OwnEnd as end:
                 raise end.__cause__ or Closed from None
             except BaseException as error:
-                say(f"the worker took longer than timeout={job.timeout} s", error, limit)
+                set_message(f"the worker took longer than timeout={job.timeout} s", error, limit)
                 if attempt > job.retries or not isinstance(error, job.retry_on):
                     job.give_up(item, error, attempt)
                     break
@@ -105,10 +109,10 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
     """Pause the time limit of the item while the worker waits for room."""
     until, clock = limit.when(), asyncio.get_running_loop().time
-    left = None if until is None else until - clock()
+    remaining = None if until is None else until - clock()
     limit.reschedule(None)
     yield
-    limit.reschedule(None if left is None else clock() + left)
+    limit.reschedule(None if remaining is None else clock() + remaining)
 
 
 async def _put_or_end(out: Out[Any], output: Any) -> None:
@@ -138,10 +142,12 @@ async def _elements(called: Any) -> AsyncGenerator[Any, None]:
 
 
 async def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    """Await the function for each item."""
     async for item in items:
         await _call(job, item)
         del item
 
 
 async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    """Await the function of a general stage, with all ports."""
     await job.function(**ports, **job.kwargs)

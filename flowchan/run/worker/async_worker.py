@@ -27,7 +27,7 @@ from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
-from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, without_traceback
+from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, with_short_traceback
 from flowchan.run.worker.worker_callable import built_async, nothing
 
 ANSWER_WITHIN_S = 0.05
@@ -59,11 +59,11 @@ class StageLoop(asyncio.SelectorEventLoop):
         """Return whether the loop waits and has only these tasks; call it on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def look() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
+        def check() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
-            self.call_soon_threadsafe(look)
+            self.call_soon_threadsafe(check)
             return answer.result(ANSWER_WITHIN_S)
         except (TimeoutError, RuntimeError):  # the loop is busy or closed
             return False
@@ -158,7 +158,7 @@ def work_together(
                 tell(Began(worker))
                 await stage.operator.run_async()(job, **ends_of(job, stage, ports))
         except BaseException as error:
-            ended_by = without_traceback(error, ports)
+            ended_by = with_short_traceback(error, ports)
         unreported.discard(worker)
         end(worker, job, ports, release, ended_by, tell, sends=False)
         release.done()

@@ -1,6 +1,6 @@
 """Boards that mark cancelled requests in shared memory.
 
-The processes of a machine find a board by its path. The slot of a request is its number modulo ``PLACES``,
+The processes of a machine find a board by its path. The slot of a request is its number modulo ``SLOTS``,
 and holds that number once the request is cancelled. So cancelling sends no message, and a worker that takes
 an item reads one word.
 
@@ -16,8 +16,8 @@ import struct
 
 from flowchan.run.policy import seeds
 
-PLACES = 1 << 16
-_PLACE = struct.Struct("Q")
+SLOTS = 1 << 16
+_SLOT = struct.Struct("Q")
 
 
 class CancelledRequests:
@@ -25,12 +25,12 @@ class CancelledRequests:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan questions")
-        os.ftruncate(self._fd, PLACES * _PLACE.size)
+        os.ftruncate(self._fd, SLOTS * _SLOT.size)
         self._memory = mmap.mmap(self._fd, 0)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
-    def cross_off(self, question: int) -> None:
-        _PLACE.pack_into(self._memory, _place(question), question)
+    def mark_cancelled(self, question: int) -> None:
+        _SLOT.pack_into(self._memory, _slot_offset(question), question)
 
     def close(self) -> None:
         self._memory.close()
@@ -47,16 +47,18 @@ def use_board(path: str) -> None:
 _of_host = ""
 
 
-def is_crossed_off(question: int, path: str) -> bool:
-    """Return whether the request is cancelled; called in a worker, with the ``path`` of the program's
-    board."""
+def is_cancelled(question: int, path: str) -> bool:
+    """Return whether the request is cancelled.
+
+    Workers call this with the ``path`` of the program's board.
+    """
     memory = _memory(_of_host if seeds.worker().host else path)
-    return memory is not None and bool(_PLACE.unpack_from(memory, _place(question))[0] == question)
+    return memory is not None and bool(_SLOT.unpack_from(memory, _slot_offset(question))[0] == question)
 
 
-def _place(question: int) -> int:
+def _slot_offset(question: int) -> int:
     """Return the offset of the request's slot in bytes."""
-    return question % PLACES * _PLACE.size
+    return question % SLOTS * _SLOT.size
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, MemberDied, MemberLeft
@@ -17,23 +17,33 @@ POLL_INTERVAL_S = 0.05
 """Seconds between two checks of a waiting worker whether the run has broken off."""
 
 
-class GangMembership:
-    """Membership of a worker in the current group of its gang.
+class Memberships(NamedTuple):
+    """Memberships of a gang's worker.
 
-    ``member`` is its first membership, or ``None`` for a replacement worker. ``next_seats`` delivers the
-    memberships of later groups, for an elastic gang only.
+    Attributes:
+        first: Its first membership, or ``None`` for a replacement worker.
+        later: The channel of the memberships of later groups, for an elastic gang only.
     """
+
+    first: Any = None
+    later: Channel[Any] | None = None
+
+
+NO_MEMBERSHIPS = Memberships()
+
+
+class GangMembership:
+    """Membership of a worker in the current group of its gang."""
 
     def __init__(
         self,
         worker: WorkerId,
-        member: Any,
-        next_seats: Channel[Any] | None,
+        memberships: Memberships,
         tell: Callable[[Event], None],
         ports: Ports,
     ) -> None:
-        self._worker, self._member, self._next, self._tell = worker, member, next_seats, tell
-        self._ports = ports
+        self._worker, self._tell, self._ports = worker, tell, ports
+        self._member, self._next = memberships
         self._group: Any = None
 
     def enter(self) -> None:

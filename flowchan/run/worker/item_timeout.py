@@ -26,7 +26,7 @@ def exceeded(stage: Stage) -> str:
     return f"took longer than timeout={stage.timeout:g} s"
 
 
-def say(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
+def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
     """Set ``words`` as the message if ``limit`` raised the error without one."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
@@ -68,20 +68,20 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
     return call
 
 
-def _steps(elements: Iterable[Any], left: float) -> Iterator[Any]:
-    """Yield the elements, whose computation may take ``left`` seconds in total.
+def _steps(elements: Iterable[Any], remaining: float) -> Iterator[Any]:
+    """Yield the elements, whose computation may take ``remaining`` seconds in total.
 
     The time between two elements does not count, because the worker may wait for room then.
     """
     iterator = iter(elements)
     while True:
         began = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, max(left, MIN_TIMEOUT_S))
+        signal.setitimer(signal.ITIMER_REAL, max(remaining, MIN_TIMEOUT_S))
         try:
             element = next(iterator)
         except StopIteration:
             return
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        left -= time.monotonic() - began
+        remaining -= time.monotonic() - began
         yield element

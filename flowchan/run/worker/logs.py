@@ -105,7 +105,7 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
     return {**found, "msg": record.getMessage(), "args": None, "exc_info": None}
 
 
-def log_here(logged: Logged) -> None:
+def log_locally(logged: Logged) -> None:
     """Handle a worker's record in the program like a local one.
 
     An exception from a filter is shown like one from a handler; this function never raises.

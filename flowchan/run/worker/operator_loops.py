@@ -13,24 +13,23 @@ import enum
 import itertools
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.channel.channel import In, Out
-from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty, WorkerDied
+from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
-from flowchan.items.text import short
+from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
-from flowchan.run.policy.failures import ItemFailed, Portable, text_of
+from flowchan.run.policy.failures import ItemFailed, Portable, died_over, text_of
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks whether the run has broken off."""
-TROUBLE_INTERVAL_S = 0.5
+FAILED_ITEM_INTERVAL_S = 0.5
 """Minimum number of seconds between two reports of failed items by a worker."""
 
 
@@ -51,8 +50,8 @@ class OperatorJob:
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
-    on_trouble: Callable[[str], None] = lambda _: None
-    last_trouble_at: float = -TROUBLE_INTERVAL_S
+    on_failed_item: Callable[[str], None] = lambda _: None
+    last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
     unwanted: int = 0  # items without a reader (partition), or of cancelled requests
     predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
@@ -61,6 +60,8 @@ class OperatorJob:
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
         """Retry ``call(item)`` after ``error``; without a result, give the item up and return SKIPPED."""
+        if isinstance(error, ItemFailed):  # a member of the batch, which was given up
+            raise error
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
             self.on_retry()
@@ -76,10 +77,10 @@ class OperatorJob:
     def _pause(self) -> None:
         """Wait before a retry; raise ``Broken`` if the run breaks off during the wait."""
         until = time.monotonic() + (self.retry_delay or 0.0)
-        while (left := until - time.monotonic()) > 0:
+        while (remaining := until - time.monotonic()) > 0:
             if self.is_over():
                 raise Broken("the run broke off while an item waited for its retry")
-            time.sleep(min(left, POLL_INTERVAL_S))
+            time.sleep(min(remaining, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
         """Return the results of a batch without the members that failed.
@@ -93,8 +94,8 @@ class OperatorJob:
             return results
         if not isinstance(results, list) or len(results) != len(items):
             error = TypeError(
-                "the function must return the exceptions of failed members in a list as long as the batch, "
-                f"got exceptions in a {type(results).__name__} of {len(results)} for a batch of {len(items)}"
+                f"the function must return a list of {len(items)} results for a batch with failed "
+                f"members, got a {type(results).__name__} of {len(results)}"
             )
             self.give_up(items, error)
             return SKIPPED
@@ -118,11 +119,11 @@ class OperatorJob:
                 return
         if self.errors is None or not isinstance(error, Exception):
             raise ItemFailed(bare(item)) from error
-        crosses = self.errors.channel.transport.copies
-        carried: Any = Portable(error) if crosses else error
-        if time.monotonic() > self.last_trouble_at + TROUBLE_INTERVAL_S:
-            self.last_trouble_at = time.monotonic()
-            self.on_trouble(f"item {short(item, 60)}: {text_of(error)}")
+        is_copied = self.errors.channel.transport.copies
+        carried: Any = Portable(error) if is_copied else error
+        if time.monotonic() > self.last_report_at + FAILED_ITEM_INTERVAL_S:
+            self.last_report_at = time.monotonic()
+            self.on_failed_item(f"item {short(item, 60)}: {text_of(error)}")
         try:
             self.errors.put(Failed(item, carried, attempts))
         except Broken:
@@ -186,11 +187,7 @@ class OperatorJob:
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
-            ends = Counter(self.predecessors[-deaths:])
-            how = "; ".join(f"{count} × {end}" if count > 1 else end for end, count in ends.items())
-            many = f"{deaths} workers died while they worked on this item, one after the other"
-            one = "1 worker died while it worked on this item"
-            error = WorkerDied(f"{one if deaths == 1 else many}: {how}")
+            error = died_over(self.predecessors[-deaths:])
             journal.blamed(short(bare(item), 120), str(error))
         self.give_up(item, error, deaths)
 
@@ -204,11 +201,13 @@ def is_end_of(out: Out[Any], error: BaseException) -> bool:
 
 
 def source(job: OperatorJob, *, out: Out[Any]) -> None:
+    """Put each element of the source's iterable."""
     iterable = job.options["iterable"] if "iterable" in job.options else job.function(*job.args, **job.kwargs)
     out.put_many(iterable)
 
 
 def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the result of the function for each item."""
     function, put, members = job.function, out.put, "members" in job.options
     for item in items:
         try:
@@ -226,6 +225,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put each item for which the function returns true."""
     function, put = job.function, out.put
     for item in items:
         try:
@@ -241,6 +241,7 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put every element that the function returns for each item, once despite retries."""
     function = job.function
     for item in items:
         emitted = 0  # a retry does not repeat earlier outputs
@@ -257,6 +258,7 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
+    """Put the elements of each item one by one."""
     for item in items:
 
         def emit(item: Any) -> None:
@@ -292,7 +294,7 @@ def put_or_end(out: Out[Any], output: Any) -> None:
 def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[Any]:
     elements = function(item)
     if not isinstance(elements, Iterable):
-        raise TypeError(f"flat_map: function must return an iterable, got {elements!r}")
+        raise TypeError(f"flat_map: function must return an iterable, got {shown(elements)}")
     return elements
 
 
@@ -312,6 +314,7 @@ def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> No
 
 
 def sink(job: OperatorJob, *, items: In[Any]) -> None:
+    """Call the function with each item."""
     function = job.function
     for item in items:
         try:
@@ -322,6 +325,7 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
+    """Gather all items in one list, and report the list as a result."""
     gathered: list[Any] = []
     with contextlib.suppress(Drained):
         while True:
@@ -332,29 +336,31 @@ def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = No
 
 
 def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> None:
+    """Fold all items into one value, and report the value as a result."""
     total = copy.deepcopy(job.options["initial"]) if "initial" in job.options else SKIPPED
     for item in items:
         if total is SKIPPED:
             total = item
             continue
-        so_far = total
+        total_so_far = total
 
-        def fold(item: Any, so_far: Any = so_far) -> Any:
-            return job.function(so_far, item)
+        def fold(item: Any, total_so_far: Any = total_so_far) -> Any:
+            return job.function(total_so_far, item)
 
         try:
             total = fold(item)
         except BaseException as error:
             result = job.recover(fold, item, error)
-            total = so_far if result is SKIPPED else result
+            total = total_so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce: initial must be given for a stream without items")
+        raise TypeError("reduce: initial must be passed for a stream without items")
     job.on_result(total)
     if out is not None:
         out.put(total)
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
+    """Put lists of ``size`` items, or of fewer after the timeout or at the end."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:
@@ -373,17 +379,19 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    left = job.options["n"]
-    if left == 0:
+    """Pass on the first ``n`` items, and leave the rest."""
+    remaining = job.options["n"]
+    if remaining == 0:
         return
     for item in items:
         job.pass_on(out, item)
-        left -= 1
-        if left == 0:
+        remaining -= 1
+        if remaining == 0:
             return
 
 
 def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    """Put each item into every branch that still has readers."""
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
@@ -398,6 +406,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
+    """Put each item into the branch that its key selects."""
     branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
     n = job.options["n"]
     for item in items:
@@ -450,6 +459,7 @@ def bucket_of(key: Any) -> int:
 
 
 def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
+    """Put tuples of one item from each input until one input ends."""
     ports = list(inputs.values())
     while True:
         try:
@@ -459,16 +469,17 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
         out.put(items)
 
 
-def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) -> None:
-    ports = list(inputs.values())
-    op = job.options.get("op", job.function)
+def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
+    """Put the combination of one item from each input that still has items."""
+    ports = dict(enumerate(inputs.values(), 1))
+    op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
         items = []
-        for port in list(ports):
+        for worker, port in list(ports.items()):
             try:
                 items.append(port.get())
             except Drained:
-                ports.remove(port)
+                del ports[worker]
         if not items:
             return
         try:
@@ -476,8 +487,10 @@ def allreduce(job: OperatorJob, *, out: Out[Reduced[Any]], **inputs: In[Any]) ->
         except BaseException as error:
             error.add_note(f"in round {number} of allreduce, from {len(items)} workers")
             raise
-        out.put(Reduced(value, len(items), number))
-        del items, value
+        result = Reduced(value, len(items), number)
+        for output in ((worker, result) for worker in ports) if to_workers else (result,):
+            out.put(output)
+        del items, value, result
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
@@ -488,4 +501,5 @@ def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 
 def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
+    """Call the function of a general stage with all ports."""
     job.function(**ports, **job.kwargs)

@@ -31,6 +31,8 @@ class PortRelease:
         self._worker, self._ports, self._tell = worker, ports, tell
         self._pid = os.getpid()
         self._over = False
+        # Each close looks at all of them, and a source of addressed items has one for each reader.
+        self._channels = list(dict.fromkeys(port.channel for port in ports.everything()))
         for port in ports.everything():
             port._may_close = self._may_close
 
@@ -42,7 +44,7 @@ class PortRelease:
 
     def break_off(self) -> None:
         """Report the broken channels to the supervisor, then break the worker's other channels."""
-        broken = [port.channel for port in self._ports.everything() if port.channel.broken]
+        broken = [channel for channel in self._channels if channel.broken]
         if self._over or not broken:
             return
         self._over = True

@@ -18,41 +18,41 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
+from flowchan.items.worker_globals import shared_globals, worker_globals
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, Failure, WorkerId
-from flowchan.run.policy.failures import RETIRED, Portable
+from flowchan.run.policy.failures import RETIRED, Portable, Suspicion
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import forget_boards
+from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.gpus import see_only
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.streams import Streams, printing_to
 from flowchan.run.worker.worker import Outcome, work
-from flowchan.run.worker.worker_callable import Function, Lasting, built
+from flowchan.run.worker.worker_callable import Function, PooledCallable, built
 from flowchan.transport.device import transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Order to a process to work as ``here`` in one run, with these ports.
+    """Order to a process to work as ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``predecessors`` describes how earlier workers with its first item died.
-    ``member`` is the membership of a gang's worker, and ``next_seats`` delivers those of later groups.
-    ``levels`` are the log levels of the program. ``terminals`` are the terminals to print to during the run,
-    for a process that outlasts it.
+    The process reports to ``mail``. ``suspicion`` describes deaths over its first item.
+    ``memberships`` are those of a gang's worker. ``levels`` are the log levels of the program. ``terminals``
+    are the terminals to print to during the run, for a process that outlasts it.
     """
 
-    here: seeds.Worker
+    info: seeds.Worker
     ports: Ports
     mail: Channel[Event | logs.Logged]
-    predecessors: tuple[str, ...]
-    member: Any
-    next_seats: Channel[Any] | None
+    suspicion: Suspicion
+    memberships: Memberships
     levels: Mapping[str, int]
     terminals: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class WorkEnded:
     """Last message of a pool process, with the ``error`` of closing its callable."""
 
     error: Any = None  # in the form of Failure.error
@@ -72,22 +72,22 @@ def process_main(
         sys.exit(RETIRED)
 
 
-def lasting_main(
+def pooled_main(
     id: WorkerId,
     stage: bytes,
     orders: In[Order],
-    says: Out[Left | logs.Logged | None],
+    reports: Out[WorkEnded | logs.Logged | None],
     parent: int,
     devices: str | None,
 ) -> None:
     """Work in one run for each order.
 
-    The process sends ``None`` through ``says`` when it is ready for another order. It ends after the last
-    order or after a failure. After its last run, ``says`` also carries its log records.
+    The process sends ``None`` through ``reports`` when it is ready for another order. It ends after the last
+    order or after a failure. After its last run, ``reports`` also carries its log records.
     """
     _prepare(id, parent, devices)
-    lasting = Lasting()
-    runs = _Work(stage, lasting.built)
+    pooled = PooledCallable()
+    runs = _Work(stage, pooled.built)
     outcome: Outcome = "done"
     for order in orders:
         with printing_to(order.terminals):
@@ -97,16 +97,16 @@ def lasting_main(
             break
         runs.rest()
         with contextlib.suppress(Closed, Broken):  # the pool is gone, so no order follows
-            says.put(None)
+            reports.put(None)
     else:
-        runs.end(says.put)
-    left = Left()
+        runs.end(reports.put)
+    ended = WorkEnded()
     try:
-        lasting.close()
+        pooled.close()
     except BaseException as error:
-        left = Left(Portable(error))
+        ended = WorkEnded(Portable(error))
     with contextlib.suppress(Closed, Broken):
-        says.put(left)
+        reports.put(ended)
     if outcome == "retired":
         sys.exit(RETIRED)
 
@@ -114,6 +114,7 @@ def lasting_main(
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
     """Set up the process for its worker, before any user code is loaded."""
     _core._die_with(parent)
+    worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
     # The terminal sends Ctrl-C to the whole process group; the supervisor decides about it.
@@ -152,21 +153,22 @@ class _Work:
         self._logs = logs.Sending()
 
     def do(self, order: Order) -> Outcome:
-        here, tell = order.here, order.mail.put
-        self._logs.begin(here, order.levels, tell)
+        info, tell = order.info, order.mail.put
+        self._logs.begin(info, order.levels, tell)
         forget_boards()
-        seeds.begin(here)
+        seeds.begin(info)
         try:
-            stage = self._stage or pickle.loads(self._packed)
+            with shared_globals():
+                stage = self._stage or pickle.loads(self._packed)
         except BaseException as error:
             with contextlib.suppress(Closed, Broken):
-                tell(Failure(WorkerId(here.stage, here.number), Portable(error), None, os.getpid()))
+                tell(Failure(WorkerId(info.stage, info.number), Portable(error), None, os.getpid()))
             return "failed"
         used_up = stage.args or stage.kwargs or "iterable" in stage.options
         self._stage = None if used_up else stage
         outcome = work(
-            here, stage, order.ports, tell, sends=True, predecessors=order.predecessors,
-            member=order.member, next_seats=order.next_seats, build=self._build,
+            info, stage, order.ports, tell, sends=True, suspicion=order.suspicion,
+            memberships=order.memberships, build=self._build,
         )  # fmt: skip
         transfer.only_ports_read(port.channel for port in order.ports.everything())
         return outcome

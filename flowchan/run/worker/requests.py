@@ -25,7 +25,7 @@ from flowchan.items.text import short
 from flowchan.run.policy.events import Answered, Event, WorkerId
 from flowchan.run.policy.failures import Portable, text_of
 from flowchan.run.policy.plan import Plan
-from flowchan.run.worker.cancelled_requests import CancelledRequests, is_crossed_off
+from flowchan.run.worker.cancelled_requests import CancelledRequests, is_cancelled
 from flowchan.transport.descriptors import shortage
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Request:
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately, so that the receiver knows the request even if it cannot unpickle the
-        item."""
+        """Pack the item separately.
+
+        So the receiver knows the request even if it cannot unpickle the item.
+        """
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -78,8 +80,8 @@ class _Questions(pickle.Unpickler):
     """Unpickler that builds only the requests in a pickle, so that searching it is safe."""
 
     def find_class(self, module: str, name: str) -> Any:
-        asked = module == __name__ and name in (Request.__name__, _arrived.__name__)
-        return _question if asked else _Unknown
+        requests = module == __name__ and name in (Request.__name__, _arrived.__name__)
+        return _question if requests else _Unknown
 
 
 def _question(number: int, _: Any, board: str) -> Request:
@@ -147,7 +149,7 @@ class Answering:
         Raises ``Dropped`` if no caller waits for it, or the error of its unpickling.
         """
         if type(item) is Request:
-            if is_crossed_off(item.question, item.board):
+            if is_cancelled(item.question, item.board):
                 raise Dropped
             if type(item.item) is NotRead:
                 raise item.item.error
@@ -161,7 +163,7 @@ class Answering:
         """Return whether a member of a batch is readable and wanted; refuse an unreadable one."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
-        return type(member.item) is not NotRead and not is_crossed_off(member.question, member.board)
+        return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
 
     def _forwarded(self, item: Any, result: Any) -> Any:
         """Return the result for the next stage, and answer requests that end in this stage."""
@@ -218,15 +220,15 @@ class Answering:
         For a batch, the members without a caller are left. If none is left, the result is ``NOTHING`` and the
         item counts as failed once. An unreadable item is left whole unless all its members have callers.
         """
-        asked: list[Request] = []
+        requests: list[Request] = []
         if type(item) is Unreadable:
-            others = without_requests(_questions_in(item), asked.append)
-            left = NOTHING if others is NOTHING else item
+            others = without_requests(_questions_in(item), requests.append)
+            remaining = NOTHING if others is NOTHING else item
         else:
-            left = without_requests(item, asked.append)
-        for index, one in enumerate(asked):
-            self.refuse(one, error, failed=int(left is NOTHING and index == 0))
-        return left
+            remaining = without_requests(item, requests.append)
+        for index, one in enumerate(requests):
+            self.refuse(one, error, failed=int(remaining is NOTHING and index == 0))
+        return remaining
 
     def drop_item(self, item: Any) -> None:
         """Report an item without an answer to its callers."""
@@ -295,7 +297,7 @@ class Requests:
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Future[Any]] = {}
         self._lock = threading.Lock()
-        self._board: CancelledRequests | None = None
+        self._cancelled: CancelledRequests | None = None
         self._over = False
 
     def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
@@ -306,17 +308,17 @@ class Requests:
         with self._lock:
             if self._over:
                 raise self._why()
-            self._board = self._board or CancelledRequests()
+            self._cancelled = self._cancelled or CancelledRequests()
             question = next(self._numbers)
             self._open[question] = future
-            return Request(question, item, self._board.path), future
+            return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
         """Cancel a request whose caller has stopped waiting."""
         with self._lock:
-            if self._open.pop(question, None) is None or self._board is None:
+            if self._open.pop(question, None) is None or self._cancelled is None:
                 return
-            self._board.cross_off(question)
+            self._cancelled.mark_cancelled(question)
         self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
@@ -331,8 +333,8 @@ class Requests:
         """Fail all open requests at the end of the run."""
         with self._lock:
             self._over = True
-            left, board, self._board = list(self._open), self._board, None
-        for question in left:
+            remaining, board, self._cancelled = list(self._open), self._cancelled, None
+        for question in remaining:
             self.settle(question, None, self._why())
         if board is not None:
             board.close()
@@ -367,8 +369,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} reach {name!r}, and {operator.name} does not work item "
-                "by item, so no output is the answer to one item"
+                f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
+                "has no single output per item; use other operators, or number the items"
             )
         if operator.gathers:
             found.append(name)

@@ -17,26 +17,28 @@ from flowchan.channel.channel import Channel, hears_aborts
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.text import short
+from flowchan.items.tracebacks import from_users_code
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import (
     Aborted,
     Began,
     Ended,
+    ErrorSent,
     Event,
     Failure,
     Result,
     Retried,
-    Troubled,
     WorkerId,
 )
-from flowchan.run.policy.failures import ItemFailed, Portable, Retires
+from flowchan.run.policy.failures import UNSUSPECTED, ItemFailed, Portable, Retires, Suspicion
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
-from flowchan.run.worker.gang_membership import GangMembership
+from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
+from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
@@ -56,9 +58,9 @@ def join_ports(ports: Ports, stage: Stage) -> None:
         return
     (reader,) = ports.inputs.values()
     in_order = stage.ordered and stage.operator.ordered
-    apart = {output.port for output in stage.outputs if output.apart}
+    channel_per_worker = {output.port for output in stage.outputs if output.channel_per_worker}
     for port, out in ports.outputs.items():
-        keeps = in_order and port not in apart
+        keeps = in_order and port not in channel_per_worker
         out._follow(reader, keeps and stage.workers > 1, stage.operator.one_output, later=keeps)
     if ports.errors is not None:
         ports.errors._follow(reader, False, False)
@@ -70,20 +72,18 @@ def work(
     ports: Ports,
     tell: Callable[[Event], None],
     sends: bool,
-    predecessors: tuple[str, ...] = (),
-    member: Any = None,
-    next_seats: Channel[Any] | None = None,
+    suspicion: Suspicion = UNSUSPECTED,
+    memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
     """Run one worker to its end and return how it ended.
 
     It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
-    cross to another process. ``predecessors`` describes how earlier workers with the first item died.
-    ``member`` is the membership in the gang's group, and ``next_seats`` delivers those of later groups.
-    ``build`` makes the callable.
+    cross to another process. ``suspicion`` describes deaths of earlier workers over the first item.
+    ``memberships`` are those of a gang's worker. ``build`` makes the callable.
     """
     worker = WorkerId(info.stage, info.number)
-    membership = None if stage.gang is None else GangMembership(worker, member, next_seats, tell, ports)
+    membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
     seeds.enter(info)
     job = OperatorJob(kind=stage.kind, function=nothing)
     ended_by: BaseException | None = None
@@ -95,16 +95,14 @@ def work(
             if sends and stage.timeout is not None:
                 function = item_timeout.limited(function, stage)
             job = job_of(worker, stage, ports, function, tell, sends)
-            job.predecessors = predecessors
-            job.too_late = item_timeout.gives_up(stage, predecessors)
-            if predecessors:
-                _try_again(job, stage, ports)
+            if suspicion.deaths:
+                _try_again(job, stage, ports, suspicion, tell)
             if membership is not None:
                 membership.enter()
             tell(Began(worker))
             run_body(job, stage, ports, membership)
     except BaseException as error:
-        ended_by = without_traceback(error, ports)
+        ended_by = with_short_traceback(error, ports)
     if sends and isinstance(ended_by, ItemFailed) and isinstance(ended_by.__cause__, Retires):
         for reader in ports.inputs.values():
             reader._leave_alone()
@@ -148,9 +146,10 @@ def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Report each abort of a worker's channel by this thread or task to the supervisor, before it takes
-    effect."""
+    """Report the aborts of a worker's channels by this thread or task to the supervisor.
 
+    Each report precedes the abort.
+    """
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
@@ -171,6 +170,7 @@ def job_of(
     tell: Callable[[Event], None],
     sends: bool,
 ) -> OperatorJob:
+    """Make the job that a worker's operator loop runs."""
     job = OperatorJob(
         kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
         retries=stage.retries, retry_delay=stage.retry_delay, retry_on=stage.retry_on, errors=ports.errors,
@@ -178,12 +178,12 @@ def job_of(
         on_retry=lambda: tell(Retried(worker)), on_result=lambda value: tell(Result(worker.stage, value)),
     )  # fmt: skip
 
-    def trouble(text: str) -> None:
+    def report_failed_item(text: str) -> None:
         with contextlib.suppress(Closed, Broken):  # the run has ended
-            tell(Troubled(worker, f"worker {worker}, {text}"))
+            tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
-    job.on_trouble = trouble
-    if stage.asked and stage.operator.answers:
+    job.on_failed_item = report_failed_item
+    if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
     for reader in ports.inputs.values():
@@ -196,16 +196,21 @@ def job_of(
     return job
 
 
-def _try_again(job: OperatorJob, stage: Stage, ports: Ports) -> None:
+def _try_again(
+    job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
+) -> None:
     """Decide whether to try the first item again, over which earlier workers died.
 
-    An item that timed out too often is given up. Its timeouts do not count as deaths.
+    An item that timed out too often is given up. Its timeouts do not count as deaths. A batch is tried again
+    as long as each death shows which of its members kills.
     """
-    deaths = len(job.predecessors)
-    died = (
-        deaths - job.predecessors.count(item_timeout.exceeded(stage)) if stage.timeout is not None else deaths
-    )
-    over = job.too_late or died >= stage.max_deaths
+    job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
+    late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
+    hope = suspicion.members or suspicion.tried
+    job.too_late = not hope and item_timeout.gives_up(stage, suspicion.deaths)
+    over = job.too_late or (deaths - late >= stage.max_deaths and not hope)
+    if can_try_members(stage):
+        job.function = SuspectBatch(job, stage, list(ports.inputs.values()), suspicion, tell)
     for reader in ports.inputs.values():
         reader._on_poison(deaths if over else max(stage.max_deaths, deaths + 1), job.poisoned)
 
@@ -224,8 +229,8 @@ def end(
         reader._on_poison(0, None)  # it refers to the job and so to the run; this breaks the cycle
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
-        left = [reader for reader in ports.inputs.values() if not reader._retired]
-        job.unwanted += sum(map(job.drop_remaining, left))
+        unretired = [reader for reader in ports.inputs.values() if not reader._retired]
+        job.unwanted += sum(map(job.drop_remaining, unretired))
     last: Event = Ended(worker, job.unwanted)
     if error is not None and failed:
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
@@ -248,16 +253,18 @@ def end(
     return "failed" if failed else "done"
 
 
-def without_traceback(error: BaseException, ports: Ports) -> BaseException:
-    """Return ``error``, after a clean end without its traceback.
+def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
+    """Return ``error``, after a clean end without its traceback, else with that of the user's code.
 
-    Then the generator of a source is cleaned up at once.
+    After a clean end, the generator of a source is thus cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
             error = error.__cause__
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
+    shown = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
+    shown.__traceback__ = from_users_code(shown.__traceback__)
     return error
 
 

@@ -17,7 +17,8 @@ from flowchan.errors import Broken, Closed
 Function = Callable[..., Any]
 
 
-def nothing() -> None: ...
+def nothing() -> None:
+    """Do nothing."""
 
 
 def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
@@ -64,7 +65,7 @@ async def built_async(function: Function | None) -> AsyncIterator[Function]:
             await closing
 
 
-class Lasting:
+class PooledCallable:
     """Callable of a worker for several runs, built in the first one.
 
     It is closed after the last run or after a failure.

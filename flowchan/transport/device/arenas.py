@@ -27,7 +27,7 @@ PAGE = 2 << 20
 UNIT = 512
 
 
-class NoRoom(Exception):
+class ArenaFull(Exception):
     """No device memory can be shared, so the tensor goes through host memory."""
 
 
@@ -47,7 +47,7 @@ class Device(Protocol):
         """Return the identity of the device of a tensor."""
 
     def allocate(self, device: str, size: int) -> tuple[Any, bytes]:
-        """Allocate memory, and return it with the handle for other processes. Raises :class:`NoRoom`."""
+        """Allocate memory, and return it with the handle for other processes. Raises :class:`ArenaFull`."""
 
     def open(self, device: str, handle: bytes, size: int) -> Any:
         """Open the memory of another process's handle. Raises ``OSError``."""
@@ -98,9 +98,9 @@ class Arena:
 
     def take(self, size: int) -> int | None:
         """Take ``size`` bytes, and return their offset, or None if no range is large enough."""
-        for index, (offset, room) in enumerate(self.free):
-            if room >= size:
-                self.free[index : index + 1] = [(offset + size, room - size)] if room > size else []
+        for index, (offset, free_size) in enumerate(self.free):
+            if free_size >= size:
+                self.free[index : index + 1] = [(offset + size, free_size - size)] if free_size > size else []
                 return offset
         return None
 
@@ -151,15 +151,15 @@ class ArenaPool:
         self._back: deque[tuple[Arena, int, int, SharedEvent | None]] = deque()
 
     def take(self, device: str, size: int) -> Block:
-        """Take a block from a returned one or a new arena. Raises :class:`NoRoom`."""
+        """Take a block from a returned one or a new arena. Raises :class:`ArenaFull`."""
         size = (size + UNIT - 1) // UNIT * UNIT
         found = self._find(device, size)
         if found is None:
             self._shortage()
             found = self._find(device, size)
         if found is None:
-            room = (max(size, ARENA) + PAGE - 1) // PAGE * PAGE
-            arena = Arena(len(self.arenas), device, room, *self._device.allocate(device, room))
+            free_size = (max(size, ARENA) + PAGE - 1) // PAGE * PAGE
+            arena = Arena(len(self.arenas), device, free_size, *self._device.allocate(device, free_size))
             self.arenas.append(arena)
             found = arena, arena.take(size) or 0
         return Block(self._back.append, *found, size, self._event(device))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flowchan.transport.device.arenas import NoRoom
+from flowchan.transport.device.arenas import ArenaFull
 
 cuda: Any = torch.cuda  # torch.cuda is typed only in parts
 
@@ -148,7 +148,7 @@ class TorchDevice:
         if torch.version.hip is not None:
             raise OSError("torch was built for ROCm")
         if importlib.util.find_spec("numpy") is None:
-            raise OSError("torch can use memory of other processes only with NumPy")
+            raise OSError("torch needs NumPy to use the memory of other processes")
         return Driver()
 
     def visible(self) -> Sequence[str]:
@@ -172,7 +172,7 @@ class TorchDevice:
                 cuda.empty_cache()  # torch's reserve; this waits for the device, but is rare
                 address, handle = self._driver.allocate(index, size)
             except OSError as error:
-                raise NoRoom(str(error)) from error
+                raise ArenaFull(str(error)) from error
         return self._tensor(index, address, size), handle
 
     def open(self, device: str, handle: bytes, size: int) -> Any:

@@ -31,11 +31,9 @@ The kind of device is a :class:`Device`. For CUDA tensors it is ``cuda``; tests 
 from __future__ import annotations
 
 import _thread
-import contextlib
 import itertools
 import os
 import pickle
-import select
 import sys
 import threading
 import time
@@ -47,8 +45,8 @@ from typing import Any, NamedTuple
 
 from flowchan.errors import ChannelError
 from flowchan.transport import descriptors
-from flowchan.transport.device.arenas import ArenaPool, Block, Device, NoRoom
-from flowchan.transport.pidfd import open_pidfd
+from flowchan.transport.device.arenas import ArenaFull, ArenaPool, Block, Device
+from flowchan.transport.device.memory_owner import Owner
 
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
@@ -158,8 +156,8 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                here = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
-                if not kept.blocks or not (here or _is_open_elsewhere(kept.channel)):
+                is_used = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
+                if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
 
 
@@ -178,11 +176,11 @@ def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
     packing = descriptors.now.packing
     if packing is not None and not packing.on_device:
         number = device.visible().index(identity)
-        return _rebuild_elsewhere, (kind, identity, number, device.to_host(tensor), form)
+        return _rebuild_from_host_memory, (kind, identity, number, device.to_host(tensor), form)
     if size and os.environ.get(SWITCH, "1").lower() not in ("0", "off", "no", "false"):
         try:
             return _rebuild, (pickle.PickleBuffer(_ticket(tensor, size, device, identity)), form)
-        except NoRoom:
+        except ArenaFull:
             pass
     return _rebuild_from_host, (kind, identity, os.getpid(), device.to_host(tensor), form)
 
@@ -240,43 +238,6 @@ class Copy(NamedTuple):
     owner: bytes
 
 
-class Owner:
-    """Another process, with its memory and events that are open here."""
-
-    def __init__(self, pid: int) -> None:
-        self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
-        self.events: dict[bytes, Any] = {}
-        self._poll = select.poll()
-        self._fd: int | None = None
-        self._ended = False
-        try:
-            self._fd = open_pidfd(pid)
-            if self._fd is not None:
-                self._poll.register(self._fd, select.POLLIN)
-        except OSError:  # it has ended, or its pid means nothing here: opening its memory will fail
-            pass
-
-    def has_ended(self) -> bool:
-        """Return whether the process has certainly ended."""
-        if self._fd is not None and self._poll.poll(0):
-            self._ended = True
-        return self._ended
-
-    def close(self) -> None:
-        """Close its memory and events. This may wait for the devices."""
-        self.events.clear()
-        for device, identity, memory in self.arenas.values():
-            with contextlib.suppress(OSError):  # the driver may have freed it with its process
-                device.close(identity, memory)
-        self.arenas.clear()
-        self.forget()
-
-    def forget(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
 def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
     """Return the buffers of a PINNED item, with ``keep`` for ``_rebuild``."""
     for index, buffer in enumerate(buffers):
@@ -288,7 +249,9 @@ def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
 
 def _rebuild(buffer: Any, form: Any) -> Any:
     if not isinstance(buffer, Arrived):
-        raise TypeError("a tensor on a device crosses through a channel only; elsewhere pickle tensor.cpu()")
+        raise TypeError(
+            "a tensor on a device can be sent through a channel only; otherwise pickle tensor.cpu()"
+        )
     settle()
     place = DeviceKind(*pickle.loads(buffer[len(MAGIC) :]))
     device = _visible(place.kind, place.device, place.pid)
@@ -311,7 +274,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
     return _visible(kind, identity, pid).from_host(host, identity, form)
 
 
-def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
+def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
     """Make the tensor on the same device if it is visible, or else on the device of the same number."""
     device = _state.device(kind)
     seen = device.visible()
@@ -320,8 +283,8 @@ def _rebuild_elsewhere(kind: str, identity: str, number: int, host: Any, form: A
     if number < len(seen):
         return device.from_host(host, seen[number], form)
     raise ChannelError(
-        f"the item holds a tensor that was on {kind}:{number} of another host; this process ({os.getpid()}) "
-        f"has {len(seen)} {kind} devices. Give the stage one (gpus=1), or put tensor.cpu()"
+        f"the item holds a tensor of {kind}:{number} on another host, but process "
+        f"{os.getpid()} here has {len(seen)} {kind} devices; use gpus=1, or put tensor.cpu()"
     )
 
 
@@ -330,10 +293,9 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item holds a tensor on {kind} device {identity} of process {pid}; this process "
-        f"({os.getpid()}) can use "
-        f"{', '.join(seen) or 'none'} only. Let both see the same devices "
-        "(CUDA_VISIBLE_DEVICES), or put tensor.cpu()"
+        f"the item holds a tensor on {kind} device {identity} of process {pid}, but process "
+        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set one "
+        "CUDA_VISIBLE_DEVICES, or put tensor.cpu()"
     )
 
 
@@ -379,10 +341,8 @@ def _close_ended() -> None:
 def _contents_lost(place: DeviceKind, why: str) -> ChannelError:
     return ChannelError(
         f"the contents of a tensor that process {place.pid} put, on {place.kind} device "
-        f"{place.device}, can't be reached: "
-        f"{why}. Contents on a device end with the process that put them; with {SWITCH}=0 in "
-        "its environment they go "
-        "through host memory, and outlive it"
+        f"{place.device}, can't be reached, because {why}; keep that process alive, or set "
+        f"{SWITCH}=0 in its environment to send through host memory"
     )
 
 
@@ -430,7 +390,7 @@ def _wait_at_exit() -> None:
 
     During a run this has no time limit: the supervisor ends this process when the run is over.
     """
-    limit, pause, next_look = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
+    limit, pause, next_check = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
     count = -1
     while True:
@@ -438,11 +398,11 @@ def _wait_at_exit() -> None:
         if not _state.kept:
             return
         now = time.monotonic()
-        left = sum(len(kept.blocks) for kept in _state.kept.values())
-        if left != count:
-            count, since = left, now
-        if now - began >= next_look:
-            next_look = now - began + 0.5
+        unreturned = sum(len(kept.blocks) for kept in _state.kept.values())
+        if unreturned != count:
+            count, since = unreturned, now
+        if now - began >= next_check:
+            next_check = now - began + 0.5
             if not any(_may_be_read(kept.channel) for kept in _state.kept.values()):
                 return
         if now - since >= limit and not any(_has_ports(kept.channel) for kept in _state.kept.values()):
@@ -451,10 +411,10 @@ def _wait_at_exit() -> None:
         pause = min(2 * pause, 0.05)
     for kept in _state.kept.values():
         print(
-            f"flowchan: process {os.getpid()} ends, and with it the contents of {len(kept.blocks)} items in "
-            f"{kept.channel!r}, tensors on a device that no process has read for {limit:g} s "
-            f"({EXIT_WAIT}). With {SWITCH}=0 "
-            "they go through host memory, and outlive it",
+            f"flowchan: process {os.getpid()} ends with {len(kept.blocks)} items in "
+            f"{kept.channel!r}, device tensors that no process has read for {limit:g} s "
+            f"({EXIT_WAIT}); their contents are lost. Set {SWITCH}=0 to send them through host "
+            "memory.",
             file=sys.stderr,
         )
 
@@ -469,14 +429,14 @@ def only_ports_read(channels: Iterable[Any]) -> None:
 
 def _may_be_read(channel: Any) -> bool:
     """Return whether a process can still read the channel."""
-    return _has_ports(channel) if channel in _state.ported else _is_open_elsewhere(channel)
+    return _has_ports(channel) if channel in _state.ported else _is_open_in_other_process(channel)
 
 
 def _has_ports(channel: Any) -> bool:
     return channel in _state.ported and channel.stats().readers > 0
 
 
-def _is_open_elsewhere(channel: Any) -> bool:
+def _is_open_in_other_process(channel: Any) -> bool:
     """Return whether another process has the channel's memory open."""
     memory = os.fstat(channel._fd)
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -144,7 +144,7 @@ class WorkersRun(PipelineRun):
 
     def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
-        self.jobs, self.own_processes = jobs, on.apart
+        self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
         self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts
@@ -187,7 +187,7 @@ class WorkersRun(PipelineRun):
         """Receive one answer from each worker, in order, and the items that the parts send to the program."""
         self.opened.wait()
         if not self.ports:
-            raise Closed("the run has ended")
+            raise Closed("the run of the pipe has ended")
         answers: dict[int, WorkerAnswer] = {}
         items: dict[Key, Any] = {}
         for port, count in zip(self.ports, (1, len(self.jobs) - 1), strict=False):

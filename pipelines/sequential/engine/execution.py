@@ -57,8 +57,10 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass with its graph: the leaves that want gradients, and the outputs that may receive
-    them."""
+    """A forward pass with its graph.
+
+    It keeps the leaves that want gradients, and the outputs that may receive them.
+    """
 
     leaves: list[Tensor]
     outputs: list[Tensor]
@@ -183,10 +185,10 @@ class Execution:
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
         outputs, given = _roots(held, gradients)
-        asked = [*held.leaves, *parameters]
-        if not outputs or not asked:
-            return (None,) * len(asked)
-        return torch.autograd.grad(outputs, asked, given, retain_graph=keep, allow_unused=True)
+        requested = [*held.leaves, *parameters]
+        if not outputs or not requested:
+            return (None,) * len(requested)
+        return torch.autograd.grad(outputs, requested, given, retain_graph=keep, allow_unused=True)
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
         """Run a forward pass without a graph."""

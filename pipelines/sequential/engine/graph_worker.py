@@ -99,8 +99,8 @@ class GraphWorker(PipelineWorker):
                 parameter.requires_grad_(required)
         if call.keeps_graph:
             swaps = [] if self.job.own_process else _swaps(module)
-            twins = {id(own): twin for _, _, own, twin in swaps}
-            parameters = [twins.get(id(one), one) for one in module.parameters() if one.requires_grad]
+            copies = {id(own): copy for _, _, own, copy in swaps}
+            parameters = [copies.get(id(one), one) for one in module.parameters() if one.requires_grad]
             self._held[call.number] = _CallState(parameters, swaps)
 
     def _passed(self, call: Forward, step: Step, passed: Passed) -> Passed:
@@ -186,20 +186,20 @@ def _swaps(module: nn.Module) -> list[Swap]:
     The hooks expect the gradient of the whole batch. The micro-batches therefore use a twin of the parameter
     with the same memory and without hooks.
     """
-    twins: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     found: list[Swap] = []
     for layer in module.modules():
         for name, parameter in layer._parameters.items():
             if parameter is not None and parameter.requires_grad and parameter._backward_hooks:
-                twin = twins.setdefault(id(parameter), nn.Parameter(parameter.detach()))
-                found.append((layer._parameters, name, parameter, twin))
+                copy = copies.setdefault(id(parameter), nn.Parameter(parameter.detach()))
+                found.append((layer._parameters, name, parameter, copy))
     return found
 
 
 @contextlib.contextmanager
 def _swapped(swaps: list[Swap]) -> Iterator[None]:
-    for parameters, name, _, twin in swaps:
-        parameters[name] = twin
+    for parameters, name, _, copy in swaps:
+        parameters[name] = copy
     try:
         yield
     finally:

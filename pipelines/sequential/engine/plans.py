@@ -1,5 +1,7 @@
 """Plans: the steps of each worker in a training step, from the name of a schedule or from the user's own.
-This module does not use torch."""
+
+This module does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,20 @@ class PartOwners:
         return [part for part, owner in enumerate(self.of) if owner == worker]
 
     def towards(self, worker: int, part: int) -> int:
-        """Return the direction of a part from a worker: 0 for itself, 1 for the next one, -1 for the previous
-        one."""
+        """Return the direction of a part from a worker.
+
+        The direction is 0 for the worker itself, 1 for the next one and -1 for the previous one.
+        """
         distance = self.of[part] - worker
         if abs(distance) > 1:  # around the ring
             return -1 if distance > 0 else 1
         return distance
 
     def sends(self, worker: int, step: Step) -> int:
-        """Return the direction in which the result of a step goes, as in :meth:`towards`; 0 if it goes
-        nowhere."""
+        """Return the direction in which the result of a step goes, as in :meth:`towards`.
+
+        The direction is 0 if the result goes nowhere.
+        """
         part = step.part + (1 if step.op == "F" else -1)
         if step.op == "W" or part not in range(len(self.of)):
             return 0
@@ -99,14 +105,14 @@ class Plans:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
             # check the full schedule once; those for fewer micro-batches are subsets of it
             if not hasattr(self, "owners"):
-                _check_whole(found, self._total, chunks)
+                _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
         if callable(schedule):
             found = []
             for worker in range(self.workers):
                 given = schedule(worker, self.workers, self._total, chunks)
                 found.append(parse(given, worker) if isinstance(given, str) else _steps(given))
-            _check_whole(found, self._total, chunks)
+            _check_complete(found, self._total, chunks)
             return found
         return plan(schedule, self.workers, self._total, chunks)
 
@@ -133,7 +139,7 @@ def _steps(given: Any) -> list[Step]:
     return steps
 
 
-def _check_whole(plan: list[list[Step]], parts: int, chunks: int) -> None:
+def _check_complete(plan: list[list[Step]], parts: int, chunks: int) -> None:
     """Check a schedule of the user.
 
     Raises ``ValueError`` unless each micro-batch passes each part once forward and once backward, in a

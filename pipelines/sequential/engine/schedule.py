@@ -238,7 +238,7 @@ class _Both:
         self.down, self.up = worker, 2 * workers - 1 - worker
         self.steps: list[Step] = []
         self._next: dict[tuple[str, int], int] = {}
-        self._owed: deque[Step] = deque()  # weight gradients whose input gradients are done
+        self._postponed: deque[Step] = deque()  # weight gradients whose input gradients are done
 
     def do(self, ops: str, part: int) -> None:
         """Append the next step of each kind for ``part``; ``B`` counts as both of its halves."""
@@ -248,7 +248,7 @@ class _Both:
             for counted in ("I", "W") if op == "B" else (op,):
                 self._next[counted, part] = chunk + 1
             if op == "I":
-                self._owed.append(Step("W", chunk, part))
+                self._postponed.append(Step("W", chunk, part))
 
     def done(self, op: str, part: int) -> int:
         """Return the number of micro-batches that have done this step."""
@@ -256,8 +256,8 @@ class _Both:
 
     def pay(self) -> None:
         """Append the oldest outstanding step of weight gradients."""
-        if self._owed:
-            self.steps.append(self._owed.popleft())
+        if self._postponed:
+            self.steps.append(self._postponed.popleft())
 
 
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:

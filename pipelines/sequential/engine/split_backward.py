@@ -1,5 +1,7 @@
-"""Backward pass in two halves: first the gradients of the inputs, for which the previous part waits, and
-later those of the weights.
+"""Backward pass in two halves.
+
+The first half computes the gradients of the inputs, for which the previous part waits. The second half
+computes those of the weights.
 
 In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
 computes those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
@@ -54,12 +56,12 @@ class SplitBackward:
 
     def first(self) -> None:
         """Compute the gradients of the inputs, and of the weights that cannot be separated from them."""
-        asked = [*self._inputs, *self._at_once]
-        if not asked:
+        requested = [*self._inputs, *self._at_once]
+        if not requested:
             return
         for fork in self._forks:
             fork.listen()
-        _back(self._roots, asked, keep=True)
+        _back(self._roots, requested, keep=True)
 
     def second(self) -> None:
         """Compute the gradients of the remaining weights."""
@@ -78,26 +80,26 @@ class _Fork:
 
     node: Node
     weights: list[Tensor]
-    noted: list[Gradients] = field(default_factory=list)
+    recorded: list[Gradients] = field(default_factory=list)
     listening: Any = None
 
     def listen(self) -> None:
         # The hook must not refer to the fork: the cycle through the node could not be collected.
-        noted = self.noted
+        recorded = self.recorded
 
         def hook(gradients: Gradients) -> Gradients | None:
-            if noted:  # second half: the tensor's hooks have already changed the recorded gradients
-                return noted[0]
-            noted.append(gradients)
+            if recorded:  # second half: the tensor's hooks have already changed the recorded gradients
+                return recorded[0]
+            recorded.append(gradients)
             return None
 
         self.listening = self.node.register_prehook(hook)
 
     def go_back(self) -> None:
-        if self.noted:
+        if self.recorded:
             roots = [
                 (GradientEdge(self.node, place), gradients)
-                for place, gradients in enumerate(self.noted[0])
+                for place, gradients in enumerate(self.recorded[0])
                 if gradients is not None
             ]
             _back(roots, self.weights)
@@ -105,11 +107,11 @@ class _Fork:
             self.listening.remove()
 
 
-def _back(roots: Iterable[tuple[Any, Tensor | None]], asked: list[Tensor], keep: bool = False) -> None:
+def _back(roots: Iterable[tuple[Any, Tensor | None]], requested: list[Tensor], keep: bool = False) -> None:
     pairs = list(roots)
-    if pairs and asked:
+    if pairs and requested:
         starts, given = zip(*pairs, strict=True)
-        torch.autograd.backward(starts, given, retain_graph=keep, inputs=asked)
+        torch.autograd.backward(starts, given, retain_graph=keep, inputs=requested)
 
 
 def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]:
@@ -132,8 +134,8 @@ def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
     """Return the forks whose weights can wait, and the weights that cannot."""
     forks = [
         _Fork(node, _weights(one for one in _following(node) if not leads[one]))
-        for node, way in leads.items()
-        if way
+        for node, leads_on in leads.items()
+        if leads_on
     ]
     uses = Counter(id(one) for fork in forks for one in fork.weights)
     inseparable = {

@@ -49,7 +49,7 @@ class TrainingWorker(PipelineWorker):
         super().begin(part)
         parameters = list(part.module.parameters())
         if self.job.optimizer is not None and parameters:
-            with at(part, "making its optimizer"):
+            with at(part, "creating its optimizer"):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
@@ -116,13 +116,13 @@ class TrainingWorker(PipelineWorker):
         outputs, targets = (join(list(found)) for found in zip(*self.first.values(), strict=True))
         self.first.clear()
         with torch.no_grad(), GENERATOR, torch.random.fork_rng([]):
-            whole = float(weighted(outputs, self.job.loss, targets, 1.0))
+            batch_loss = float(weighted(outputs, self.job.loss, targets, 1.0))
         mean = float(torch.stack(self.losses).sum())
         rough = self.job.autocast or any(one.dtype.itemsize < 4 for one in tensors(outputs))
-        near = math.isclose(mean, whole, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
-        if not near and math.isfinite(mean) and math.isfinite(whole):
+        near = math.isclose(mean, batch_loss, rel_tol=0.03 if rough else 1e-3, abs_tol=1e-6)
+        if not near and math.isfinite(mean) and math.isfinite(batch_loss):
             raise ValueError(
-                f"loss must be a mean over samples, got {whole:.6g} for a batch and {mean:.6g} for its "
+                f"loss must be a mean over samples, got {batch_loss:.6g} for a batch and {mean:.6g} for its "
                 "micro-batches; use an unweighted mean, or the loss of pipe(x)"
             )
 
@@ -156,11 +156,11 @@ class TrainingWorker(PipelineWorker):
         if train.number or len(train.sizes) == 1:
             return loss
 
-        def noted(output: Any) -> Tensor:
+        def recorded(output: Any) -> Tensor:
             self.first[step.chunk] = mapped(Tensor.detach, output), target
             return loss(output)
 
-        return noted
+        return recorded
 
     def _go_back(self, step: Step, train: Train) -> None:
         execution = self.executions[step.part]
@@ -177,8 +177,10 @@ class TrainingWorker(PipelineWorker):
             self.put(("B", step.part - 1, step.chunk), self.on_cpu(found))
 
     def _update(self, train: Train) -> None:
-        """Clip over the gradients of all workers, like ``torch.nn.utils.clip_grad_norm_``, and update the
-        parts."""
+        """Clip over the gradients of all workers, and update the parts.
+
+        It clips like ``torch.nn.utils.clip_grad_norm_``.
+        """
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = ScaleGradients(1.0)
         if self.job.clips:

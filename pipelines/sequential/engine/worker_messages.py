@@ -67,8 +67,10 @@ class Assignment:
 
 
 class Train(NamedTuple):
-    """Command to run training step ``number`` with micro-batches of ``sizes`` samples, in the order of
-    ``plan``."""
+    """Command to run training step ``number`` in the order of ``plan``.
+
+    Its micro-batches have ``sizes`` samples.
+    """
 
     number: int
     sizes: tuple[int, ...]
@@ -84,8 +86,10 @@ class ScaleGradients(NamedTuple):
 
 
 class Evaluate(NamedTuple):
-    """Command to compute the outputs of ``chunks`` micro-batches in ``eval`` mode, in the order of
-    ``plan``."""
+    """Command to compute the outputs of ``chunks`` micro-batches in ``eval`` mode.
+
+    They run in the order of ``plan``.
+    """
 
     chunks: int
     plan: str

@@ -1,0 +1,78 @@
+"""Tracebacks of flowchan's own errors, which end near the user's call."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Class = TypeVar("Class", bound=type)
+
+_PACKAGE = __name__.partition(".")[0]
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def ends_at_caller(function: Function) -> Function:
+    """Shorten the tracebacks of the errors that flowchan raises in a public function.
+
+    Such a traceback has the caller's line and the ``raise`` statement, without the calls between them.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **options: Any) -> Any:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            error.__traceback__ = shortened(error.__traceback__)
+            raise  # adds no entry for this frame
+
+    return cast(Function, called)
+
+
+def methods_end_at_caller(cls: Class) -> Class:
+    """Apply :func:`ends_at_caller` to the public methods of a class, unless they have a decorator."""
+    for name, value in list(vars(cls).items()):
+        if (
+            inspect.isfunction(value)
+            and not name.startswith("_")
+            and not hasattr(value, "__wrapped__")
+            and not inspect.iscoroutinefunction(value)
+        ):
+            setattr(cls, name, ends_at_caller(value))
+    return cls
+
+
+def from_users_code(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first entry of the user's code on, or all of it if it has none."""
+    step = trace
+    while step is not None:
+        module = step.tb_frame.f_globals.get("__name__", "")
+        if not _is_of_flowchan(module) and module != "contextlib":
+            return step
+        step = step.tb_next
+    return trace
+
+
+def _is_of_flowchan(module: str) -> bool:
+    return module == _PACKAGE or module.startswith(f"{_PACKAGE}.")
+
+
+def shortened(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without its first entry, which belongs to a decorator.
+
+    If all other entries are of flowchan and the last one is a ``raise`` statement, return that one only. An
+    error that comes from the user's code, or that shows a defect of flowchan, keeps all entries.
+    """
+    first = last = trace and trace.tb_next
+    while last is not None:
+        if not _is_of_flowchan(last.tb_frame.f_globals.get("__name__", "")):
+            return first
+        if last.tb_next is None:
+            code = last.tb_frame.f_code.co_code
+            return last if code[last.tb_lasti] == _RAISE else first
+        last = last.tb_next
+    return first

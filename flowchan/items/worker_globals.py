@@ -1,0 +1,121 @@
+"""Global variables of the functions by value that a worker process has received.
+
+In a worker process all functions of one module share their global variables. So the tasks of a pool see what
+its initializer has set. If the worker has run the script, these are the globals of that script.
+
+The value that arrives with a function is assigned when it is new, or when it has changed since it last
+arrived. Otherwise the worker's value stays, with the changes that the worker has made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from flowchan.items.definitions import MAIN, digest_of
+
+shares_all: ContextVar[bool] = ContextVar("shares_all", default=False)
+"""Whether lambdas and closures share the globals too."""
+
+_CODE = (types.FunctionType, type)
+
+
+class WorkerGlobals:
+    """Globals of the functions that this process has received, by module."""
+
+    def __init__(self) -> None:
+        self.shared = False
+        self._of_module: dict[str, dict[str, Any]] = {}
+        self._arrived: dict[tuple[int, str], object] = {}
+
+    def share(self) -> None:
+        """Begin to share the globals: this process has become a worker."""
+        self.shared = True
+        self._of_module.clear()
+        self._arrived.clear()
+
+    def of(self, base: dict[str, Any]) -> dict[str, Any]:
+        """Return the globals for functions of a module. ``base`` has its attributes, such as its file."""
+        name = usual(base.get("__name__", ""))
+        own = own_names(name)
+        if own and own.get("__file__") == base.get("__file__"):
+            return _names_in_use(own)
+        return self._of_module.setdefault(name, base)
+
+    def offer(self, target: dict[str, Any] | type, values: dict[str, Any]) -> None:
+        """Assign the values that have arrived to globals or attributes, unless the worker's value stays."""
+        names = vars(target) if isinstance(target, type) else target
+        for name, value in values.items():
+            key = id(target), name
+            if name in names and names[name] is value:
+                self._arrived[key] = value if isinstance(value, _CODE) else digest_of(value)
+                continue
+            digest = digest_of(value)
+            if name not in names:
+                stays = False
+            elif key in self._arrived:
+                known = self._arrived[key]
+                stays = known is value or digest == (digest_of(known) if isinstance(known, _CODE) else known)
+            else:
+                stays = digest == digest_of(names[name])
+            self._arrived[key] = digest
+            if not stays or digest is None or isinstance(value, type):
+                _assign(target, name, value)
+
+
+worker_globals = WorkerGlobals()
+
+
+def _assign(target: Any, name: str, value: Any) -> None:
+    if isinstance(target, type):
+        setattr(target, name, value)
+    else:
+        target[name] = value
+
+
+@contextlib.contextmanager
+def shared_globals() -> Iterator[None]:
+    """Let lambdas and closures that are unpickled in the block share the globals of their module too."""
+    token = shares_all.set(True)
+    try:
+        yield
+    finally:
+        shares_all.reset(token)
+
+
+def usual(module: str) -> str:
+    """Return the name of a module in the program that has started this process."""
+    return "__main__" if module in MAIN else module
+
+
+def lookup(names: dict[str, Any], path: str) -> Any:
+    """Return the function or class with a qualified name, or None."""
+    first, *others = path.split(".")
+    found = names.get(first)
+    for name in others:
+        found = vars(found).get(name) if isinstance(found, type) else None
+        found = found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+    return found
+
+
+def own_names(module: str) -> dict[str, Any]:
+    """Return the names of a module that this process has imported or run; empty if it has not."""
+    found = sys.modules.get(usual(module))
+    return {} if found is None else vars(found)
+
+
+def _names_in_use(names: dict[str, Any]) -> dict[str, Any]:
+    """Return the globals of the functions of a module.
+
+    A process that was not forked has only a copy of them in its main module (``runpy.run_path``).
+    """
+    for value in list(names.values()):
+        members = list(vars(value).values()) if isinstance(value, type) else [value]
+        for member in members:
+            if isinstance(member, types.FunctionType) and member.__globals__.get("__name__") in MAIN:
+                return member.__globals__
+    return names

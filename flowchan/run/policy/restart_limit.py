@@ -1,0 +1,64 @@
+"""Count the restarts of a stage against its limit.
+
+The limit holds for a period, like the intensity and period of a supervisor in Erlang/OTP, or
+``StartLimitBurst`` and ``StartLimitIntervalSec`` of systemd. So a service may run for years, and a stage that
+dies again and again still ends its run.
+
+A restart counts from its death until ``RESTART_PERIOD_S`` seconds of work later. The pauses before
+replacements do not count as work. Otherwise long pauses would hide a stage that always dies. A death over an
+item uses no restart, because ``max_deaths`` limits how often the same item is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flowchan.run.policy.actions import Warn
+from flowchan.run.policy.events import Death
+from flowchan.run.policy.transitions import Decision, PolicyState
+
+RESTART_PERIOD_S = 60.0
+"""Seconds of work after which a restart no longer counts."""
+
+
+def uses_restart(death: Death) -> bool:
+    """Tell whether a replacement after this death uses one of the stage's restarts."""
+    return death.counts and not death.over_item
+
+
+def restarts_used(state: PolicyState, stage: str, now: float) -> int:
+    """Return how many restarts of a stage count at present."""
+    return len(_counted(state, stage, now))
+
+
+def has_restart(state: PolicyState, stage: str, now: float) -> bool:
+    """Tell whether a stage has a restart left."""
+    return restarts_used(state, stage, now) < state.limits.get(stage, 0)
+
+
+def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) -> Decision:
+    """Count one restart of a stage that begins after ``pause`` seconds. Warn once the limit is near."""
+    counted = _counted(state, stage, now)
+    recent = (*(at + pause for at in counted), now + pause)
+    state = dataclasses.replace(
+        state,
+        restarts={**state.restarts, stage: state.restarts.get(stage, 0) + 1},
+        recent_restarts={**state.recent_restarts, stage: recent},
+    )
+    limit = state.limits.get(stage, 0)
+    if not _is_near(len(recent), limit) or _is_near(len(counted), limit):
+        return state, ()
+    text = (
+        f"stage {stage!r} has used {len(recent)} of {limit} restarts in {RESTART_PERIOD_S:g} s; "
+        "if they are used up, the next death ends the run"
+    )
+    return state, (Warn(stage, "restarts", text),)
+
+
+def _counted(state: PolicyState, stage: str, now: float) -> tuple[float, ...]:
+    return tuple(at for at in state.recent_restarts.get(stage, ()) if now - at < RESTART_PERIOD_S)
+
+
+def _is_near(used: int, limit: int) -> bool:
+    """Tell whether a fifth of the restarts, and at least one, is left at most."""
+    return used > 0 and limit - used <= max(1, limit // 5)

@@ -1,0 +1,30 @@
+"""The asynchronous iterator over a result of a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
+
+
+class ResultIterator(AsyncIterator[Any]):
+    """The iterator that ``Run.aiter`` returns.
+
+    Dropping it leaves the loop, even if the event loop no longer runs.
+
+    Args:
+        items: The items of the result.
+        leave: Called when the iterator is dropped.
+    """
+
+    def __init__(self, items: AsyncGenerator[Any, None], leave: Callable[[], None]) -> None:
+        self._items, self._leave = items, leave
+
+    def __anext__(self) -> Awaitable[Any]:
+        return self._items.__anext__()
+
+    def aclose(self) -> Awaitable[None]:
+        """Leave the loop."""
+        return self._items.aclose()
+
+    def __del__(self) -> None:
+        self._leave()

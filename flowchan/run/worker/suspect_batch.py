@@ -1,0 +1,103 @@
+"""Try the members of a batch one at a time, because workers have died over the whole batch (R10).
+
+A batch is one item of its stage. So a member that kills its worker would take all other members with it. When
+one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of one.
+
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member over
+which a worker dies is known. The replacement skips that member and tries the others. At the end, the members
+that killed fail, and the results of the others are the result of the batch. If these are not lists of one
+result, the function is called once more, with all other members together.
+
+Invariant. Once outputs may be out, another try puts the same outputs in the same order, because a replacement
+skips as many as are out. So the worker reports that all members were tried (``MembersTried``), and later
+deaths then find no further members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flowchan import _core
+from flowchan.channel.channel import In
+from flowchan.declare.values import Stage
+from flowchan.items.text import short
+from flowchan.run.policy import journal, seeds
+from flowchan.run.policy.events import MembersTried, TriesMember, WorkerId
+from flowchan.run.policy.failures import Suspicion, died_over
+from flowchan.run.worker import item_timeout
+from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+from flowchan.run.worker.requests import Dropped, bare
+
+
+def can_try_members(stage: Stage) -> bool:
+    """Tell whether the stage works on batches whose members can be tried alone."""
+    return "members" in stage.options and stage.operator.one_output and stage.max_deaths > 1
+
+
+class SuspectBatch:
+    """The function of a worker whose first item may be a batch over which other workers have died.
+
+    ``tell`` reports each step to the crew.
+    """
+
+    def __init__(
+        self,
+        job: OperatorJob,
+        stage: Stage,
+        readers: Sequence[In[Any]],
+        suspicion: Suspicion,
+        tell: Callable[[TriesMember | MembersTried], None],
+    ) -> None:
+        self._job, self._function = job, job.function
+        self._stage, self._readers = stage, readers
+        self._suspicion, self._tell = suspicion, tell
+        self._worker = WorkerId(stage.name, seeds.worker().number)
+        self._first = True
+        self._batch: Any = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Call the function, for a suspect batch with one member at a time. A retry does that again."""
+        if self._first:
+            self._first = False
+            self._batch = batch if self._is_suspect(batch) else None
+        if self._batch is None or batch is not self._batch:
+            self._batch = None
+            return self._function(batch)
+        return self._one_at_a_time(batch)
+
+    def _is_suspect(self, batch: Any) -> bool:
+        return type(batch) is list and _core._deaths_over(list(self._readers)) >= self._stage.max_deaths
+
+    def _one_at_a_time(self, batch: list[Any]) -> Any:
+        killers = self._suspicion.members
+        done: list[Any] = []
+        results: list[Any] = []
+        for number, member in enumerate(batch):
+            if number not in killers:
+                self._tell(TriesMember(self._worker, number))
+                try:
+                    results.append(self._function([member]))
+                except Dropped:
+                    continue
+                done.append(member)
+        if not (done or killers):
+            raise Dropped
+        self._tell(TriesMember(self._worker, None))
+        joined = [result[0] for result in results if type(result) is list and len(result) == 1]
+        result = joined if len(joined) == len(done) else self._function(done)
+        self._tell(MembersTried(self._worker))
+        for number, how in killers.items():
+            self._give_up(batch[number], how)
+        batch[:] = done  # the results belong to these members
+        return result if done else SKIPPED
+
+    def _give_up(self, member: Any, how: str) -> None:
+        """Give up a member over which a worker has died, alone and in its batch."""
+        tries = self._stage.max_deaths
+        if self._stage.timeout is not None and how == item_timeout.exceeded(self._stage):
+            error: Exception = TimeoutError(f"the worker {how}")
+        else:
+            error = died_over([*self._suspicion.deaths[: tries - 1], how])
+            journal.blamed(short(bare(member), 120), str(error))
+        self._job.give_up(member, error, tries)

@@ -1,0 +1,48 @@
+"""Define the owner of device memory that this process has opened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from typing import Any
+
+from flowchan.transport.device.arenas import Device
+from flowchan.transport.pidfd import open_pidfd
+
+
+class Owner:
+    """Another process, with its memory and events that are open here."""
+
+    def __init__(self, pid: int) -> None:
+        self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
+        self.events: dict[bytes, Any] = {}
+        self._poll = select.poll()
+        self._fd: int | None = None
+        self._ended = False
+        try:
+            self._fd = open_pidfd(pid)
+            if self._fd is not None:
+                self._poll.register(self._fd, select.POLLIN)
+        except OSError:  # it has ended, or its pid means nothing here: opening its memory will fail
+            pass
+
+    def has_ended(self) -> bool:
+        """Return whether the process has certainly ended."""
+        if self._fd is not None and self._poll.poll(0):
+            self._ended = True
+        return self._ended
+
+    def close(self) -> None:
+        """Close its memory and events. This may wait for the devices."""
+        self.events.clear()
+        for device, identity, memory in self.arenas.values():
+            with contextlib.suppress(OSError):  # the driver may have freed it with its process
+                device.close(identity, memory)
+        self.arenas.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None

@@ -1,0 +1,45 @@
+"""A program whose threads gevent or eventlet has replaced gets an error, where a put would block for good."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowchan import Channel, Graph
+
+PATCHERS = [("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched")]
+
+
+def patch(monkeypatch: pytest.MonkeyPatch, module: str, function: str, patched: tuple[str, ...]) -> None:
+    """Pretend that the library has patched these modules."""
+    stand_in: Any = SimpleNamespace(**{function: lambda name: name in patched})
+    monkeypatch.setitem(sys.modules, module, stand_in)
+
+
+@pytest.mark.parametrize(("module", "function"), PATCHERS)
+def test_channel_of_threads_is_refused_with_green_threads(
+    module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, module, function, ("thread", "threading"))
+    with pytest.raises(RuntimeError, match=r"got green threads of \w+, .*; call .*thread=False"):
+        Channel()
+    Channel[int](across="processes").close()
+
+
+@pytest.mark.parametrize(("module", "function"), PATCHERS)
+def test_channel_is_allowed_if_the_library_leaves_threads_alone(
+    module: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch(monkeypatch, module, function, ("socket",))
+    assert Channel[int]().stats().inside == 0
+
+
+def test_run_is_refused_with_green_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = Graph("green")
+    graph.source([1]).sink(abs)
+    patch(monkeypatch, *PATCHERS[0], ("thread", "threading"))
+    with pytest.raises(RuntimeError, match="green threads of gevent"):
+        graph.run()

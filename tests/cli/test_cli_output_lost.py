@@ -1,0 +1,48 @@
+"""The command when its standard output is closed, full or no longer read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GRAPH = "from flowchan import Graph\ngraph = Graph('numbers')\ngraph.source(range(3)).sink(abs)\n"
+
+commands = pytest.mark.parametrize("command", ["run", "check", "viz"])
+
+
+def ended(command: str, folder: Path, **streams: Any) -> tuple[int, str]:
+    """Return the exit code and the errors of ``flowchan command``."""
+    (folder / "graph.py").write_text(GRAPH)
+    call = "from flowchan.cli.commands import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", call, command, "graph.py"],
+        cwd=folder, stderr=subprocess.PIPE, text=True, check=False, **streams,
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@commands
+def test_command_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        assert ended(command, tmp_path, stdout=writes) == (141, "")
+    finally:
+        os.close(writes)
+
+
+@commands
+def test_command_names_the_error_of_a_full_output(command: str, tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        code, said = ended(command, tmp_path, stdout=full)
+    assert (code, said) == (1, "flowchan: can't write to standard output: No space left on device\n")
+
+
+@commands
+def test_command_works_with_a_closed_output(command: str, tmp_path: Path) -> None:
+    assert ended(command, tmp_path, preexec_fn=lambda: os.close(1)) == (0, "")

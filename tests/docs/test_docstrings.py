@@ -1,0 +1,75 @@
+"""Docstrings of public names have all sections, and their examples print what they show.
+
+``test_docstrings_torch.py`` runs the examples that need torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+
+import pytest
+from support.docstrings import LISTED, exception, missing, output_errors, parsed, public, undocumented_errors
+from support.optional_packages import optional
+
+np = optional("numpy")  # imported here, because its threads stay
+
+PUBLIC = public(torch=False)
+"""The public names and members that do not need torch."""
+
+LINES_OF_A_SCREEN = 50
+
+COMPILED = {
+    "flowchan.HostError": "needs a host that cannot be reached",
+    "flowchan.MemberDied": "needs four hosts",
+    "flowchan.hosts.ray": "needs a Ray cluster",
+    "flowchan.hosts.slurm": "needs a Slurm cluster",
+    "flowchan.hosts.ssh": "needs two hosts",
+}
+"""Examples that are only compiled, with the reason."""
+
+WITHOUT = {
+    "flowchan.ChannelError": "base class, which flowchan does not raise itself",
+    "flowchan.FlowchanError": "base class, which flowchan does not raise itself",
+    "flowchan.Refused": "a log message or the text of a HostError shows it",
+    "flowchan.viz.FORMATS": "a tuple of strings",
+}
+"""Public names without an example, with the reason."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in PUBLIC.items() if one.example and name not in COMPILED]
+)
+def test_docstring_example_gives_the_printed_output(name: str) -> None:
+    if "numpy" in PUBLIC[name].example or ".loan" in name:
+        np.ndarray  # noqa: B018  # skips the test without NumPy
+    assert not (errors := output_errors(name, PUBLIC[name].example)), errors
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_example_that_needs_other_hosts_compiles(name: str) -> None:
+    test = parsed(name, PUBLIC[name].example)
+    assert test.examples
+    for example in test.examples:
+        compile(example.source, name, "single")
+
+
+def test_every_public_name_has_an_example() -> None:
+    assert {name for name in LISTED if name in PUBLIC and not PUBLIC[name].example} == set(WITHOUT)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_docstring_has_all_sections(name: str) -> None:
+    assert not (lacks := missing(name, PUBLIC)), f"{name} lacks {lacks}"
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if inspect.isroutine(one.value)])
+def test_help_of_public_function_fits_a_screen(name: str) -> None:
+    assert pydoc.render_doc(PUBLIC[name].value, renderer=pydoc.plaintext).count("\n") <= LINES_OF_A_SCREEN
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_raises_section_names_the_exceptions_of_the_function(name: str) -> None:
+    for raised in PUBLIC[name].raises():
+        assert issubclass(exception(raised), BaseException)
+    assert not (unnamed := undocumented_errors(PUBLIC[name])), f"{name} also raises {unnamed}"

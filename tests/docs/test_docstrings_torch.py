@@ -1,0 +1,39 @@
+"""The checks of ``test_docstrings.py`` for the public names that need torch."""
+
+from __future__ import annotations
+
+import pytest
+from support.docstrings import LISTED, exception, missing, output_errors, public, undocumented_errors
+from support.optional_packages import optional
+
+torch = optional("torch")
+pytestmark = [
+    pytest.mark.usefixtures("one_compute_thread"),
+    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),  # the modules are small
+]
+PUBLIC = public(torch=True) if torch else {}
+"""The public names and members that need torch."""
+
+
+@pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if one.example])
+def test_torch_docstring_example_gives_the_printed_output(name: str) -> None:
+    assert not (errors := output_errors(name, PUBLIC[name].example)), errors
+
+
+def test_every_public_torch_name_has_an_example() -> None:
+    names = {name for name in LISTED if name in PUBLIC}
+    assert {name for name in names if not PUBLIC[name].example} <= {
+        "flowchan.collective.training.engine.HOOKS"
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_torch_docstring_has_all_sections(name: str) -> None:
+    assert not (lacks := missing(name, PUBLIC)), f"{name} lacks {lacks}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_torch_raises_section_names_the_exceptions_of_the_function(name: str) -> None:
+    for raised in PUBLIC[name].raises():
+        assert issubclass(exception(raised), BaseException)
+    assert not (unnamed := undocumented_errors(PUBLIC[name])), f"{name} also raises {unnamed}"

@@ -1,0 +1,418 @@
+"""Test channels across hosts whose connection breaks, or whose users or owner end or are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import builtins
+import contextlib
+import gc
+import os
+import signal
+import socket
+import threading
+import weakref
+
+import pytest
+from support.peers import HostPeer, ProcessPeer, ThreadPeer, child_of_multiprocessing
+from support.waiting import wait_stats, wait_until
+
+from benchmarks.far import cut
+from flowchan import Broken, Channel, Closed, HostError, WorkerDied
+from flowchan.hosts import open_channel, serve
+from flowchan.pipelines import Server
+from flowchan.remote import connection, serving
+from flowchan.remote.channel_server import ChannelServer
+from flowchan.remote.session import ClientSession
+from flowchan.transport.local_peers import LocalPeer
+
+pytestmark = pytest.mark.usefixtures("impatient")
+
+
+def make(capacity=64, **options):
+    return Channel(capacity, across="hosts", **options)
+
+
+def wait_for_sessions(channel):
+    """Wait for one reader, and return the sessions of the remote users of the channel."""
+    wait_stats(channel, readers=1)
+    return channel._reached.server.sessions()
+
+
+def test_broken_connection_loses_and_repeats_no_item():
+    """The items go through ports and single calls."""
+    there, back, calls = make(), make(), make(100_000)
+
+    def work():
+        with there.reader() as numbers, back.writer() as doubles:
+            for number in numbers:
+                doubles.put(2 * number)
+                if number % 50 == 0:
+                    calls.put(number)
+
+    def feed():
+        with there.writer() as writer:
+            writer.put_many(range(5_000))
+
+    peer, feeding = HostPeer(work), ThreadPeer(feed)
+    (session,), found = wait_for_sessions(there), []
+    for number in back:
+        found.append(number)
+        if len(found) % 500 == 0:
+            cut()
+    breaks = session.link.state()["breaks"]
+    peer.result()
+    feeding.result()
+    assert breaks > 0
+    assert found == [2 * number for number in range(5_000)]
+    assert calls.get_many(1_000) == list(range(0, 5_000, 50))
+
+
+def test_killed_remote_writer_breaks_the_channel():
+    """C5: the death of a writer is not a clean end."""
+    channel, ready = make(), make()
+
+    def write():
+        writer = channel.writer()
+        writer.put(1)
+        ready.put(os.getpid())
+        signal.pause()
+
+    peer = HostPeer(write)
+    pid = ready.get()
+    wait_stats(channel, items_in=1)
+    peer.kill()
+    peer.join()
+    assert channel.get() == 1
+    with pytest.raises(Broken) as caught:
+        channel.get()
+    assert isinstance(caught.value.__cause__, WorkerDied)
+    assert caught.value.__cause__.pid == pid
+
+
+def test_program_that_leaves_a_writer_open_breaks_the_channel():
+    """C5: an exit without ``close()`` is not a clean end."""
+    channel = make()
+
+    def write():
+        builtins.kept = channel.writer()  # so that the garbage collector does not close it
+        builtins.kept.put(1)
+
+    HostPeer(write).result()
+    with pytest.raises(Broken):
+        list(channel)
+
+
+def test_program_that_ends_sends_items_beyond_the_capacity_first():
+    """C5: the channel had no room for the items when the program began to exit."""
+    ch, told, kept = make(1), make(), []
+
+    def write():
+        kept.append(ch.writer())
+        kept[0].put_many(range(1000))
+        atexit.register(told.put, "ending")  # ``atexit`` calls the last registered function first
+
+    peer, found = HostPeer(write), []
+    told.get()
+    with contextlib.suppress(Broken):  # the program has not closed its writer
+        for number in ch:
+            found.append(number)
+    peer.result()
+    assert found == list(range(1000))
+
+
+def test_forked_child_that_ends_sends_its_items_first():
+    """C1: a child of ``multiprocessing`` runs no ``atexit`` functions."""
+    channel = make(10_000)
+
+    def put_all():
+        out = channel.writer()
+        for number in range(1000):
+            out.put(bytes([number % 251]) * 20_000)
+
+    HostPeer(child_of_multiprocessing, put_all).result()
+    assert [channel.get(timeout=60)[0] for _ in range(1000)] == [n % 251 for n in range(1000)]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
+    """C12: the program has already left the owner, because it uses none of its channels any more."""
+    channel, done = make(), threading.Event()
+    server, look, post = (
+        channel._reached.server,
+        connection.Connection._leave_if_unused,
+        connection.Connection.post,
+    )
+    sent = []
+
+    def look_late(self):
+        done.wait()
+        look(self)
+
+    def post_and_say(self, number, what, *arguments, **options):
+        sent.append(what)
+        post(self, number, what, *arguments, **options)
+
+    def use():
+        inner = channel._another(1)
+        channel.put(inner)
+        monkeypatch.setattr(connection.Connection, "_leave_if_unused", look_late)
+        monkeypatch.setattr(connection.Connection, "post", post_and_say)
+        (one,) = connection._connections.values()
+        one.notify("used", 0)
+        if broken:
+            cut()
+        assert channel.get() is inner
+        del inner
+        done.set()
+        wait_until(lambda: not connection._connections)
+        assert sent[-1] == "leave"
+
+    child_of_multiprocessing(use)
+    wait_until(lambda: not server._under_way, what=lambda: server._under_way)
+
+
+@pytest.mark.parametrize("cause", [None, ValueError("why")])
+def test_writer_of_an_ended_channel_raises_at_once(cause):
+    """C5, C7: the end may arrive from the owner before the opening program has read the reply."""
+    channel = make()
+    if cause is None:
+        channel.close()
+    else:
+        channel.abort(cause)
+
+    def write():
+        for _ in range(300):
+            with channel.writer() as writer, pytest.raises(Closed if cause is None else Broken) as caught:
+                writer.put_many(range(2000))  # more than fits in transit
+            assert repr(caught.value.__cause__) == repr(cause)
+
+    HostPeer(write).result()
+
+
+def test_killed_process_of_this_machine_is_noticed_without_timeout():
+    """C11: the owner notices the death at any ``peer_timeout``, and the unfinished item returns."""
+    serve(peer_timeout=3600)
+    channel, ready = make(), make()
+
+    def read():
+        reader = channel.reader()
+        ready.put(reader.get())
+        signal.pause()
+
+    spare = channel.reader()
+    channel.put_many(range(3))
+    peer = HostPeer(read)
+    assert ready.get() == 0
+    peer.kill()
+    peer.join()
+    wait_stats(channel, readers=1)
+    assert [spare.get(), spare.get(), spare.get()] == [0, 1, 2]
+    spare.close()
+
+
+def test_waiting_remote_calls_break_when_the_owner_is_killed():
+    told, answers = make(), make()
+
+    def hold():
+        serve(peer_timeout=2)
+        mine = make()
+        told.put(mine)
+        mine.reader().get()
+
+    def wait():
+        channel = told.get()
+        answers.put("waiting")
+        with pytest.raises(Broken) as caught:
+            channel.get()
+        assert isinstance(caught.value.__cause__, HostError)
+        with pytest.raises(Broken):
+            channel.put(1)
+        assert channel.broken
+
+    owner = HostPeer(hold)
+    peer = HostPeer(wait)
+    answers.get()
+    owner.kill()
+    owner.join()
+    peer.result()
+
+
+def test_waiting_calls_break_when_the_owner_exits():
+    told = make()
+
+    def hold():
+        mine = make()
+        told.put(mine)
+        mine.get()
+
+    owner = HostPeer(hold)
+    channel = told.get()
+    writer = channel.writer()
+    channel.put("end")
+    owner.result()
+    with pytest.raises(Broken):
+        channel.get()
+    with pytest.raises(Broken):
+        writer.put(1)
+
+
+def test_forked_child_uses_the_channels_of_its_parent():
+    """The child has its own connection, which may break without harm to the parent."""
+    channel = make()
+
+    def fork():
+        channel.put("parent")
+        ProcessPeer(channel.put, "child").result()
+        channel.put("parent again")
+
+    HostPeer(fork).result()
+    assert channel.get_many(5) == ["parent", "child", "parent again"]
+
+
+def test_releasing_the_last_handle_leaves_nothing():
+    """C12: a fixture of all tests checks threads, descriptors and memory on both sides."""
+    channel = make()
+
+    def come_and_go():
+        address, secret = channel.address, channel.secret
+        count = len(os.listdir("/proc/self/fd"))
+        with channel.writer() as writer:
+            writer.put(1)
+        return address, secret, count, threading.active_count()
+
+    HostPeer(come_and_go).result()
+    assert channel.closed
+
+
+def test_aborted_channel_releases_its_clients_without_the_collector():
+    """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
+    channel, ready = make(), make()
+    (server,) = serving._servers
+
+    def write():
+        writer = channel.writer()
+        ready.put(None)
+        with contextlib.suppress(Broken):
+            while True:
+                writer.put(1)
+
+    gc.disable()
+    try:
+        peer = HostPeer(write)
+        ready.get()
+        found = [weakref.ref(session) for session in server.sessions()]
+        channel.abort(ValueError("why"))
+        peer.result()
+        wait_until(lambda: not any(session() for session in found))
+    finally:
+        gc.enable()
+
+
+def test_server_is_over_once_its_last_channel_is_released():
+    """The server's thread learns that the channel is gone, and may check before any other code runs."""
+    channel, found = make(), []
+    (server,) = serving._servers
+    weakref.finalize(channel, lambda: found.append(server.is_over()))
+    del channel
+    assert found == [True]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_port_left_by_an_exception_returns_its_current_item(fails):
+    """C6: a remote port behaves like a port at the owner."""
+    channel = make()
+    channel.put_many(range(3))
+
+    def leave():
+        with contextlib.suppress(KeyError), channel.reader() as reader:
+            assert reader.get() == 0
+            if fails:
+                raise KeyError
+
+    spare = channel.reader()
+    HostPeer(leave).result()
+    channel.close()
+    assert list(spare) == list(range(0 if fails else 1, 3))
+
+
+def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
+    """C11: the busy server has looked for the client's process twice by then."""
+    looks, has_ended, attach = [], LocalPeer.has_ended, ClientSession.attach
+
+    def look(process):
+        looks.append(process)
+        return has_ended(process)
+
+    def attach_late(session, sock):
+        wait_until(lambda: len(looks) > 1 or not session._watching.is_alive())
+        attach(session, sock)
+
+    monkeypatch.setattr(LocalPeer, "has_ended", look)
+    monkeypatch.setattr(ClientSession, "attach", attach_late)
+    channel = make()
+    HostPeer(channel.put, "item").result()
+    assert channel.get() == "item"
+
+
+def test_unresponsive_owner_does_not_block_other_owners():
+    """C12: ports of other owners close and their channels open while one owner is dialled."""
+    one, other = make(), make()
+
+    def use():
+        silent = socket.create_server(("127.0.0.1", 0))
+        channel = open_channel(one.address, one.secret)
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        dialling = ThreadPeer(lambda: open_channel(f"{place}/1", bytes(32), timeout=1000))
+        kept, _ = silent.accept()
+        with channel.writer() as writer:
+            writer.put("sent")
+        return open_channel(other.address, other.secret).capacity, dialling.running(), kept.close()
+
+    peer = HostPeer(use)
+    assert one.get() == "sent"
+    assert peer.result() == (other.capacity, True, None)
+
+
+def test_server_says_goodbye_to_all_clients_concurrently():
+    """A client that does not hear the goodbye keeps no other client waiting."""
+    server, sent = ChannelServer(kept=True), []
+
+    class Deaf:
+        def __init__(self):
+            self.told = asyncio.Event()
+
+        async def notify_and_end(self, why):
+            self.told.set()
+            async with asyncio.timeout(20):
+                await sessions[1 - sessions.index(self)].told.wait()
+            sent.append(why)
+
+    sessions = [Deaf(), Deaf()]
+    server._sessions.update(enumerate(sessions))
+    server.close()
+    assert len(sent) == 2
+
+
+WRONG = [
+    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, got str"),
+    ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, got 1"),
+    ({"peer_timeout": 0}, ValueError, "serve: peer_timeout must be greater than 0"),
+    ({"peer_timeout": "3"}, TypeError, "serve: peer_timeout must be a number of seconds"),
+    ({"peer_timeout": None}, TypeError, "serve: peer_timeout must be a number of seconds, got None"),
+    ({"tls": "no"}, TypeError, "serve: tls must be True or False, got 'no'"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_serve_refuses_invalid_options(options, error, message):
+    with pytest.raises(error, match=message):
+        serve(**options)
+    assert make().capacity == 64  # unchanged
+
+
+def test_invalid_secret_is_refused_by_name():
+    with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
+        open_channel("127.0.0.1:1/1", b"abc")
+    with pytest.raises(TypeError, match="Server: secret must be bytes"):
+        Server(secret="x" * 40)

@@ -1,0 +1,263 @@
+"""``map``: n workers run one function. ``join`` returns the results in worker order or raises the errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+from support.waiting import wait_until
+
+from flowchan import Channel, GraphError, RunError, WorkerDied, worker
+from flowchan.pipelines import Lock, map  # noqa: A004
+
+everywhere = pytest.mark.parametrize("on", ["thread", "process"])
+
+
+@everywhere
+def test_one_worker_gives_one_result(on: Any) -> None:
+    assert map(1, lambda value, worker: value, 42, on=on).join() == [42]
+
+
+@everywhere
+def test_map_accepts_several_nested_arguments_and_results(on: Any) -> None:
+    given = ("a", 3.5, {"b": [1, 2, {"c": None}]})
+    assert map(1, lambda *values: values[:-1], *given, on=on).join() == [given]
+
+
+@everywhere
+def test_results_come_in_worker_order_regardless_of_finish(on: Any) -> None:
+    ended = Channel[int](8, across="processes")
+
+    def last_first(n: int, worker: int) -> int:
+        if worker < n:
+            while ended.stats().items_in < n - worker:
+                os.sched_yield()
+        ended.put(worker)
+        return 10 * worker
+
+    assert map(4, last_first, 4, on=on).join() == [10, 20, 30, 40]
+    assert ended.get_many(4) == [4, 3, 2, 1]
+
+
+@everywhere
+def test_none_result_keeps_its_position(on: Any) -> None:
+    assert map(3, lambda value, worker: value if worker == 2 else None, 7, on=on).join() == [None, 7, None]
+    assert map(2, lambda value, worker: value, None, on=on).join() == [None, None]
+
+
+@everywhere
+def test_the_workers_number_is_the_last_argument(on: Any) -> None:
+    assert map(4, lambda given, worker: (given, worker), "x", on=on).join() == [
+        ("x", n) for n in (1, 2, 3, 4)
+    ]
+
+
+@everywhere
+def test_all_workers_run_at_the_same_time(on: Any) -> None:
+    arrived = Channel[int](5, across="processes")
+
+    def meet(worker: int) -> bool:
+        arrived.put(worker)
+        while arrived.stats().items_in < 5:
+            os.sched_yield()
+        return True
+
+    assert map(5, meet, on=on).join() == [True] * 5
+
+
+@everywhere
+def test_each_call_has_its_own_worker(on: Any) -> None:
+    """The first worker to be ready could otherwise take all calls, because none of them waits."""
+    assert map(20, lambda number: worker().number, on=on).join() == list(range(1, 21))
+
+
+def test_each_call_has_a_process_of_its_own() -> None:
+    assert len({os.getpid(), *map(4, lambda number: os.getpid(), on="process").join()}) == 5
+
+
+@everywhere
+def test_join_raises_the_error_of_a_worker(on: Any) -> None:
+    def fail(worker: int) -> None:
+        raise LookupError(f"in {worker}")
+
+    with pytest.raises(RunError) as caught:
+        map(1, fail, on=on).join()
+    (error,) = caught.value.exceptions
+    assert error.stage == "fail"
+    assert error.worker == "fail 1"
+    assert isinstance(error.__cause__, LookupError)
+    assert error.__cause__.args == ("in 1",)
+
+
+def test_join_raises_only_after_all_have_ended() -> None:
+    gate = threading.Event()
+    ended = []
+
+    def work(worker: int) -> None:
+        if worker == 1:
+            raise ValueError
+        gate.wait()
+        ended.append(worker)
+
+    workers = map(2, work)
+    with pytest.raises(TimeoutError):
+        workers.join(timeout=0.05)
+    gate.set()
+    with pytest.raises(RunError, match="1 of 2 workers"):
+        workers.join()
+    assert ended == [2]
+
+
+@everywhere
+def test_join_raises_each_error_once_then_returns_results(on: Any) -> None:
+    def odd_fails(worker: int) -> int:
+        if worker % 2:
+            raise ValueError(worker)
+        return worker
+
+    workers = map(6, odd_fails, on=on)
+    with pytest.raises(RunError) as caught:
+        workers.join()
+    assert sorted(error.__cause__.args[0] for error in caught.value.exceptions if error.__cause__) == [
+        1,
+        3,
+        5,
+    ]
+    assert workers.join() == workers.join() == [2, 4, 6]
+
+
+@everywhere
+def test_check_errors_raises_early_and_join_returns_other_results(on: Any) -> None:
+    gate = Channel[None](1, across="processes")
+
+    def work(worker: int) -> int:
+        if worker == 1:
+            raise ValueError
+        return sum(1 for _ in gate) + 42
+
+    workers = map(2, work, on=on)
+
+    def failed() -> bool:
+        try:
+            workers.check_errors()
+        except RunError:
+            return True
+        return False
+
+    wait_until(failed)
+    workers.check_errors()  # raises each error only once
+    gate.close()
+    assert workers.join() == [42]
+
+
+def test_check_errors_is_silent_while_nothing_has_failed() -> None:
+    workers = map(2, lambda worker: worker)
+    workers.check_errors()
+    workers.join()
+    workers.check_errors()
+
+
+@everywhere
+def test_worker_that_raises_system_exit_fails(on: Any) -> None:
+    def leave(worker: int) -> int:
+        if worker == 2:
+            raise SystemExit(3)
+        return worker
+
+    workers = map(3, leave, on=on)
+    with pytest.raises(RunError) as caught:
+        workers.join()
+    assert isinstance(caught.value.exceptions[0].__cause__, SystemExit)
+    assert workers.join() == [1, 3]
+
+
+def test_killed_worker_process_fails_without_repeating_its_call() -> None:
+    begun = Channel[int](8, across="processes")
+
+    def work(worker: int) -> int:
+        begun.put(worker)
+        if worker == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return worker
+
+    workers = map(3, work, on="process")
+    with pytest.raises(RunError) as caught:
+        workers.join()
+    assert isinstance(caught.value.exceptions[0].__cause__, WorkerDied)
+    assert workers.join() == [1, 3]
+    assert sorted(begun.get_many(8)) == [1, 2, 3]
+
+
+@everywhere
+def test_closures_and_globals_reach_the_workers(on: Any) -> None:
+    one, two = 1, [2]
+    assert map(2, lambda worker: one + two[0] + worker + len(os.sep), on=on).join() == [5, 6]
+
+
+def test_hundreds_of_workers_on_threads() -> None:
+    assert map(300, lambda worker: worker).join() == list(range(1, 301))
+
+
+@everywhere
+def test_large_arguments_and_results(on: Any) -> None:
+    table = {str(number): list(range(number % 10)) for number in range(1000)}
+    array = np.arange(8_000.0)
+    for found, total in map(2, lambda table, array, worker: (table, array.sum()), table, array, on=on).join():
+        assert found == table
+        assert total == array.sum()
+
+
+def test_threads_get_the_same_objects() -> None:
+    array = np.zeros(3)
+    map(3, lambda array, worker: array.__setitem__(worker - 1, worker), array).join()
+    assert array.tolist() == [1, 2, 3]
+
+
+@everywhere
+def test_options_with_a_lock_inside_reach_every_worker(on: Any) -> None:
+    options = {"lock": Lock(), "array": np.ones(4), "size": 2}
+
+    def work(options: dict[str, Any], worker: int) -> tuple[float, int]:
+        with options["lock"]:
+            return options["array"].sum(), worker
+
+    assert map(2, work, options, on=on).join() == [(4.0, 1), (4.0, 2)]
+
+
+def test_bad_input_raises_at_the_call() -> None:
+    with pytest.raises(TypeError, match="fn must be callable"):
+        map(2, 42)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="map: n must be at least 1, got 0"):
+        map(0, print)
+    with pytest.raises(TypeError, match="map: n must be an int of at least 1, got '2'"):
+        map("2", print)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match='"thread", "process"'):
+        map(2, print, on="thraed")  # type: ignore[arg-type]
+    with pytest.raises(GraphError, match="lock"):
+        map(2, print, threading.Lock(), on="process")
+
+
+@everywhere
+def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
+    """R6: they are closed at once, not when Python next collects cycles."""
+    gc.disable()
+    try:
+        workers = map(2, str, on=on)
+        assert workers.join() == ["1", "2"]
+        channels = [weakref.ref(channel) for channel in workers._run._ports.channels.values()]
+        del workers
+        # its threads end a moment later
+        wait_until(lambda: all(channel() is None for channel in channels))
+    finally:
+        gc.enable()
+
+
+def test_misspelt_option_names_the_closest_option() -> None:
+    with pytest.raises(TypeError, match=r"^map: has no option 'onn'; did you mean 'on'\?$"):
+        map(2, abs, onn="process")  # type: ignore[call-arg]
