@@ -193,7 +193,8 @@ void ask_other_owners(const std::vector<Operation>& ops) {
             due.push_back(op);
     }
     for (const Operation& op : due) {
-        if (ask_owners({op}))
+        if (is_ready(op) || ask_owners({op}) ||
+            is_ready(op))  // its item may arrive while another owner is asked
             possible.push_back(op);
         else
             op.owner_asked->last_found_nothing = now_ns();

@@ -316,11 +316,15 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
+            # Look before the offer too: an item that another client returns in between is in neither place.
+            prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
             if offered is not None:  # else the items that this client has prefetched are on their way back
                 sent, ended = offered
-                if got is None or ended or sent > got or not self._server.has_prefetched(channel, self):
+                if got is None or ended or sent > got:
                     return sent, ended, _moves(channel)
+                if not prefetched and moves == _moves(channel):
+                    return sent, ended, moves
             await asyncio.sleep(TRANSIT_POLL_S)
 
     def has_prefetched(self, channel: Channel[Any]) -> bool:
