@@ -323,8 +323,8 @@ class Channel(_core.Channel[T]):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the owner of a remote channel has every item that this process has put.
 
-        A remote channel (``flowchan.hosts.open_channel``) sends items while the program continues. On a channel
-        of this machine, ``flush`` returns immediately, because ``put`` returns when the item is in the channel.
+        A remote channel (``flowchan.hosts.open_channel``) sends items while the program continues. On a local
+        channel, ``flush`` returns immediately, because ``put`` returns when the item is in the channel.
 
         Args:
             timeout: How many seconds to wait at most; no limit by default.

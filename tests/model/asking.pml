@@ -3,6 +3,9 @@
    channels; each other process has a control stream to it. Requests arrive on this stream once and in order
    (line.pml shows that) until the owner gives the process up, which may happen at any moment.
 
+   The items of X reach a process through its ports (line.pml, lease.pml). Here the reply to a call carries them. This
+   stands for every reply that a caller must not lose, such as the new channel of `make`.
+
    A call is a request to the owner, which runs it in a task and answers. A caller that stops waiting reports this:
    the task is cancelled unless it has already taken an item; the item is then the next one of the process that asked.
    If a process has lost the owner, every call raises this error, including calls that begin at that moment.
@@ -17,13 +20,13 @@
    -----------------------------------   ------------------------------------------------------------------
    post()                                connection.py: Connection.post, PendingCall
    abandon()                             connection.py: Connection.abandon; session.py: Cancel
-   told()                                connection.py: Connection._received; remote_channel.py: RemoteChannel._return_one
+   told()                                connection.py: Connection._received; pending_calls.py: `late` of Calls.ask
    lose()                                connection.py: Connection._lose, Connection.broken
    keep_or_use()                         remote_channel.py: unpickle_channel, remote_channel, RemoteChannel.item_done
    nudged()                              connection.py: Connection._send_notice, Connection.notify, Connection.register
    hear()                                session.py: ClientSession._receive_requests, ClientSession._do, ClientSession._do_open, ClientSession._drop
    count(), uncount()                    channel_server.py: ChannelServer.send, ChannelServer.item_done, ChannelServer.find
-   take(), answer()                      session.py: ClientSession._do_get, ClientSession._answer
+   take(), answer()                      session.py: ClientSession._do, ClientSession._answer
    give_up()                             session.py: ClientSession._give_up
 
    Left out: ports, which are streams; several channels in one call; puts that wait for room.
