@@ -327,12 +327,22 @@ class Channel(_core.Channel[T]):
         channel, ``flush`` returns immediately, because ``put`` returns when the item is in the channel.
 
         Args:
-            timeout: How many seconds to wait at most; no limit by default.
+            timeout: Seconds to wait (default: no limit).
 
         Raises:
-            Full: The owner had no room for all of them in time.
-            Closed: The channel was closed before the owner had all of them.
+            Full: The owner had no room for all items in time.
+            Closed: The channel was closed before the owner had all items.
             Broken: The channel was aborted, or its owner is lost.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> from flowchan.hosts import open_channel
+            >>> letters = Channel(across="hosts")
+            >>> remote = open_channel(letters.address, letters.secret)  # usually in another program
+            >>> remote.put("a")
+            >>> remote.flush()
+            >>> len(letters)
+            1
         """
 
     loan = arrays.loan

@@ -111,7 +111,25 @@ class Out(_core.Out[T_contra]):
             super().__exit__(type, error, traceback)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner of the channel has every item of this port; see ``Channel.flush``."""
+        """Wait until the owner of the channel has every item of this port; see ``Channel.flush``.
+
+        Args:
+            timeout: Seconds to wait (default: no limit).
+
+        Raises:
+            Full: The owner had no room for all items in time.
+            Closed: The channel was closed before the owner had all items.
+            Broken: The channel was aborted, or its owner is lost.
+
+        Example:
+            >>> from flowchan import Channel
+            >>> channel = Channel()
+            >>> with channel.writer() as out:
+            ...     out.put("a")
+            ...     out.flush()
+            >>> channel.get()
+            'a'
+        """
 
     aput = awaiting.aput
     loan = arrays.loan

@@ -135,6 +135,9 @@ class ChannelServer:
 
         The process that finishes the item calls :meth:`item_done`.
 
+        Args:
+            number: Number of the channel.
+
         Returns:
             False if no process has the channel any more.
         """
@@ -208,6 +211,12 @@ class ChannelServer:
 
     def find(self, number: int) -> Channel[Any]:
         """Return the channel with this number.
+
+        Args:
+            number: Number of the channel.
+
+        Returns:
+            The channel.
 
         Raises:
             ChannelError: The channel was released or never existed.

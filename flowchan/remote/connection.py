@@ -83,6 +83,12 @@ class RemotePort:
 class Connection(Calls):
     """Connection to one owner; see the module.
 
+    Args:
+        address: Host and port of the owner.
+        secret: Secret of the owner's server.
+        tls: Whether the connection is encrypted.
+        timeout: Seconds to wait for the owner.
+
     Raises:
         HostError: The owner can't be reached within ``timeout`` seconds.
     """
@@ -148,13 +154,16 @@ class Connection(Calls):
     # --- requests to the owner ---
 
     def open(self, channel: int, within: float | None = None) -> Any:
-        """Open the channel, and return its capacity, ``max_bytes`` and name.
+        """Open a channel.
 
         The owner keeps the channel until this process drops it.
 
         Args:
             channel: Number of the channel.
             within: Seconds to wait for the reply, plus two round trips (default: no limit).
+
+        Returns:
+            Its capacity, ``max_bytes`` and name.
 
         Raises:
             HostError: The owner has not replied in time.
@@ -241,6 +250,11 @@ class Connection(Calls):
 
     def await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None:
         """Wait until the owner has put ``count`` items of this stream.
+
+        Args:
+            stream: The stream.
+            count: Number of items since the stream was opened.
+            timeout: Seconds to wait; None waits without a limit.
 
         Returns:
             True if it has, False if it never will, and None if ``timeout`` seconds have passed.

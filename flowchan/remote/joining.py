@@ -122,6 +122,13 @@ def join(
 ) -> tuple[int, In[Any], Out[Any], Any]:
     """Join a server as a client.
 
+    Args:
+        address: Host and port of the server.
+        secret: Secret of the server.
+        tls: Whether the connection is encrypted.
+        timeout: Seconds to wait for the server.
+        tag: Name of this client, which the server shows.
+
     Returns:
         The number of the client, its port to read from, its port to write to, and its link.
     """

@@ -7,7 +7,7 @@ separate stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,33 +111,31 @@ class ServerClosed:
 def sealed(item: Any) -> Any:
     """Return ``item`` in the form in which it travels.
 
+    Args:
+        item: Any item.
+
+    Returns:
+        The item itself if it is of a plain type, else the packed item.
+
     Raises:
         TypeError: The item can't leave its machine.
     """
-    return seal(item)[0]
-
-
-def seal(item: Any) -> tuple[Any, Callable[[], None]]:
-    """Return ``item`` in the form in which it travels, and a function that undoes the packing.
-
-    Call the function if the item is not sent.
-    """
     if type(item) in PLAIN:
-        return item, lambda: None
+        return item
     packed, take_back = pack_to_pass_on(item)
     if isinstance(packed, list) and any(isinstance(part, Channel) for part in packed):
         take_back()
         raise TypeError(
-            f"can't send {short(item)} to another host: it holds a channel that only processes of one "
+            f"can't send {short(item)} to another host: it holds a channel that only processes on one "
             "machine can share; make it with across='hosts'"
         )
     if isinstance(packed, list) and any(map(is_storage, packed)):
         take_back()
         raise TypeError(
-            f"can't send {short(item)} to another host: it holds a tensor in memory that only processes of "
+            f"can't send {short(item)} to another host: it holds a tensor in memory that only processes on "
             "one machine can share; send tensor.clone()"
         )
-    return Sealed(packed), take_back
+    return Sealed(packed)
 
 
 def for_put(item: Any) -> Any:

@@ -102,6 +102,9 @@ class Calls:
             within: Seconds to wait for the reply (default: no limit).
             first: Called before the request is sent.
 
+        Returns:
+            What ``take`` returned.
+
         Raises:
             Unanswered: The owner did not reply within ``within`` seconds.
         """

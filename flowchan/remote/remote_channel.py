@@ -408,9 +408,7 @@ def _item_done(link: weakref.ref[Connection], number: int) -> None:
 def unpickle_channel(
     address: str, secret: bytes, tls: bool, server_id: str, sent: str | bool
 ) -> Channel[Any]:
-    """Return the channel of an address when it is unpickled.
-
-    If this process owns the channel, that is the channel itself.
+    """Return the channel with this address when it is unpickled.
 
     Args:
         address: Address of the channel.
@@ -419,6 +417,9 @@ def unpickle_channel(
         server_id: Id of the channel's server.
         sent: Mark of an item that contained the channel, which the owner keeps until the item is finished;
             False without an item.
+
+    Returns:
+        The channel; in the process that owns it, the original object.
     """
     server = server_of(server_id)
     try:
@@ -452,6 +453,9 @@ def remote_channel(
         tls: Whether the connection is encrypted.
         timeout: Seconds to connect to an owner without a connection.
         give_up: Time at which to stop waiting for the reply of the owner (default: never).
+
+    Returns:
+        The object, which all callers in this process share.
     """
     with using(place_in(address), secret, tls, timeout) as connection:
         known: RemoteChannel[Any] | None = connection.user(number_in(address))
