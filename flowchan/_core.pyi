@@ -438,13 +438,13 @@ class Out(Generic[T_contra]):
 class Link:
     """The connection between two hosts of a run, which serves the ports of remote workers."""
 
-    def __init__(self, home: bool) -> None: ...
+    def __init__(self, owner_side: bool) -> None: ...
     def attach(self, fd: int) -> None:
         """Continue over this connected socket, and take ownership of it.
 
         Frames that did not arrive over the former one are sent again.
         """
-    def line(
+    def open_stream(
         self,
         number: int,
         inputs: list[Any],

@@ -114,7 +114,7 @@ nb::dict state_of(PyLink& link) {
         counts = link.counts();
         connected = link.connected();
     }
-    nb::dict lines;
+    nb::dict streams;
     for (const StreamCounts& stream : counts) {
         nb::dict one;
         one["ahead"] = stream.ahead;
@@ -125,7 +125,7 @@ nb::dict state_of(PyLink& link) {
         one["taken"] = stream.taken;
         one["used"] = stream.used;
         one["standing"] = stream.standing;
-        lines[nb::int_(stream.number)] = one;
+        streams[nb::int_(stream.number)] = one;
     }
     nb::dict all;
     all["connected"] = connected;
@@ -134,7 +134,7 @@ nb::dict state_of(PyLink& link) {
     all["bytes_in"] = link.bytes_in.load();
     all["bytes_out"] = link.bytes_out.load();
     all["breaks"] = link.breaks.load();
-    all["lines"] = lines;
+    all["streams"] = streams;
     return all;
 }
 
@@ -144,7 +144,7 @@ void bind_link(nb::module_& m) {
     nb::class_<PyLink>(m, "Link",
                        "The connection between two hosts of a run, which serves the ports of remote "
                        "workers.")
-        .def(nb::init<bool>(), "home"_a)
+        .def(nb::init<bool>(), "owner_side"_a)
         .def(
             "attach",
             [](PyLink& link, int fd) {
@@ -154,7 +154,7 @@ void bind_link(nb::module_& m) {
             "fd"_a,
             "Continue over this connected socket, and take ownership of it.\n\n"
             "Frames that did not arrive over the former one are sent again.")
-        .def("line", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
+        .def("open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "limited"_a = false,
              "Serve the ports of one worker, under a number that both sides use.\n\n"
              "``on_demand``: items come only for workers that wait for one or process one.\n"

@@ -131,7 +131,7 @@ class Agent:
         self._processes = WorkerProcesses(orders.graph, self._events, self._report_process_end)
         logs.set_levels(orders.levels)  # before the forks, so that workers inherit the levels
         self._link = _core.Link(False)
-        self._link.line(0, [self._commands_writer], [self._reports_reader])
+        self._link.open_stream(0, [self._commands_writer], [self._reports_reader])
 
     def run(self) -> None:
         """Carry out commands until the driver says that the run is over."""
@@ -209,7 +209,7 @@ class Agent:
         ports = _open_ports(start, channels)
         fill = [channels[f"in {port}"].writer() for port in start.inputs]
         drain = [port.channel.reader() for port in ports.writers()]
-        self._link.line(start.line, fill, drain)
+        self._link.open_stream(start.stream, fill, drain)
         return _Worker(start, channels, ports, (fill, drain))
 
     def _recover(self, worker: _Worker, blame: bool) -> None:
@@ -241,7 +241,7 @@ class Agent:
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
         if worker is not None:
-            self._link.drop(worker.start.line)
+            self._link.drop(worker.start.stream)
             for port in (*worker.ports.everything(), *worker.ends[0], *worker.ends[1]):
                 port.close()
 
@@ -262,10 +262,10 @@ class Agent:
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
-                case link_events.ItemRefused(line, port):
-                    self._refused(line, port)
-                case link_events.ItemTooLarge(line, port, size):
-                    self._too_large(line, port, size)
+                case link_events.ItemRefused(stream, port):
+                    self._refused(stream, port)
+                case link_events.ItemTooLarge(stream, port, size):
+                    self._too_large(stream, port, size)
                 case link_events.LinkBroken(why):
                     silent = self._link.state()["heard_ago"]
                     self._link.attach(
@@ -274,16 +274,16 @@ class Agent:
                 case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
                     self._give_up(f"has received nothing from the driver for {silent:.1f} s")
 
-    def _on_line(self, number: int) -> Iterator[_Worker]:
-        return (worker for worker in list(self._workers.values()) if worker.start.line == number)
+    def _on_stream(self, number: int) -> Iterator[_Worker]:
+        return (worker for worker in list(self._workers.values()) if worker.start.stream == number)
 
-    def _refused(self, line: int, port: int) -> None:
-        for worker in self._on_line(line):
+    def _refused(self, stream: int, port: int) -> None:
+        for worker in self._on_stream(stream):
             channel = worker.ends[1][port].channel
             channel.abort(refusal(channel._name, f"from host {worker.start.info.host!r}"))
 
-    def _too_large(self, line: int, port: int, size: int) -> None:
-        for worker in self._on_line(line):
+    def _too_large(self, stream: int, port: int, size: int) -> None:
+        for worker in self._on_stream(stream):
             channel = worker.ends[0][port].channel
             assert channel.max_bytes is not None
             channel.abort(too_large(channel._name, worker.start.info.host, size, channel.max_bytes))

@@ -81,7 +81,7 @@ class AgentHandle:
         self._reports, self._reports_writer = self._events.reader(), self._events.writer()
         self._commands_reader = self._commands.reader()
         self.link = _core.Link(True)
-        self.link.line(0, [self._commands_reader], [self._reports_writer])
+        self.link.open_stream(0, [self._commands_reader], [self._reports_writer])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
         """Start the agent in the background. ``launch`` holds the parameters that it reads."""
@@ -186,10 +186,10 @@ class AgentHandle:
             if self.why or self._closed:
                 return
             match event:
-                case link_events.LineFinished(line):
-                    self._callbacks.finished(self, line)
-                case link_events.ItemRefused(line, port):
-                    self._callbacks.refused(self, line, port)
+                case link_events.StreamFinished(stream):
+                    self._callbacks.finished(self, stream)
+                case link_events.ItemRefused(stream, port):
+                    self._callbacks.refused(self, stream, port)
                 case link_events.ItemTooLarge():
                     self.end("it sent an item that is larger than the channel's max_bytes")
                 case link_events.LinkBroken(why):

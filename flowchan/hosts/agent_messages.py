@@ -25,7 +25,7 @@ class Start:
     """Start this worker.
 
     Attributes:
-        line: The number of its stream on the link.
+        stream: The number of its stream on the link.
         info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
@@ -40,7 +40,7 @@ class Start:
         elastic: Whether its gang is elastic: later memberships follow in ``NewMembership``.
     """
 
-    line: int
+    stream: int
     info: seeds.Worker
     stage: bytes
     modules: tuple[str, ...]

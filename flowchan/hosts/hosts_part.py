@@ -97,8 +97,8 @@ class HostsPart:
         self._provider, self._peer_timeout, self._tls = provider, peer_timeout, tls
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
-        self._lines: dict[WorkerId, WorkerPorts] = {}
-        self._line_numbers = 0
+        self._streams: dict[WorkerId, WorkerPorts] = {}
+        self._stream_numbers = 0
         self._deaths = DeathLog(ports.plan)
         self._packed = PackedStages()
         self._lock = threading.RLock()
@@ -196,29 +196,29 @@ class HostsPart:
         join_ports(ports, stage)
         for reader in ports.inputs.values() if stage.keeps_its_own else ():
             reader._read_alone()
-        self._line_numbers += 1
-        agent.link.line(self._line_numbers, list(ports.inputs.values()), list(ports.writers()))
-        self._lines[id] = line = WorkerPorts(self._line_numbers, agent, self._started(id, agent))
-        self._order_start(id, line)
+        self._stream_numbers += 1
+        agent.link.open_stream(self._stream_numbers, list(ports.inputs.values()), list(ports.writers()))
+        self._streams[id] = stream = WorkerPorts(self._stream_numbers, agent, self._started(id, agent))
+        self._order_start(id, stream)
 
     def _started(self, id: WorkerId, agent: AgentHandle) -> Worker:
         return dataclasses.replace(self._ports.started(id), host=agent.host)
 
-    def _order_start(self, id: WorkerId, line: WorkerPorts) -> None:
+    def _order_start(self, id: WorkerId, stream: WorkerPorts) -> None:
         worker = self._workers[id]
-        stage, modules = self._packed.get(worker.stage, self._hosts[line.agent.host].lacking)
-        line.agent.send(
+        stage, modules = self._packed.get(worker.stage, self._hosts[stream.agent.host].lacking)
+        stream.agent.send(
             Start(
-                line=line.number, info=line.info, stage=stage, modules=modules,
+                stream=stream.number, info=stream.info, stage=stage, modules=modules,
                 suspicion=self._deaths.started(id),
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
-                gpus=worker.stage.gpus, membership=self._membership(id, line), elastic=self._is_elastic(id),
+                gpus=worker.stage.gpus, membership=self._membership(id, stream), elastic=self._is_elastic(id),
             )
         )  # fmt: skip
 
-    def _membership(self, id: WorkerId, line: WorkerPorts) -> Any:
-        return self._gangs.membership(self._workers[id], line.agent.host)
+    def _membership(self, id: WorkerId, stream: WorkerPorts) -> Any:
+        return self._gangs.membership(self._workers[id], stream.agent.host)
 
     def _is_elastic(self, id: WorkerId) -> bool:
         gang = self._workers[id].stage.gang
@@ -244,8 +244,8 @@ class HostsPart:
                 self._report(message)
             case Failure(worker):
                 with self._lock:
-                    if (line := self._lines.get(worker)) is not None:
-                        line.failed = True
+                    if (stream := self._streams.get(worker)) is not None:
+                        stream.failed = True
                 self._report(dataclasses.replace(message, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
@@ -257,43 +257,47 @@ class HostsPart:
     def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
         """Handle the end of a worker or of its process, or its lack of modules."""
         with self._lock:
-            line = self._lines.get(message.worker)
-            if line is None or line.agent is not agent:
+            stream = self._streams.get(message.worker)
+            if stream is None or stream.agent is not agent:
                 return
-            if line.ended is not None:
-                if not line.finished:  # it may have died before it closed its ports
+            if stream.ended is not None:
+                if not stream.finished:  # it may have died before it closed its ports
                     agent.send(Close(message.worker))
                 return
             if isinstance(message, Ended):
-                line.ended = message
+                stream.ended = message
                 return
             if isinstance(message, Lacking):
-                self._send_by_value(message, line)
+                self._send_by_value(message, stream)
                 return
             event = self._process_ended(
-                line, message.worker, dataclasses.replace(message.exit, host=agent.host)
+                stream, message.worker, dataclasses.replace(message.exit, host=agent.host)
             )
         self._report(event)
 
-    def _process_ended(self, line: WorkerPorts, id: WorkerId, ended: ProcessExit) -> ProcessEnded | Death:
-        line.process_ended = True
-        return ProcessEnded(id) if line.failed else self._deaths.died(self._workers[id], ended)
+    def _process_ended(self, stream: WorkerPorts, id: WorkerId, ended: ProcessExit) -> ProcessEnded | Death:
+        stream.process_ended = True
+        return ProcessEnded(id) if stream.failed else self._deaths.died(self._workers[id], ended)
 
-    def _send_by_value(self, message: Lacking, line: WorkerPorts) -> None:
+    def _send_by_value(self, message: Lacking, stream: WorkerPorts) -> None:
         """Start a worker again, and send the lacking modules by value with its stage."""
-        self._hosts[line.agent.host].lacking.update(message.modules)
-        self._order_start(message.worker, line)
+        self._hosts[stream.agent.host].lacking.update(message.modules)
+        self._order_start(message.worker, stream)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
         """Note that the link has put all outputs of a stream and closed its ports here."""
         with self._lock:
-            for line in self._lines.values():
-                line.finished |= line.agent is agent and line.number == number
+            for stream in self._streams.values():
+                stream.finished |= stream.agent is agent and stream.number == number
         self._ends(agent)
 
     def _refused(self, agent: AgentHandle, number: int, port: int) -> None:
         with self._lock:
-            found = (id for id, line in self._lines.items() if line.agent is agent and line.number == number)
+            found = (
+                id
+                for id, stream in self._streams.items()
+                if stream.agent is agent and stream.number == number
+            )
             id = next(found, None)
         if id is not None:
             channel = [*self._ports.ports[id].inputs.values()][port].channel
@@ -305,37 +309,43 @@ class HostsPart:
         Tell whether others follow.
         """
         with self._lock:
-            ending = [(id, line) for id, line in self._lines.items() if line.ended and line.agent is agent]
-            done = [(id, line) for id, line in ending if self._is_done(id)]
+            ending = [
+                (id, stream) for id, stream in self._streams.items() if stream.ended and stream.agent is agent
+            ]
+            done = [(id, stream) for id, stream in ending if self._is_done(id)]
             for id, _ in done:
-                self._lines.pop(id)
-        for _, line in done:
-            assert line.ended is not None
-            line.agent.link.drop(line.number)
-            line.agent.send(Release(line.ended.worker))
-            self._report(line.ended)
+                self._streams.pop(id)
+        for _, stream in done:
+            assert stream.ended is not None
+            stream.agent.link.drop(stream.number)
+            stream.agent.send(Release(stream.ended.worker))
+            self._report(stream.ended)
         return len(ending) > len(done)
 
     def _is_done(self, id: WorkerId) -> bool:
         """Tell whether all outputs of a worker have arrived, or can't be used because a channel is broken."""
         broken = any(port.channel.broken for port in self._ports.ports[id].everything())
-        return self._lines[id].finished or broken
+        return self._streams[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
         """Report the deaths of the workers of a dead agent, and start another agent for them."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
-            lost = [id for id, line in self._lines.items() if line.agent is agent and not line.process_ended]
+            lost = [
+                id
+                for id, stream in self._streams.items()
+                if stream.agent is agent and not stream.process_ended
+            ]
             how = f"was lost with host {agent.host!r}: {agent.why}"
             events = []
             for id in lost:
                 over_item = deaths_over_item(self._ports.ports[id])
                 ended = ProcessExit(how, None, 0, 0.0, over_item, agent.host, counts=False)
-                events.append(self._process_ended(self._lines[id], id, ended))
+                events.append(self._process_ended(self._streams[id], id, ended))
             host.agent = None
             self._dying = [*filter(AgentHandle.is_closing, self._dying), agent]
-            if self._lines and not host.given_up and not self._closing:
+            if self._streams and not host.given_up and not self._closing:
                 self._start_agent(host)
         with contextlib.suppress(Closed):  # the run is over
             for event in events:
@@ -350,10 +360,10 @@ class HostsPart:
         """See :class:`CrewPart`."""
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
-            line = self._lines.pop(id, None)
-        if line is not None:
-            line.agent.link.drop(line.number)
-            line.agent.send(Release(id))
+            stream = self._streams.pop(id, None)
+        if stream is not None:
+            stream.agent.link.drop(stream.number)
+            stream.agent.send(Release(id))
         self._ports.release(id)
 
     def terminate(self, id: WorkerId, force: bool) -> None:
@@ -362,9 +372,9 @@ class HostsPart:
         # Its process may not have joined yet, and would wait for its peers.
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
-            line = self._lines.get(id)
-        if line is not None:
-            line.agent.send(Terminate(id, force))
+            stream = self._streams.get(id)
+        if stream is not None:
+            stream.agent.send(Terminate(id, force))
 
     def kill(self) -> None:
         """See :class:`CrewPart`."""
@@ -386,18 +396,18 @@ class HostsPart:
         if self._is_elastic(id):
             self._gangs.leave(id)  # its replacement waits for another group
         with self._lock:
-            if id in self._lines:
-                self._lines[id].blame = blame
-            if not self._take_back(id) and id in self._lines:
-                self._lines[id].agent.send(Recover(id, blame))
+            if id in self._streams:
+                self._streams[id].blame = blame
+            if not self._take_back(id) and id in self._streams:
+                self._streams[id].agent.send(Recover(id, blame))
 
     def form_group(self, ids: Sequence[WorkerId]) -> None:
         """See :class:`CrewPart`."""
         self._gangs.form(ids)
         with self._lock:
             for id in ids:
-                if (line := self._lines.get(id)) is not None:
-                    line.agent.send(NewMembership(id, self._membership(id, line)))
+                if (stream := self._streams.get(id)) is not None:
+                    stream.agent.send(NewMembership(id, self._membership(id, stream)))
 
     def end_group(self, stage: str) -> None:
         """See :class:`CrewPart`."""
@@ -408,12 +418,12 @@ class HostsPart:
 
         Return False if its agent lives or it has no stream.
         """
-        line = self._lines.get(id)
-        if line is None or not line.agent.why:
+        stream = self._streams.get(id)
+        if stream is None or not stream.agent.why:
             return False
-        del self._lines[id]
-        line.agent.link.drop(line.number)
-        self._ports.recover(id, line.blame)
+        del self._streams[id]
+        stream.agent.link.drop(stream.number)
+        self._ports.recover(id, stream.blame)
         return True
 
     def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
@@ -429,13 +439,13 @@ class HostsPart:
 
     def _start_again(self, id: WorkerId) -> None:
         self._take_back(id)
-        line = self._lines.get(id)
-        if line is None:
-            self._send(id, host_for(self._workers[id], self._hosts, self._lines.values()))
+        stream = self._streams.get(id)
+        if stream is None:
+            self._send(id, host_for(self._workers[id], self._hosts, self._streams.values()))
         else:
-            line.process_ended, line.failed, line.blame = False, False, True
-            line.info = self._started(id, line.agent)
-            self._order_start(id, line)
+            stream.process_ended, stream.failed, stream.blame = False, False, True
+            stream.info = self._started(id, stream.agent)
+            self._order_start(id, stream)
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
@@ -466,8 +476,8 @@ class HostsPart:
         if not self._questions.waits_are_known(agents):
             return None
         with self._lock:
-            lines = {id: self._lines.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
-        return together(agents, lines)
+            streams = {id: self._streams.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
+        return together(agents, streams)
 
     def _agents(self) -> list[AgentHandle]:
         with self._lock:
@@ -506,5 +516,5 @@ class HostsPart:
     def hosts(self) -> tuple[HostStats, ...]:
         """See :class:`CrewPart`."""
         with self._lock:
-            workers = Counter(line.agent.host for line in self._lines.values())
+            workers = Counter(stream.agent.host for stream in self._streams.values())
             return tuple(host.stats(workers[host.name]) for host in self._hosts.values() if host.agents)

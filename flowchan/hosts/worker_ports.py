@@ -92,14 +92,14 @@ class HostWorkers:
 
 
 def host_for(
-    worker: PlannedWorker, hosts: Mapping[str, HostWorkers], lines: Iterable[WorkerPorts]
+    worker: PlannedWorker, hosts: Mapping[str, HostWorkers], streams: Iterable[WorkerPorts]
 ) -> HostWorkers:
     """Choose the planned host of a worker, or else the host of its pool with the fewest workers.
 
     Args:
         worker: The worker.
         hosts: All hosts of the pool, by name.
-        lines: The ports of the workers that are on hosts already.
+        streams: The ports of the workers that are on hosts already.
 
     Returns:
         The host.
@@ -114,27 +114,27 @@ def host_for(
         raise HostError(f"no host is left for worker {worker.id}: {why}")
     if usable[0].name == worker.host:
         return usable[0]
-    taken = [line.agent.host for line in lines]
+    taken = [stream.agent.host for stream in streams]
     return min(usable, key=lambda host: taken.count(host.name))
 
 
-def together(agents: Sequence[AgentHandle], lines: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
+def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
     """Combine the reported waits of the workers of these streams."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}
     counts = [n for agent in agents for n in (agent.number, agent.epoch, states[agent.number]["breaks"])]
     moves = not all(state["connected"] for state in states.values())
-    for id, line in lines.items():
-        waits = line and line.agent in agents and line.agent.waiting.workers.get(id)
-        if line is None or not waits or line.process_ended or line.ended is not None:
+    for id, stream in streams.items():
+        waits = stream and stream.agent in agents and stream.agent.waiting.workers.get(id)
+        if stream is None or not waits or stream.process_ended or stream.ended is not None:
             moves = True  # it is being started, replaced or ended
             continue
-        about = states[line.agent.number]["lines"].get(line.number, {})
+        about = states[stream.agent.number]["streams"].get(stream.number, {})
         # with staged items the worker waits for room at the driver, not for an item
         if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)
-        counts += [line.number, *waits.counts]
+        counts += [stream.number, *waits.counts]
         moves = moves or waits.moves or not (waits.reading or waits.writing)
     return Waits(reading, writing, tuple(counts), moves)

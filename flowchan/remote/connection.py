@@ -115,7 +115,7 @@ class Connection(Calls):
         self._notices: Channel[tuple[str, int]] = Channel(2**20)
         self._ends = request_reader, reply_writer
         self.link = _core.Link(False)
-        self.link.line(0, [reply_writer], [request_reader])
+        self.link.open_stream(0, [reply_writer], [request_reader])
         self.link.attach(sock.detach())
         name = f"flowchan to {address}"
         self._threads = [
@@ -216,10 +216,10 @@ class Connection(Calls):
             with self._lock:
                 if reply.error is not None:
                     self._streams.pop(stream.number, None)
-                elif stream.number in self._streams and stream.number not in self.link.state()["lines"]:
+                elif stream.number in self._streams and stream.number not in self.link.state()["streams"]:
                     ends = [stream.end]
                     fill, drain = (ends, []) if stream.reads else ([], ends)
-                    self.link.line(stream.number, fill, drain, stream.reads)
+                    self.link.open_stream(stream.number, fill, drain, stream.reads)
 
         def joined(room: Any) -> None:
             join(Reply(stream.number))

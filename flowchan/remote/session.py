@@ -28,7 +28,7 @@ from flowchan.remote.messages import (
 )
 from flowchan.transport.addresses import number_in
 from flowchan.transport.descriptors import lacks
-from flowchan.transport.link_events import LineFinished, LinkIdle, watch
+from flowchan.transport.link_events import LinkIdle, StreamFinished, watch
 from flowchan.transport.local_peers import LocalPeer
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class ClientSession:
         self._requests, self._request_writer = requests.reader(), requests.writer()
         self._reply_reader = self._replies.reader()
         self.link = _core.Link(True)
-        self.link.line(0, [self._reply_reader], [self._request_writer])
+        self.link.open_stream(0, [self._reply_reader], [self._request_writer])
         self._listening = loop.create_task(self._receive_requests())
         name = f"flowchan client of {server.address}"
         self._watching = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -132,8 +132,8 @@ class ClientSession:
         limit = 1.5 * self._server.peer_timeout
         interval = limit if self._process is None else POLL_INTERVAL_S
         for event in watch(self.link, self._server.peer_timeout / 4, interval):
-            if isinstance(event, LineFinished):
-                self._call_soon(self._finish, event.line)
+            if isinstance(event, StreamFinished):
+                self._call_soon(self._finish, event.stream)
             elif isinstance(event, LinkIdle):
                 if event.silent > limit or (not event.connected and self._has_ended()):
                     self._call_soon(self._give_up)
@@ -288,14 +288,14 @@ class ClientSession:
     def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
         """Return the state of the channel and of this client's streams at the same moment."""
         while True:
-            lines = self._streams_of(reads, writes)
+            streams = self._streams_of(reads, writes)
             stats = channel.stats()
-            if self._streams_of(reads, writes) == lines:
-                return channel.closed, channel.broken, stats, *lines
+            if self._streams_of(reads, writes) == streams:
+                return channel.closed, channel.broken, stats, *streams
 
     def _streams_of(self, *numbers: int) -> list[dict[str, int]]:
-        lines = self.link.state()["lines"]
-        return [lines[number] if number and number in lines else NO_STREAM for number in numbers]
+        streams = self.link.state()["streams"]
+        return [streams[number] if number and number in streams else NO_STREAM for number in numbers]
 
     async def _do_offer(
         self, channel: Channel[Any], stream: int, most: int, got: int | None, writes: int, put: int
@@ -332,12 +332,12 @@ class ClientSession:
 
         A counted port may hold the items that it has begun with for long, so these do not count.
         """
-        lines = self.link.state()["lines"]
+        streams = self.link.state()["streams"]
         plain = self._plain.get(channel, {}).values()
         return any(
-            lines[stream]["ahead"] > (0 if stream in plain else lines[stream]["in_hand"])
+            streams[stream]["ahead"] > (0 if stream in plain else streams[stream]["in_hand"])
             for stream, port in list(self._ports.items())
-            if port.channel is channel and stream in lines
+            if port.channel is channel and stream in streams
         )
 
     def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
@@ -354,15 +354,15 @@ class ClientSession:
             channel.reader() if counted else In(channel, channel._uncounted_session())
         )
         self._read.add(channel)
-        self.link.line(stream, [port], [], True)
+        self.link.open_stream(stream, [port], [], True)
         if not counted:
             self._plain.setdefault(channel, {})[True] = stream
             self._pair(channel)
 
     def _pair(self, channel: Channel[Any]) -> None:
-        lines = self._plain.get(channel, {})
-        if len(lines) == 2:
-            self.link.pair(lines[False], lines[True])
+        streams = self._plain.get(channel, {})
+        if len(streams) == 2:
+            self.link.pair(streams[False], streams[True])
 
     def _do_writer(self, channel: Channel[Any], stream: int, counted: bool = True) -> int:
         """Open a writing port, and return how many items may be put at first.
@@ -372,7 +372,7 @@ class ClientSession:
         self._ports[stream] = port = (
             channel.writer() if counted else Out(channel, channel._uncounted_session())
         )
-        self.link.line(stream, [], [port], limited=not counted)
+        self.link.open_stream(stream, [], [port], limited=not counted)
         if not counted:
             self._plain.setdefault(channel, {})[False] = stream
             self._pair(channel)
@@ -385,10 +385,12 @@ class ClientSession:
         """Return whether the client has read all items, except those that it is processing."""
         if self._over:
             return True
-        lines = self.link.state()["lines"]
+        streams = self.link.state()["streams"]
         ports = {stream: port for stream, port in list(self._ports.items()) if port.channel is channel}
         return channel in self._read and all(
-            self._has_read(port, lines.get(stream)) for stream, port in ports.items() if isinstance(port, In)
+            self._has_read(port, streams.get(stream))
+            for stream, port in ports.items()
+            if isinstance(port, In)
         )
 
     def _has_read(self, port: In[Any], stream: dict[str, int] | None) -> bool:
@@ -396,13 +398,13 @@ class ClientSession:
 
     def _ended(self) -> tuple[int, ...]:
         """Return the streams of this client that ended without a failure."""
-        lines = self.link.state()["lines"]
+        streams = self.link.state()["streams"]
         return tuple(
             stream
             for stream, port in self._ports.items()
             if port.channel.closed
             and not port.channel.broken
-            and (isinstance(port, Out) or self._has_read(port, lines.get(stream)))
+            and (isinstance(port, Out) or self._has_read(port, streams.get(stream)))
         )
 
     async def notify_and_end(self, why: str) -> None:

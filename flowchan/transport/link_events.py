@@ -24,17 +24,17 @@ class LinkBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class LineFinished:
+class StreamFinished:
     """At the owner: a worker sends nothing more on this stream, and all that it sent has been put."""
 
-    line: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
     """An item of this input port holds descriptors, so it cannot leave this machine."""
 
-    line: int
+    stream: int
     port: int
 
 
@@ -42,7 +42,7 @@ class ItemRefused:
 class ItemTooLarge:
     """An item of ``size`` bytes has arrived that is too large for the channel behind this port."""
 
-    line: int
+    stream: int
     port: int
     size: int
 
@@ -65,11 +65,11 @@ class LinkIdle:
     silent: float
 
 
-LinkEvent = LinkBroken | LineFinished | ItemRefused | ItemTooLarge | LinkClosed
+LinkEvent = LinkBroken | StreamFinished | ItemRefused | ItemTooLarge | LinkClosed
 
 _EVENTS: dict[str, type[LinkEvent]] = {
     "broken": LinkBroken,
-    "finished": LineFinished,
+    "finished": StreamFinished,
     "refused": ItemRefused,
     "too large": ItemTooLarge,
     "closed": LinkClosed,

@@ -85,8 +85,8 @@ class RemoteWorker:
             port._supervise()
         if replaces is not None:
             _core._take_up([replaces.reader], replaces.writers, [self.reader])
-        linked.owner_side.line(number, [self.reader], self.writers)
-        linked.worker_side.line(number, [self.feed], self.drains)
+        linked.owner_side.open_stream(number, [self.reader], self.writers)
+        linked.worker_side.open_stream(number, [self.feed], self.drains)
 
     def die(self, number: int) -> RemoteWorker:
         """Let its host fail: the owner side drops the worker, and a replacement takes its items.

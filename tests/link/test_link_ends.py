@@ -76,8 +76,8 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
             source, into, out, results = channels
             users = source.writer(), into.reader(), out.writer(), results.reader()
             ports = source.reader(), results.writer(), into.writer(), out.reader()
-            linked.owner_side.line(number, [ports[0]], [ports[1]])
-            linked.worker_side.line(number, [ports[2]], [ports[3]])
+            linked.owner_side.open_stream(number, [ports[0]], [ports[1]])
+            linked.worker_side.open_stream(number, [ports[2]], [ports[3]])
             remote.append((users, channels, ports))
         # in the first round, all extra threads that are needed start and go to sleep
         for may_sleep_less in (True, False):
@@ -207,8 +207,8 @@ def test_oversized_item_is_reported_and_stops_puts(size: int) -> None:
     with Linked() as linked:
         source, into = channel(), channel(max_bytes=5_000)
         reader, feed, worker = source.reader(), into.writer(), into.reader()
-        linked.owner_side.line(1, [reader], [])
-        linked.worker_side.line(1, [feed], [])
+        linked.owner_side.open_stream(1, [reader], [])
+        linked.worker_side.open_stream(1, [feed], [])
         got: list[bytes] = []
 
         def work() -> None:
@@ -221,7 +221,7 @@ def test_oversized_item_is_reported_and_stops_puts(size: int) -> None:
             source.put(item)
         event = next_event(linked.worker_side, WAIT_LIMIT_S)
         assert isinstance(event, ItemTooLarge)
-        assert (event.line, event.port) == (1, 0)
+        assert (event.stream, event.port) == (1, 0)
         assert event.size >= size
         heard = linked.worker_side.state()["bytes_in"]
         wait_until(lambda: linked.worker_side.state()["bytes_in"] > heard)

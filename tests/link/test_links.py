@@ -304,12 +304,12 @@ def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked
     feeds, drain = [ring.writer() for ring in rings], drains.reader()
     for port in (*readers, writer, *insides, outside):
         port._supervise()
-    linked.owner_side.line(1, readers, [writer])
-    linked.worker_side.line(1, feeds, [drain])
+    linked.owner_side.open_stream(1, readers, [writer])
+    linked.worker_side.open_stream(1, feeds, [drain])
 
     def wait_for(**counts: int) -> None:
         wait_until(
-            lambda: counts.items() <= linked.owner_side.state()["lines"][1].items(),
+            lambda: counts.items() <= linked.owner_side.state()["streams"][1].items(),
             what=linked.owner_side.state,
         )
 
@@ -358,7 +358,7 @@ def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
     source, results = channel(), channel()
     ports = [source.reader()], [results.writer()]
     worker_ports = [results.writer()], [source.reader()]
-    link.line(1, *(ports if owner else worker_ports))
+    link.open_stream(1, *(ports if owner else worker_ports))
     try:
         for _ in range(2_000):
             link_end, peer_end = socket.socketpair()
@@ -402,7 +402,7 @@ def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -
         side = linked.worker_side if one_output else linked.owner_side
         try:
             wait_until(
-                lambda: side.state()["lines"].get(1, {}).get("ahead", 0) > enough,
+                lambda: side.state()["streams"].get(1, {}).get("ahead", 0) > enough,
                 what=lambda: side.state(),
             )
         finally:
@@ -448,7 +448,7 @@ def test_byte_window_grows_only_while_the_receiver_is_quick(one_output: bool) ->
         side = linked.worker_side if one_output else linked.owner_side
 
         def line() -> dict[str, int]:
-            found: dict[str, int] = side.state()["lines"][1]
+            found: dict[str, int] = side.state()["streams"][1]
             return found
 
         try:
