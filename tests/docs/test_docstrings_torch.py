@@ -10,7 +10,7 @@ torch = optional("torch")
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
     # the modules are too small for a pipe to be faster
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 PUBLIC = public(torch=True) if torch else {}
 """Public names and members that need torch."""
