@@ -1,11 +1,12 @@
 """Execute the code blocks of Markdown files and compare their output: ``python execute.py FILE.md …``.
 
-- A ``python`` block runs alone, as ``__main__``: it has everything that a reader needs to paste. If
-  ``<!-- file: NAME -->`` is above it, it is also written to that file, which later blocks can import or run.
-- In an ``sh`` block, the lines that begin with ``flowchan`` are run.
-- ``# → text`` at the end of a Python line is a line that the block prints. All these comments together are
-  the whole output.
-- A ``text`` block directly below another block is that block's exact output.
+- A ``python`` block runs on its own, as ``__main__``, so that a reader can paste it. If
+  ``<!-- file: NAME -->`` is above the block, it is also written to that file, which later blocks can import
+  or run.
+- In an ``sh`` block, only the lines that begin with ``flowchan`` are run.
+- ``# → text`` at the end of a Python line states one line of output. All these comments of a block together
+  state its whole output.
+- A ``text`` block directly below another block states the exact output of that block.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ PRINTS = re.compile(r"# → (.*)$", re.MULTILINE)
 class Block:
     """Fenced block on a page.
 
-    It has a language, a text, its first line, the file that it must be written to, and its expected output or
-    ``None``.
+    ``line`` is the number of lines on the page before the block's text. ``file`` is the name of the file to
+    write, or ``None``. ``expected`` is the expected output, or ``None``.
     """
 
     language: str
@@ -60,7 +61,7 @@ def blocks(markdown: str) -> Iterator[Block]:
 def run_python(block: Block, path: str, main: ModuleType) -> None:
     if block.file:
         Path(block.file).write_text(block.text)
-    # Empty lines come first, so that a traceback shows the line in the Markdown file.
+    # Empty lines come first, so that tracebacks show line numbers of the Markdown file.
     exec(compile("\n" * block.line + block.text, path, "exec"), vars(main))
 
 
@@ -71,7 +72,7 @@ def run_commands(block: Block) -> None:
 
 
 def printed_by(action: Callable[[], None]) -> str:
-    """Return the standard output of the action, its threads and its child processes."""
+    """Return what an action, its threads and its child processes print to standard output."""
     sys.stdout.flush()
     before = os.dup(1)
     with tempfile.TemporaryFile("w+") as captured:
@@ -87,7 +88,7 @@ def printed_by(action: Callable[[], None]) -> str:
 
 
 def run_page(path: str) -> None:
-    # The names of this module must not be visible to the blocks, so each block gets another ``__main__``.
+    # A block must not see the names of this module or of other blocks, so each gets a new ``__main__``.
     ours = sys.modules["__main__"]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):
@@ -108,7 +109,7 @@ def run_page(path: str) -> None:
 def main() -> None:
     pages = sys.argv[1:]
     del sys.argv[1:]
-    sys.path.insert(0, "")  # blocks import the files of blocks above
+    sys.path.insert(0, "")  # blocks import files that earlier blocks have written
     for page in pages:
         run_page(page)
 

@@ -1,4 +1,4 @@
-"""The two pages with benchmark figures match the stored figures."""
+"""Test that the two pages with benchmark figures match the stored figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every code block of the README and the guide runs and prints the stated output.
+"""Test that every code block in the README and the docs runs and prints the stated output.
 
-``execute.py`` describes the rules. The site lists every public name.
+``execute.py`` describes the rules. Other tests check links, pictures, the reference and troubleshooting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EXECUTE = Path(__file__).parent / "execute.py"
 DOCS = ROOT / "docs"
 TOGETHER = {name: sorted((DOCS / name).glob("*.md")) for name in ("howto", "from", "explanation", "appendix")}
-"""Short pages, which share a process."""
+"""Short pages; those in one folder run in the same process."""
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted(DOCS.glob("*.md")),
@@ -35,7 +35,7 @@ PAGES = [
 ALL = [*PAGES, *(page for pages in TOGETHER.values() for page in pages)]
 RUNS = {page.relative_to(ROOT).as_posix(): [page] for page in PAGES} | TOGETHER
 STARTS = re.compile(r"\.(run|start|pool|trainer|join)\(|\b(Sequential|TaskPool|BackgroundTask|dataset)\(")
-"""Calls that start the workers of a sample."""
+"""Calls with which a sample starts workers."""
 PUBLIC = {
     "flowchan": "flowchan/__init__.py",
     "flowchan.pipelines": "pipelines/__init__.py",
@@ -73,14 +73,16 @@ def test_code_on_a_page_prints_the_stated_output(
     ],
     ids=["text", "comment", "unmentioned", "exception", "command", "name of another block"],
 )
-def test_a_page_with_a_false_statement_fails(torch_programs: Template, page: str, tmp_path: Path) -> None:
+def test_page_with_failing_code_or_wrong_output_is_rejected(
+    torch_programs: Template, page: str, tmp_path: Path
+) -> None:
     (tmp_path / "page.md").write_text(page)
     assert execute(torch_programs, tmp_path, tmp_path / "page.md").returncode != 0
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
 def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
-    """The new processes of spawn and forkserver import the script. A notebook has no script."""
+    """New processes of spawn and forkserver import the script; in a notebook, they have nothing to import."""
     unguarded = [
         block.line
         for block in blocks(page.read_text())
@@ -94,7 +96,7 @@ def test_sample_that_starts_processes_has_a_main_guard(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_every_link_and_picture_on_a_page_exists(page: Path) -> None:
+def test_targets_of_links_and_pictures_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for left, right in re.findall(r"\]\(([^)\s]+)|src=\"([^\"]+)\"", text):
         target, _, anchor = (left or right).partition("#")
@@ -106,21 +108,20 @@ def test_every_link_and_picture_on_a_page_exists(page: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors on a page: those of its headings, as GitHub and the site make them, and ``<a
-    id>``."""
+    """Return the anchors on a page: ``<a id>``, and those that GitHub and the site create for headings."""
     text = FENCE.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # for headings that have been renamed
+    kept = re.findall(r"<a id=\"([\w-]+)\">", text)  # these keep old links to renamed headings valid
     return {*kept, *(re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings)}
 
 
 def shown_by(file: str) -> list[str]:
-    """Return the names in ``__all__``, read without an import."""
+    """Return the names in the ``__all__`` of a file without importing it."""
     (names,) = re.findall(r"^__all__ = [\[(](.*?)[\])]", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
     return re.findall(r'"(\w+)"', names)
 
 
-def test_the_reference_has_every_public_name_and_no_other() -> None:
+def test_reference_lists_exactly_the_public_names() -> None:
     listed = [
         name
         for page in (DOCS / "reference").glob("*.md")
@@ -131,14 +132,14 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["Graph", "Stream"])
-def test_reference_lists_all_public_members_in_class_order(name: str) -> None:
+def test_reference_lists_all_public_members_of_the_class(name: str) -> None:
     page = (DOCS / "reference/graphs.md").read_text()
     (listed,) = re.findall(
         rf"::: flowchan\.{name}\n    options:\n      group_by_category: false\n      members: \[(.*)\]", page
     )
     graph = flowchan.Graph("graph")
     made = {"Graph": graph, "Stream": graph.source("abc")}[name]
-    # the section "Attributes" of the docstring has the fields of a dataclass
+    # the docstring of a dataclass lists its fields, in the section "Attributes"
     fields = {field.name for field in dataclasses.fields(made)} if dataclasses.is_dataclass(made) else set()
     assert {name for name in dir(made) if not name.startswith("_")} - fields == set(listed.split(", "))
 
@@ -154,7 +155,7 @@ def test_every_exception_has_an_entry_in_troubleshooting() -> None:
 
 
 def template(node: ast.expr) -> str:
-    """Return a message as the troubleshooting table has it, with an ellipsis for each inserted value."""
+    """Return a message as the troubleshooting table shows it, with an ellipsis for each inserted value."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -166,14 +167,14 @@ def template(node: ast.expr) -> str:
 
 
 def assigned(function: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names in a function with their assigned expressions."""
+    """Yield each variable in a function with an expression that is assigned to it."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             yield from ((to.id, node.value) for to in node.targets if isinstance(to, ast.Name))
 
 
 def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]:
-    """Yield the possible texts of an argument. A variable may have any value that was assigned to it."""
+    """Yield the possible texts of an argument; a variable may have any value that is assigned to it."""
     match node:
         case ast.Name(id=name):
             yield from (template(value) for assigned_name, value in names if assigned_name == name)
@@ -186,7 +187,7 @@ def wordings(node: ast.expr, names: list[tuple[str, ast.expr]]) -> Iterator[str]
 def messages() -> Iterator[tuple[str, str]]:
     """Yield the messages of flowchan's own exceptions and of a graph's problems, with their source lines.
 
-    Messages with almost no fixed text are left out.
+    Messages that have at most two fixed words are left out.
     """
     for file in (file for room in ("flowchan", "pipelines", "viz") for file in (ROOT / room).rglob("*.py")):
         for function in ast.walk(ast.parse(file.read_text())):
@@ -207,10 +208,10 @@ def messages() -> Iterator[tuple[str, str]]:
 
 
 def messages_of_the_core() -> Iterator[tuple[str, str]]:
-    """Yield the messages of the native core, with an ellipsis between their literals."""
+    """Yield the messages in the native core, with an ellipsis between string literals."""
     literal = r'"((?:[^"\\]|\\.)*)"'
     for file in (ROOT / "flowchan" / "_core").glob("*.cpp"):
-        text = re.sub(r'"\s*"', "", file.read_text())  # a literal in several pieces
+        text = re.sub(r'"\s*"', "", file.read_text())  # join adjacent string literals
         thrown = re.findall(r'\braise\("\w+",(.*?)\);', text, re.DOTALL)
         found = [re.split(literal, one) for one in thrown]
         whole = ["".join(part if place % 2 else "…" for place, part in enumerate(parts)) for parts in found]
@@ -223,11 +224,11 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
 
 
 NEVER_SHOWN = {"unknown port number ", "the run is over"}
-"""Messages for a bug in the core, and for a signal between two of flowchan's threads."""
+"""Messages that users never see: one reports a bug in the core, the other is only for flowchan's threads."""
 
 
 def says(one: str, other: str) -> bool:
-    """Return whether the second text contains the first. The first text's ellipsis matches any text."""
+    """Return whether ``other`` contains ``one``, in which each ellipsis matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 
@@ -236,7 +237,7 @@ def test_troubleshooting_has_a_row_for_every_message() -> None:
     rows = [text for text in quoted if len(text.replace("…", " ").split()) > 1]
     native = dict(messages_of_the_core())
     found = dict(messages())
-    assert len(found) > 90  # the search finds messages at all
+    assert len(found) > 90  # otherwise the search itself is broken
     assert len(native) > 10
     missing = {
         place: text
@@ -254,8 +255,8 @@ PICTURES = [
 
 
 @pytest.mark.parametrize(("page", "program"), PICTURES, ids=[program for _, program in PICTURES])
-def test_picture_on_a_page_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
-    """A renderer may move a label, so only the texts of the two pictures are compared."""
+def test_stored_picture_shows_the_labels_of_its_program(page: str, program: str, tmp_path: Path) -> None:
+    """Compare only the texts of the two pictures, because another renderer may place labels differently."""
     text = (ROOT / page).read_text()
     *_, block = (block for block in blocks(text) if block.file == program)
     (tmp_path / program).write_text(block.text)
@@ -266,10 +267,10 @@ def test_picture_on_a_page_shows_the_labels_of_its_program(page: str, program: s
 
 
 def labels(picture: Path) -> list[str]:
-    """Return the texts of an SVG, sorted."""
+    """Return the texts in an SVG file, sorted."""
     return sorted(re.findall(r"<text[^>]*>([^<]*)", picture.read_text()))
 
 
-def test_picture_of_the_layers_shows_every_layer() -> None:
+def test_layers_picture_shows_every_layer() -> None:
     shown = labels(DOCS / "images" / "layers.svg")
     assert {part for parts in LAYERS for part in parts} <= set(shown)

@@ -1,4 +1,4 @@
-"""Docstrings of public names have all sections, and their examples print what they show.
+"""Test that docstrings of public names have all sections, and that their examples print the shown output.
 
 ``test_docstrings_torch.py`` runs the examples that need torch.
 """
@@ -12,10 +12,10 @@ import pytest
 from support.docstrings import LISTED, exception, missing, output_errors, parsed, public, undocumented_errors
 from support.optional_packages import optional
 
-np = optional("numpy")  # imported here, because its threads stay
+np = optional("numpy")  # imported before the tests, because NumPy's threads keep running
 
 PUBLIC = public(torch=False)
-"""The public names and members that do not need torch."""
+"""Public names and members that do not need torch."""
 
 LINES_OF_A_SCREEN = 50
 
@@ -26,12 +26,12 @@ COMPILED = {
     "flowchan.hosts.slurm": "needs a Slurm cluster",
     "flowchan.hosts.ssh": "needs two hosts",
 }
-"""Examples that are only compiled, with the reason."""
+"""Public names whose examples are compiled but not run, with the reason."""
 
 WITHOUT = {
     "flowchan.ChannelError": "base class, which flowchan does not raise itself",
     "flowchan.FlowchanError": "base class, which flowchan does not raise itself",
-    "flowchan.Refused": "a log message or the text of a HostError shows it",
+    "flowchan.Refused": "it appears only in log messages and in the text of a HostError",
     "flowchan.viz.FORMATS": "a tuple of strings",
 }
 """Public names without an example, with the reason."""
@@ -40,9 +40,9 @@ WITHOUT = {
 @pytest.mark.parametrize(
     "name", [name for name, one in PUBLIC.items() if one.example and name not in COMPILED]
 )
-def test_docstring_example_gives_the_printed_output(name: str) -> None:
+def test_docstring_example_prints_the_shown_output(name: str) -> None:
     if "numpy" in PUBLIC[name].example or ".loan" in name:
-        np.ndarray  # noqa: B018  # skips the test without NumPy
+        np.ndarray  # noqa: B018  # skips the test if NumPy is not installed
     assert not (errors := output_errors(name, PUBLIC[name].example)), errors
 
 
@@ -64,12 +64,12 @@ def test_public_docstring_has_all_sections(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if inspect.isroutine(one.value)])
-def test_help_of_public_function_fits_a_screen(name: str) -> None:
+def test_help_of_public_function_fits_on_a_screen(name: str) -> None:
     assert pydoc.render_doc(PUBLIC[name].value, renderer=pydoc.plaintext).count("\n") <= LINES_OF_A_SCREEN
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_raises_section_names_the_exceptions_of_the_function(name: str) -> None:
+def test_raises_section_lists_the_exceptions_of_a_function(name: str) -> None:
     for raised in PUBLIC[name].raises():
         assert issubclass(exception(raised), BaseException)
     assert not (unnamed := undocumented_errors(PUBLIC[name])), f"{name} also raises {unnamed}"

@@ -1,4 +1,4 @@
-"""The checks of ``test_docstrings.py`` for the public names that need torch."""
+"""Apply the checks in ``test_docstrings.py`` to the public names that need torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from support.optional_packages import optional
 torch = optional("torch")
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),  # the modules are small
+    # the modules are too small for a pipe to be faster
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 PUBLIC = public(torch=True) if torch else {}
-"""The public names and members that need torch."""
+"""Public names and members that need torch."""
 
 
 @pytest.mark.parametrize("name", [name for name, one in PUBLIC.items() if one.example])
-def test_torch_docstring_example_gives_the_printed_output(name: str) -> None:
+def test_torch_docstring_example_prints_the_shown_output(name: str) -> None:
     assert not (errors := output_errors(name, PUBLIC[name].example)), errors
 
 
@@ -33,7 +34,7 @@ def test_public_torch_docstring_has_all_sections(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_torch_raises_section_names_the_exceptions_of_the_function(name: str) -> None:
+def test_torch_raises_section_lists_the_exceptions_of_a_function(name: str) -> None:
     for raised in PUBLIC[name].raises():
         assert issubclass(exception(raised), BaseException)
     assert not (unnamed := undocumented_errors(PUBLIC[name])), f"{name} also raises {unnamed}"

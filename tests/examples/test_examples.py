@@ -1,6 +1,6 @@
 """Run every example as a user would, in its own process.
 
-Its output is compared with a plain sequential computation.
+The tests compare its output with a sequential computation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 def run(*command: object) -> str:
-    """Return the output of a command, which must succeed and print no errors."""
+    """Return the output of a command, which must succeed without printing a traceback."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100)
     return checked(done.returncode, done.stdout, done.stderr)
 
@@ -44,7 +44,7 @@ def python(example: str, *args: object) -> str:
 
 @pytest.fixture(scope="module")
 def real_files() -> Path:
-    """Return a real directory of moderate size."""
+    """Return a directory with a moderate number of real files."""
     return Path(asyncio.__file__).parent
 
 
@@ -66,9 +66,9 @@ def test_producer_consumer_graph_receives_all_source_items() -> None:
 
 
 def counted_words(directory: Path) -> list[str]:
-    """Return the expected output of wordcount, counted file by file.
+    """Count words file by file, and return the output expected from wordcount, without the words.
 
-    Words with equal counts may be in any order.
+    The words are left out because words with equal counts may be in any order.
     """
     counts: Counter[str] = Counter()
     for file in directory.rglob("*.py"):
@@ -92,12 +92,12 @@ def test_wordcount_takes_its_directory_from_the_command_line(real_files: Path) -
     assert counted_words(real_files)[0] in run(FLOWCHAN, "run", EXAMPLES / "wordcount.py", "--", real_files)
 
 
-def test_wordcount_without_files_is_zero(tmp_path: Path) -> None:
+def test_wordcount_of_an_empty_directory_is_zero(tmp_path: Path) -> None:
     assert python("wordcount.py", tmp_path).startswith("0 words, 0 different ones")
 
 
 def equal_files(directory: Path) -> set[frozenset[str]]:
-    """Return the groups of equal files, found by comparing whole contents."""
+    """Compare the whole contents of the files in a directory, and return the groups of equal files."""
     groups = defaultdict(set)
     for file in directory.rglob("*"):
         if file.is_file() and not file.is_symlink():
@@ -105,7 +105,7 @@ def equal_files(directory: Path) -> set[frozenset[str]]:
     return {frozenset(group) for group in groups.values() if len(group) > 1}
 
 
-def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_files: Path) -> None:
+def test_duplicates_match_a_comparison_of_whole_contents(tmp_path: Path, real_files: Path) -> None:
     for number, file in enumerate(sorted(real_files.glob("*.py"))):
         content = file.read_bytes()
         (tmp_path / "a" / "b").mkdir(parents=True, exist_ok=True)
@@ -114,12 +114,12 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
             (tmp_path / "a" / file.name).write_bytes(content)
         if number % 6 == 0:
             (tmp_path / "a" / "b" / f"copy of {number}").write_bytes(content)
-        if number % 5 == 0:  # the same size but different content
+        if number % 5 == 0:  # a file with the same size but different content
             (tmp_path / "a" / f"reversed {number}").write_bytes(content[::-1])
     (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
     expected = equal_files(tmp_path)
     assert len(expected) > 5
-    (tmp_path / "site-packages").mkdir()  # installed packages are left out
+    (tmp_path / "site-packages").mkdir()  # the example skips installed packages
     (tmp_path / "site-packages" / "again.py").write_bytes(content)
 
     head, *lines = python("duplicates.py", tmp_path).splitlines()
@@ -129,13 +129,13 @@ def test_duplicates_equal_a_comparison_of_whole_contents(tmp_path: Path, real_fi
     assert head == f"{len(expected):,} groups of equal files, {wasted:,} bytes could be saved"
 
 
-def test_duplicates_finds_duplicates_in_the_standard_library(real_files: Path) -> None:
+def test_duplicates_example_finds_equal_files_in_the_standard_library(real_files: Path) -> None:
     expected = equal_files(real_files.parent / "encodings")
     output = run(FLOWCHAN, "run", EXAMPLES / "duplicates.py", "--", real_files.parent / "encodings")
     assert f"{len(expected):,} groups of equal files" in output
 
 
-def test_hosts_find_the_same_duplicates_and_report_shares(tmp_path: Path) -> None:
+def test_duplicates_hosts_finds_duplicates_and_reports_host_shares(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number:02}").write_text(f"{number % 4}")
     lines = python("duplicates_hosts.py", tmp_path).splitlines()
@@ -155,10 +155,10 @@ for command in (["check", file], ["viz", file, "-o", picture]):
     except SystemExit as end:
         assert not end.code, command
 """
-"""A program that runs both commands."""
+"""A program that runs ``flowchan check`` and ``flowchan viz``."""
 
 PICTURES = [(example, ("svg", "mmd", "dot")[number % 3]) for number, example in enumerate(ALL)]
-"""One example per format; tests/viz tests every format."""
+"""Each example with one of the formats; tests/viz tests all formats."""
 
 
 @pytest.mark.parametrize(("example", "kind"), PICTURES)
@@ -171,7 +171,7 @@ def test_every_example_can_be_checked_and_drawn_without_running(
     checked, drawn = done.stdout.splitlines()
     assert "all clear" in checked
     assert drawn.startswith(f"{picture}: ")
-    assert example in picture.read_text()  # each stage shows the file of its function
+    assert example in picture.read_text()  # the label of a stage names the file of its function
 
 
 @pytest.mark.parametrize("example", ["wordcount.py", "duplicates.py"])

@@ -1,6 +1,6 @@
-"""Run the examples of the patterns as a user would.
+"""Run the examples for the patterns as a user would.
 
-Their output is compared with a plain sequential computation.
+The tests compare their output with a sequential computation.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 def python(example: str, *args: object) -> list[str]:
-    """Return the lines that an example prints. It must succeed and print no errors."""
+    """Return the lines that an example prints; it must succeed and print nothing to standard error."""
     code, out, err = ended(example, *args)
     assert (code, err) == (0, "")
     return out.splitlines()
 
 
 def ended(example: str, *args: object) -> tuple[int, str, str]:
-    """Return the exit code, the output and the errors of an example."""
+    """Run an example, and return its exit code, standard output and standard error."""
     with scripts.start(EXAMPLES / example, *map(str, args)) as program:
         out, err = program.communicate(timeout=100)
     return program.returncode, out, err
@@ -80,7 +80,7 @@ def test_work_queue_over_files_finds_all_import_lines(on: str, tmp_path: Path) -
 
 
 @everywhere
-def test_a_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
+def test_background_task_packs_every_file(on: str, tmp_path: Path) -> None:
     archive = tmp_path / "packed.zip"
     files = sorted(REAL_FILES.rglob("*.py"))
     assert python("background_task.py", REAL_FILES, "-o", archive, "--on", on) == [

@@ -1,4 +1,4 @@
-"""Run the examples for real input as a user would, each on a small part of it."""
+"""Run the examples that process real input as a user would, each on a small amount of input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def python(example: str, directory: Path, *args: object) -> list[str]:
-    """Return the lines that an example prints. It must succeed."""
+    """Return the lines that an example prints; it must succeed."""
     command = [sys.executable, str(EXAMPLES / example), *map(str, args)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -26,7 +26,7 @@ def python(example: str, directory: Path, *args: object) -> list[str]:
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Read the rows without Arrow's threads, which would not end."""
+    """Read the rows without Arrow's threads, which would keep running after the test."""
     table = pq.ParquetFile(pa.BufferReader(file.read_bytes()), pre_buffer=False).read(use_threads=False)
     return list(table.to_pylist())
 
@@ -52,7 +52,7 @@ def test_thumbnails_of_all_pictures_are_on_one_sheet(tmp_path: Path) -> None:
     }
 
 
-def test_logs_become_rows_of_a_parquet_file(tmp_path: Path) -> None:
+def test_logs_become_rows_in_a_parquet_file(tmp_path: Path) -> None:
     lines = python("logs_to_parquet.py", tmp_path, "json", "csv")
     found = rows_of(tmp_path / "imports.parquet")
     assert lines[0].startswith(f"{len(found):,} imports by 2 programs in imports.parquet")
@@ -61,7 +61,7 @@ def test_logs_become_rows_of_a_parquet_file(tmp_path: Path) -> None:
     assert lines[1].split()[0] == f"{slowest:,}"
 
 
-def test_the_crawler_requests_each_page_once(tmp_path: Path) -> None:
+def test_crawler_requests_each_page_once(tmp_path: Path) -> None:
     lines = python("crawler.py", tmp_path, 8)
     assert re.fullmatch(r"8 pages, \d links lead nowhere", lines[0])
     assert all(re.fullmatch(r" +\d+ pages lead to [\w.]+\.html", line) for line in lines[1:])

@@ -56,7 +56,7 @@ from flowchan.pipelines.sequential.simulate import simulate
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 
 WIDTH = 8

@@ -52,7 +52,7 @@ from flowchan.pipelines import Sequential
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 
 recomputing = pytest.mark.parametrize("recompute", [False, True], ids=["never", "always"])

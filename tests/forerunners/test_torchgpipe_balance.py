@@ -46,7 +46,7 @@ from flowchan.pipelines.sequential.balance import best_split
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 
 

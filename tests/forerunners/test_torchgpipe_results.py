@@ -30,7 +30,7 @@ from flowchan.pipelines import Sequential
 
 pytestmark = [
     pytest.mark.usefixtures("one_compute_thread"),
-    pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"),
 ]
 
 

@@ -17,7 +17,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
     ``pytest.warns`` still sees it.
     """
-    item.add_marker(pytest.mark.filterwarnings("ignore:Sequential. in .* parts:RuntimeWarning"))
+    item.add_marker(pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True, scope="module")
