@@ -149,7 +149,7 @@ def test_alltoall_accepts_a_large_part_for_the_sender_itself(algorithm: str | No
     raised(in_processes(3, body))
 
 
-_PLAN = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
+_PLAN = r"(direct(?: with two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
 QUICKEST = re.compile(_PLAN + ": .*, as measured: (.*); shared")
 
 
@@ -199,7 +199,7 @@ def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation:
                 np.testing.assert_array_equal(x, given(sender, turn))
         return g.explain(operation, np.resize(own, 2 * own.size) if operation == "alltoall" else own)
 
-    assert "direct by two threads" in run_on_one_host(2, body)[0]
+    assert "direct with two threads" in run_on_one_host(2, body)[0]
 
 
 def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
@@ -264,7 +264,7 @@ def test_different_algorithms_raise_mismatch() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             g.set_algorithm("allreduce", "slices")
-        with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* by slices"):
+        with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* with slices"):
             g.allreduce(np.ones(3))
         g.set_algorithm("allreduce", None)
         return g.allreduce(1)

@@ -154,7 +154,7 @@ def test_receive_array_must_have_the_type_of_the_sender(run: Any, algorithm: str
     [
         (
             lambda g, x, y: g.allgather(x, out=[y, y]),
-            "allgather: inputs and outputs must have one element type",
+            "allgather: inputs and outputs must have the same element type",
         ),
         (
             lambda g, x, y: g.allgather(x, out=np.zeros(4, "i4")),

@@ -65,7 +65,7 @@ def test_function_error_is_raised_on_all_members(run: Any) -> None:
         for call in (g.allreduce_with, g.allreduce):
             with pytest.raises(ZeroDivisionError) as info:
                 call(g.rank, broken)
-            assert info.value.__notes__[0].startswith("raised at rank 0, which runs the function of ")
+            assert info.value.__notes__[0].startswith("raised on rank 0, which runs the function of ")
         with pytest.raises(TypeError, match="lock"):
             g.allreduce_with(g.rank, lambda a, b: threading.Lock())
         return g.allreduce_with(str(g.rank), lambda a, b: a + b)

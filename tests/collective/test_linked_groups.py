@@ -158,7 +158,7 @@ def test_waiting_call_ends_only_by_its_own_timeout() -> None:
             return None
         if g.rank == 1:
             return None
-        with pytest.raises(TimeoutError, match=r"barrier timed out: rank 0 with its host has not arrived"):
+        with pytest.raises(TimeoutError, match=r"barrier timed out: the host of rank 0 did not arrive"):
             g.barrier(timeout=0.3)
         return None
 
@@ -324,19 +324,19 @@ def test_explain_describes_operations_over_hosts() -> None:
     def body(g: Any) -> Any:
         found = (g.explain(name, 1) for name in ("scatter", "broadcast", "barrier"))
         assert [one.rpartition(", ")[2] for one in found] == [
-            "to each what is for it",
-            "what the root has",
-            "a word of each",
+            "the data for each host",
+            "the data of the root",
+            "one word from each host",
         ]
         return g.explain("allreduce", np.ones(10)), g.explain("reduce_scatter", np.ones(10**6))
 
     small, large = OverHosts("ab", body).results(2)[0]
-    assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
+    assert small.endswith("over connections between the 2 hosts' leaders, all data from each host")
     assert small.startswith(
         "allreduce: exchange: each member reads the inputs of the others; shared memory, 1 member on"
     )
     assert large.startswith("reduce_scatter: slices: ")
-    assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
+    assert large.endswith("over connections between the 2 hosts' leaders, one slice for each host")
 
 
 def test_stats_report_traffic_of_each_connection() -> None:

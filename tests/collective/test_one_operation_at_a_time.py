@@ -71,7 +71,7 @@ def test_signal_handler_cannot_nest_operations(members: Any) -> None:
 
 
 def test_timeout_applies_while_another_thread_is_in_an_operation(members: Any) -> None:
-    message = "barrier of a group of 2 timed out before it began: another thread was in an operation"
+    message = "barrier of a group of 2 timed out before it began: another thread was running an operation"
     with inside(members) as member, pytest.raises(TimeoutError, match=message):
         member.barrier(timeout=0.01)
 

@@ -180,7 +180,7 @@ def test_store_failure_raises_on_all_members() -> None:
         if g.rank == 0:
             algorithm._address = fail
         with pytest.raises(
-            GroupError, match=r"allreduce by gloo failed at rank 0: .*the backend fails on this member"
+            GroupError, match=r"allreduce with gloo failed on rank 0: .*the backend fails on this member"
         ):
             g.allreduce(torch.ones(1))
         vars(algorithm).pop("_address", None)
@@ -228,12 +228,12 @@ def test_backend_failure_raises_on_all_members(run: Any) -> None:
 
     def body(g: Any) -> Any:
         by(g, "gloo")
-        with pytest.raises(GroupError, match=r"allreduce by gloo failed at rank \d: "):
+        with pytest.raises(GroupError, match=r"allreduce with gloo failed on rank \d: "):
             g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo does not support
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
             replace_backend(g, RecordingBackend(fail))
-        with pytest.raises(GroupError, match=r"reduce by gloo failed at rank \d: "):
+        with pytest.raises(GroupError, match=r"reduce with gloo failed on rank \d: "):
             g.reduce(torch.ones(100_000), root=2)
         return before, g.allreduce(torch.ones(3)).tolist()
 
@@ -256,7 +256,7 @@ def test_failure_during_connect_raises_on_all_members(monkeypatch: pytest.Monkey
             algorithm._end = lambda stuck: (end(stuck), failed.set())
         else:
             algorithm._connect = lambda *arguments: (failed.wait(), connect(*arguments))
-        with pytest.raises(GroupError, match=r"allreduce by gloo failed at rank 0: .* it can't be made"):
+        with pytest.raises(GroupError, match=r"allreduce with gloo failed on rank 0: .* it can't be made"):
             g.allreduce(torch.ones(1))
 
     raised(in_threads(2, body))
@@ -362,7 +362,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
         g.set_algorithm("allreduce", "gloo")
         assert (
             g.explain("allreduce", torch.ones(1))
-            == "allreduce: gloo of torch.distributed, among all 1 members"
+            == "allreduce: torch.distributed's gloo, among all 1 members"
         )
         assert "serialize" in g.explain("allreduce", 1)
         g.set_algorithm("allreduce", None)
@@ -396,7 +396,7 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
             g.allreduce(torch.ones(4) if g.rank else x)
         return explanation, devices, g.allreduce(torch.ones(1)).item()
 
-    expected = "allreduce: noted of torch.distributed, among all 2 members", {"meta"}, 2.0
+    expected = "allreduce: torch.distributed's noted, among all 2 members", {"meta"}, 2.0
     assert raised(in_threads(2, body)) == [expected] * 2
     calls = ["allreduce", "broadcast", "reduce", "allgather", "allreduce", "alltoall_base", "allreduce"]
     assert [one.calls for one in made] == [calls] * 2

@@ -253,8 +253,8 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         "rank 1 called gather([float32[0], float32[2]], 1)",
         "rank 0 called allgather(float32[2]); rank 1 called allgather(int32[2])",
         "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
-        "allgather: inputs and outputs must have one element type, got float32 and int32; convert one of "
-        "them",
+        "allgather: inputs and outputs must have the same element type, got float32 and int32; convert one "
+        "of them",
         "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, got 1",
     ]
 

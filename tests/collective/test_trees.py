@@ -257,7 +257,7 @@ def test_explain_shows_the_tree_on_leaders() -> None:
 
     found = OverHosts("aabcd", body).results(5)
     along = "over connections between the 4 hosts' leaders, along a tree"
-    assert found[0][0].endswith(f"{along} by what was measured: 0 to 2 and 3, 2 to 4")
+    assert found[0][0].endswith(f"{along} chosen from measurements: 0 to 2 and 3, 2 to 4")
     assert found[1][1].endswith(along)
 
 
@@ -356,4 +356,4 @@ def test_timeout_names_late_host_not_its_dependents(
     assert at_all(links, do)[0] == [1, 2, 3]
     message = {record.getMessage() for record in caplog.records}
     assert message
-    assert all(text.endswith("for rank 2 with its host") for text in message), message
+    assert all(text.endswith("for the host of rank 2") for text in message), message
