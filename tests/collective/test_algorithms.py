@@ -1,7 +1,7 @@
-"""Every algorithm of an operation gives the same result, even without direct reads.
+"""Test that every algorithm of an operation gives the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types arrive
-unchanged without pickling.
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types are sent
+without pickling and arrive unchanged.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 @pytest.mark.parametrize(("algorithm", "times"), [("direct", 1), (None, 40)])
 def test_results_are_equal_without_direct_reads(algorithm: str | None, times: int) -> None:
-    """Sandboxes and Yama may forbid direct reads. A read is tried once: when selected, or in its first
-    trial."""
+    """Sandboxes and Yama may forbid direct reads.
+
+    A direct read is tried only once: when the algorithm is selected, or in its first trial.
+    """
     if os.getuid():
         pytest.skip("only root can become a user whose memory others may not read")
 
@@ -110,7 +112,7 @@ def test_large_and_small_arrays_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
-    """Each array is received in place, or parts of one array are received at other offsets.
+    """The test receives each array in place, and also parts of one array at other offsets.
 
     Large and small arrays are mixed.
     """
@@ -154,15 +156,15 @@ QUICKEST = re.compile(_PLAN + ": .*, as measured: (.*); shared")
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
-def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: str) -> None:
-    """All members report the same times."""
+def test_fastest_plan_is_found_and_used_by_all_members(run_on_one_host: Any, operation: str) -> None:
+    """All members must report the same times."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # so that each plan runs several times
+        for _ in range(80):  # so often that each plan is tried several times
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # in the first barrier, rank 0 learns the times of the last operation
+        for _ in range(2):  # in the first barrier, rank 0 learns how long the last operation took
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -234,7 +236,7 @@ def test_fastest_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_of_an_operation_before_a_failure_is_ignored(run_on_one_host: Any) -> None:
-    """The time is published in the next matching call, which follows a different operation."""
+    """A time is published in the next matching call, which is a different operation here."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -311,7 +313,7 @@ def test_set_algorithm_error_lists_allowed_algorithms() -> None:
 
 
 def test_started_gathers_run_in_the_background() -> None:
-    """The arrays have unknown sizes, or the inputs are values."""
+    """The test gathers arrays whose sizes the members do not know in advance, and other values."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -358,8 +360,10 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_avoid_pickle() -> None:
-    """Very large values are pickled. So are lists and dicts without a GIL, as other threads may change
-    them."""
+    """Very large values are pickled, and so are lists and dicts on free-threaded Python.
+
+    There, other threads may change them.
+    """
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}

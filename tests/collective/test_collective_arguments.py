@@ -1,6 +1,6 @@
-"""Invalid arguments of group calls raise before anything is sent.
+"""Test that invalid arguments of group calls raise before anything is sent.
 
-The error names the argument, its value and the allowed values.
+The error contains the argument's name, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
 def test_invalid_argument_error_names_value_and_allowed_values(
     call: Any, error: type[Exception], message: str
 ) -> None:
-    """The group can still be used."""
+    """After the error, the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(error) as info:

@@ -1,4 +1,4 @@
-"""Memory of tensor arguments, where it differs from arrays; test_memory_given.py tests arrays."""
+"""Test the memory layouts of tensor arguments where tensors differ from arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor of -2 whose memory contains 2."""
+    """Return a tensor whose value is -2 and whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
@@ -106,7 +106,7 @@ def nested(layout: Any) -> Any:
 )
 @pytest.mark.filterwarnings("ignore")  # for torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
-    """No member reads at address zero."""
+    """No member may read from address zero."""
 
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=message):
