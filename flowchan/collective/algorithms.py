@@ -83,9 +83,8 @@ class AlgorithmChoice:
                 ``"gather"`` or ``"alltoall"``.
             name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` accept ``"exchange"``
                 and ``"slices"``. The other operations accept ``"chunks"`` and, if members may read each
-                other's
-                memory, ``"direct"`` (not ``reduce_scatter``). All of them also accept torch's ``"gloo"``,
-                ``"mpi"`` and ``"nccl"``.
+                other's memory, ``"direct"`` (not ``reduce_scatter``). All of them also accept torch's
+                ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:
             ValueError: The operation has no such algorithm, or the backend is not available.

@@ -50,8 +50,7 @@ class ConnectionStats:
         steps: Number of completed steps; each operation consists of one or more steps.
         seconds: Total duration of these steps, measured on this side.
         delay: Time until one byte arrives, in seconds. It is measured when a group on more than two hosts
-            forms;
-            otherwise None.
+            forms; otherwise None.
         bytes_per_second: Throughput, measured at the same time as ``delay``; otherwise None.
 
     Example:

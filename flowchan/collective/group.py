@@ -176,11 +176,9 @@ class Group(GroupSteps):
 
         Args:
             x: Any value. Arrays and tensors may differ in shape between members. If ``out`` is given, ``x``
-                must be
-                an array or tensor with the element type of ``out``.
+                must be an array or tensor with the element type of ``out``.
             out: For the result: one array with ``size`` times as many elements as ``x``, or a list with one
-                array
-                for each member.
+                array for each member.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -211,8 +209,7 @@ class Group(GroupSteps):
         Args:
             xs: The values; ``xs[i]`` goes to rank i.
             out: One array for each member to receive into. All of ``xs`` must then be arrays of the same
-                element
-                type.
+                element type.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -237,8 +234,7 @@ class Group(GroupSteps):
 
         Args:
             x: An array or tensor. Its first dimension is divided into ``size`` equal parts; rank i gets part
-                i of
-                the result.
+                i of the result.
             op: Name of the operation, as in :meth:`allreduce`.
             out: Array for this member's part (default: a new one).
             timeout: Seconds; None means no limit.
@@ -460,8 +456,7 @@ class Group(GroupSteps):
 
         Raises:
             MemberDied: The sender is gone, and all its messages have been received. The error is
-                :class:`MemberLeft`
-                if the sender closed the group.
+                :class:`MemberLeft` if the sender closed the group.
             Mismatch: The value does not fit into ``out``.
             TimeoutError: No message arrived in time.
 
@@ -497,8 +492,7 @@ class Group(GroupSteps):
 
         Raises:
             MemberDied: All messages that arrived have been received, and one member died. If a remote member
-                ended
-                before this member first used its connection, it counts as a member that left.
+                ended before this member first used its connection, it counts as a member that left.
             MemberLeft: All messages that arrived have been received, and all other members left.
             TimeoutError: No message arrived in time.
             ValueError: The group has no other member.
@@ -605,8 +599,7 @@ class Group(GroupSteps):
 
         Raises:
             GroupError: On several hosts: this member cannot reach rank 0, rank 0 is gone, or the old group
-                was
-                created without an address.
+                was created without an address.
             TimeoutError: A remaining member did not call ``shrink`` in time.
 
         Example:

@@ -324,9 +324,7 @@ class TorchAlgorithm:
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
-                    # the wait timed out, or the operation failed; is_completed and wait report a failure
-                    # below
-                    pass
+                    pass  # timed out or failed; a failure is reported below
             return bool(work.is_completed())
 
         self._until(ended, remaining)

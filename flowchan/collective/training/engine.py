@@ -115,10 +115,8 @@ class Engine:
 
         Args:
             batches: Samples of each epoch (pairs of an input and a target), or a function that takes the
-                number of an
-                epoch and returns its samples. If a graph's stream that ends with ``collect()`` is passed, the
-                graph
-                prepares samples during training.
+                number of an epoch and returns its samples. If a graph's stream that ends with ``collect()``
+                is passed, the graph prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:

@@ -69,8 +69,7 @@ def check_equal(module: nn.Module, group: Group) -> None:
 
     Raises:
         Mismatch: A parameter or buffer differs from the one on rank 0. All members raise the error; it names
-            the
-            first such tensor and the first such rank.
+            the first such tensor and the first such rank.
 
     Example:
         >>> from torch import nn
