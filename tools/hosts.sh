@@ -11,7 +11,7 @@ need ip iproute2
 [ -z "$packages" ] && exit 0
 
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "SOME TESTS WILL BE SKIPPED; on Debian and Ubuntu, run: apt install$packages" >&2
+    echo "SOME TESTS WILL BE SKIPPED; on Debian and Ubuntu: apt install$packages" >&2
     exit 0
 fi
 # The packages contain servers that must not be started, because the tests start their own.

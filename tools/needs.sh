@@ -26,5 +26,5 @@ done
 
 [ -z "$lacks" ] && exit 0
 echo "flowchan can't be installed on this machine yet, because it lacks:$lacks" >&2
-[ -z "$packages" ] || echo "On Debian and Ubuntu, run: apt install$packages" >&2
+[ -z "$packages" ] || echo "On Debian and Ubuntu: apt install$packages" >&2
 exit 1
