@@ -405,7 +405,7 @@ class RemotePeer:
                 time.sleep(LISTENER_INTERVAL_S)
 
     def receive_end(self) -> None:
-        """Handle the end of a watched peer, once all its earlier connections have been accepted."""
+        """Record how a watched peer ended, once all its earlier connections have been accepted."""
         watch, self.watch, self.was_refused = self.watch, None, False
         how = DIED if watch is not None else UNKNOWN
         if watch is not None:

@@ -1,4 +1,4 @@
-"""Backends of torch.distributed (gloo, MPI and NCCL) as algorithms of a group.
+"""Use of torch.distributed's backends (gloo, MPI and NCCL) as algorithms of a group.
 
 The first operation that uses a backend makes the members create it together; torch's own groups are not
 affected. Each operation begins and ends with a round of the group. The first round detects calls that do not
@@ -37,11 +37,11 @@ from flowchan.transport.tcp import joined, split
 POLL_INTERVAL_S = 0.02
 """Seconds between two checks of the other members, while this one is waiting for its backend."""
 GRACE = 1.0
-"""Seconds that a backend has to notice a lost member, as a lost connection shows, before it is aborted."""
+"""Seconds that a backend has to notice a lost member from its closed connections, before it is aborted."""
 WITHIN = timedelta(seconds=60)
 """Time limit for creating a backend, once all members have agreed to create it."""
 ENDLESS = timedelta(days=20)
-"""Replaces torch's timeouts, because a member may be slow. As milliseconds, it must fit into torch's type."""
+"""Replaces torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's type."""
 
 # The types of these objects differ between versions of torch.
 _dist: Any = dist

@@ -1,4 +1,4 @@
-"""Trees over the hosts of a group, for data from one host to all and from all to one.
+"""Trees of a group's hosts, along which data goes from one host to all or from all to one.
 
 When the leaders of the hosts have connected, each pair measures how long it takes to send one byte and to
 send ``REFERENCE`` bytes. A tree is built from these times with the greedy rule "earliest completion first".
@@ -22,7 +22,7 @@ LEAST = 1e-4
 """Shortest time, in seconds, that is distinguished. Shorter times reflect other load on the machines rather
 than the connection."""
 HARDLY = 1.25
-"""How many times as late as the earliest message a preferred message may arrive."""
+"""A preferred message may arrive at most this many times as late as the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 

@@ -76,7 +76,7 @@ def test_results_are_equal_without_direct_reads(algorithm: str | None, times: in
     A direct read is tried only once: when the algorithm is selected, or in its first trial.
     """
     if os.getuid():
-        pytest.skip("only root can become a user whose memory others may not read")
+        pytest.skip("needs root, to become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
@@ -181,7 +181,7 @@ def test_fastest_plan_is_found_and_used_by_all_members(run_on_one_host: Any, ope
 
 
 @pytest.mark.each_value
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core, two threads are not tried")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="reading with two threads needs two cores")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
 def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation: str) -> None:
     def given(rank: int, turn: int) -> Any:
@@ -219,7 +219,7 @@ def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
 
 def test_fastest_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
-        pytest.skip("only root can become a user whose memory others may not read")
+        pytest.skip("needs root, to become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         g.set_algorithm("broadcast", "direct")

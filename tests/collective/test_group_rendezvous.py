@@ -164,7 +164,7 @@ with ThreadPoolExecutor(2) as pool:
 
 def test_processes_with_many_descriptors_form_a_group() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
-        pytest.skip("the limit of descriptors is below 4,096: ulimit -Hn")
+        pytest.skip("the limit on descriptors is below 4,096 (see ulimit -Hn)")
     assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
 
 

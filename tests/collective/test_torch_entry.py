@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch, "_import_device_backends"),
-    reason="this torch does not load backends: install 2.5 or newer",
+    reason="this version of torch does not load backends: install 2.5 or newer",
 )
 
 USE = """

@@ -29,7 +29,7 @@ from flowchan.transport.tcp import dial
 
 NEAR, DISTANT = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
 EMPTY = 20 * HEADER.size
-"""More bytes than all messages without data in these tests."""
+"""Upper limit for the bytes of all messages without data in these tests."""
 
 
 def all_alike(hosts: int, times: Times) -> Table:

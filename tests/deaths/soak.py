@@ -28,7 +28,7 @@ from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
 STALL = 60.0
-"""Seconds without progress that count as a hang."""
+"""Seconds without progress after which a run counts as hung."""
 MOST_KILLS = 3
 """Number of kills without progress after which the next kill waits for progress. Workers that die faster
 than they start would never finish."""

@@ -18,7 +18,7 @@ from flowchan.run.crew.process import WorkerProcess
 
 ITEMS = 60
 PLACEMENTS = [0, 7, 8, ITEMS - 1]
-"""Items on which a worker dies: the first, two neighbours, the last."""
+"""Items at which a worker is killed: the first, two consecutive ones, and the last."""
 
 anyhow = pytest.mark.parametrize(("workers", "ordered"), [(1, True), (3, True), (3, False)])
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 WORKERS = 3
-"""Number of workers of the pool that most tests use."""
+"""Number of workers in the pool that most tests use."""
 
 
 class Thing:

@@ -206,9 +206,8 @@ class Receives:
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group in the form of torch's process group.
 
-    Every collective takes lists of tensors and options. Like those of torch's own process groups, each also
-    accepts a single tensor, and the operation or the root instead of the options. DDP's ``join`` makes such
-    calls.
+    Every collective takes lists of tensors and options. As in torch's own process groups, it also accepts a
+    single tensor, and the operation or the root in place of the options. DDP's ``join`` makes such calls.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:

@@ -162,7 +162,7 @@ class Engine:
             batches: Samples, as in :meth:`train`.
 
         Returns:
-            The mean loss, or NaN without any batches.
+            The mean loss, or NaN if ``batches`` is empty.
         """
         modes = {module: module.training for module in self.module.modules()}
         training = self.state.training
@@ -316,7 +316,7 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Replace NumPy scalars with Python numbers, because torch refuses to load them.
+    """Replace NumPy scalars, which torch refuses to load, with Python numbers.
 
     A learning rate, for example, may be a NumPy scalar.
     """

@@ -386,7 +386,7 @@ class ElasticAverage:
     centre is equal on all members, bit for bit.
 
     The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
-    alpha, so it is stable for any group size.
+    alpha, so the algorithm is stable for any group size.
 
     Args:
         module: The replica of this member.
