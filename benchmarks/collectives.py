@@ -192,7 +192,7 @@ def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
 
 
 def death(ranks: int) -> tuple[float, float]:
-    """Return how long it takes, after a rank's death, until all survivors know and until they have a group.
+    """Return how long all survivors take to notice a rank's death, and to form a new group.
 
     Both times are in seconds and start at the death.
     """

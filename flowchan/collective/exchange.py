@@ -360,8 +360,8 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # After a failure below, all leaders still receive the error directly from the leader where it
-        # happened.
+        # After a failure further down the tree, all leaders still receive the error directly from the leader
+        # where it happened.
         self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 

@@ -1,7 +1,8 @@
 """Operations of a group on arrays, tensors, scalars and any other Python object.
 
-They are built on a few operations on bytes and contiguous arrays. Groups in shared memory (``one_host.py``)
-and groups that span several hosts (``many_hosts.py``) implement those differently.
+They are built on a few basic operations on bytes and contiguous arrays. Groups in shared memory
+(``one_host.py``) and groups that span several hosts (``many_hosts.py``) implement these basic operations
+differently.
 """
 
 from __future__ import annotations

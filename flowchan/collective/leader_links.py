@@ -228,7 +228,7 @@ class Links(Connections):
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            # a leader that is gone or blocked notices the closed connection
+            # a blocked leader will find the connection closed
             with contextlib.suppress(OSError):
                 self.sockets[host].sendmsg(peer.out)
         self.close()

@@ -22,7 +22,7 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
 def test_members_combine_values_until_all_have_run_out(size: int) -> None:
-    """There are as many rounds as the member with the most values has values.
+    """The member with the most values determines the number of rounds.
 
     Members that have run out of values take part with ``join``.
     """

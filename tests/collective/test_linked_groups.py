@@ -342,7 +342,7 @@ def test_explain_describes_operations_over_hosts() -> None:
 def test_stats_report_traffic_of_each_connection() -> None:
     """Each side has received as many bytes as the other side sent.
 
-    Only leaders have connections, one to each other host.
+    Only leaders have connections: one to each of the other hosts.
     """
 
     def body(g: Any) -> Any:

@@ -81,7 +81,7 @@ def linked(
 
 
 def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:
-    """Connect a leader to those of all other hosts: dial the earlier hosts, and accept the later ones."""
+    """Connect this host's leader to all other leaders: dial earlier hosts, and accept later ones."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         sockets = {}

@@ -44,7 +44,7 @@ class Membership:
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
         """Return a copy that knows how to reach the driver.
 
-        The host of the worker fills this in, so the secret is not sent to it.
+        The worker's host adds the address and the secret, so the secret is not sent with the membership.
         """
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
