@@ -40,13 +40,13 @@ def is_dense(x: Any) -> bool:
     if is_tensor(x):
         if x.is_nested:
             raise TypeError(
-                f"x must be a dense tensor, got a nested tensor of {_type_of(x)}; pass its .values() and "
+                f"x must be a dense tensor, got a nested {_type_of(x)} tensor; pass its .values() and "
                 ".offsets(), or .to_padded_tensor(…)"
             )
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
             raise TypeError(
-                f"x must be a dense tensor, got {described(x)} in the layout {kind}; convert it, "
+                f"x must be a dense tensor, got {described(x)} with layout {kind}; convert it, "
                 "for example with "
                 ".to_dense()"
             )
@@ -57,7 +57,7 @@ def is_dense(x: Any) -> bool:
             )
         if not _has_memory(x):
             raise TypeError(
-                f"x must be a tensor with memory, got {described(x)} of the type "
+                f"x must be a tensor with memory, got {described(x)} of type "
                 f"{type(x).__name__}, which has "
                 "none; pass the tensor that it wraps, for example .to_local()"
             )

@@ -79,7 +79,7 @@ def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> A
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
         raise GroupError(
-            "mpi: the group must have all processes that mpirun started, in the same order; set another "
+            "mpi: the group must contain all processes that mpirun started, in the same order; set another "
             "algorithm"
         )
     return backend

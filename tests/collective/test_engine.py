@@ -179,7 +179,7 @@ def test_mean_does_not_keep_the_computation_graph() -> None:
 
 def test_train_rejects_an_iterator_for_several_epochs(batches: Batches) -> None:
     made = engine()
-    with pytest.raises(ValueError, match="batches must be iterable for each of 2 epochs"):
+    with pytest.raises(ValueError, match="batches must be iterable 2 times"):
         made.train(iter(batches), epochs=2)
     assert made.state.step == 0
     made.train(iter(batches), epochs=1)

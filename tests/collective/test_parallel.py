@@ -309,7 +309,7 @@ def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
                 optimizer.step()
                 average.step()
         average.join()
-        with pytest.raises(Mismatch, match="has different values on rank 1"):
+        with pytest.raises(Mismatch, match="has different values on rank 0 and rank 1"):
             check_equal(net, g)
         average.to_centre()
         check_equal(net, g)
@@ -362,7 +362,7 @@ def other_values(net: Any, rank: int) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
-    "values": (other_values, r"'2.bias', float64\[10\], on rank 0 has different values on rank 2"),
+    "values": (other_values, r"'2.bias', float64\[10\], has different values on rank 0 and rank 2"),
     "shape": (
         lambda net, rank: rank == 1 and net.__setitem__(2, nn.Linear(32, 9).double()),
         r"'2.weight', float64\[10, 32\], on rank 0 is '2.weight', float64\[9, 32\], on rank 1",

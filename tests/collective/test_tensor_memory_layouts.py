@@ -94,12 +94,12 @@ def nested(layout: Any) -> Any:
     [
         (
             freed,
-            r"must be a tensor with memory, got float32\[4\] of the type Tensor, which has",
+            r"must be a tensor with memory, got float32\[4\] of type Tensor, which has",
         ),
-        (masked, "of the type MaskedTensor, which has none; pass the tensor that it wraps"),
-        (faked, "of the type FakeTensor, which has none; pass the tensor that it wraps"),
-        (lambda: nested(torch.jagged), "got a nested tensor of float32; pass its .values()"),
-        (lambda: nested(torch.strided), "got a nested tensor of float32; pass its .values()"),
+        (masked, "of type MaskedTensor, which has none; pass the tensor that it wraps"),
+        (faked, "of type FakeTensor, which has none; pass the tensor that it wraps"),
+        (lambda: nested(torch.jagged), "got a nested float32 tensor; pass its .values()"),
+        (lambda: nested(torch.strided), "got a nested float32 tensor; pass its .values()"),
         (lambda: torch.eye(2).to_sparse(), "must be a dense tensor, got"),
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],

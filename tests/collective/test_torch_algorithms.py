@@ -423,7 +423,7 @@ def test_mpi_requires_all_processes_that_mpirun_started(monkeypatch: pytest.Monk
 
     def body(g: Any) -> None:
         g.set_algorithm("allreduce", "mpi")
-        with pytest.raises(GroupError, match="mpi: the group must have all processes that mpirun started"):
+        with pytest.raises(GroupError, match="mpi: the group must contain all processes that mpirun started"):
             g.allreduce(torch.ones(3))
 
     raised(in_threads(2, body))

@@ -211,7 +211,7 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "allgather: out must have room for the 12 bytes from rank 0, got room for 24",
         "reduce_scatter: out must have the element type of the input and 6 elements, got float32[3]",
-        "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
+        "x must be a dense tensor, got float32[2, 2] with layout sparse_coo; convert it, for example "
         "with .to_dense()",
     ]
 

@@ -126,7 +126,7 @@ class Engine:
         remaining = epochs - self.state.epoch
         if isinstance(batches, Iterator) and remaining > 1:
             raise ValueError(
-                f"train: batches must be iterable for each of {remaining} epochs, got the iterator "
+                f"train: batches must be iterable {remaining} times, got the iterator "
                 f"{shown(batches)}; "
                 "pass a list, or a function of the epoch number"
             )

@@ -109,10 +109,11 @@ def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
         raise Mismatch(f"the module on rank 0 has {counts}; build the same module on all members")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
     if (name, kind) == (its_name, its_kind):
-        what, remedy = "has different values", "call synchronize(module, group) first"
+        what, remedy = "has different values on rank 0 and", "call synchronize(module, group) first"
     else:
-        what, remedy = f"is {its_name!r}, {its_kind},", "build the same module on all members"
-    raise Mismatch(f"{name!r}, {kind}, on rank 0 {what} on rank {rank}; {remedy}")
+        what = f"on rank 0 is {its_name!r}, {its_kind}, on"
+        remedy = "build the same module on all members"
+    raise Mismatch(f"{name!r}, {kind}, {what} rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
