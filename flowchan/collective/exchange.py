@@ -88,8 +88,8 @@ class Connections:
         """Return the error for a lost leader of ``host``."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is out "
-            f"of reach ({why})",
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is "
+            f"unreachable ({why})",
             (rank,),
             call,
         )
