@@ -70,7 +70,7 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "times"), [("direct", 1), (None, 40)])
-def test_results_are_equal_without_direct_reads(algorithm: str | None, times: int) -> None:
+def test_results_stay_the_same_without_direct_reads(algorithm: str | None, times: int) -> None:
     """Sandboxes and Yama may forbid direct reads.
 
     A direct read is tried only once: when the algorithm is selected, or in its first trial.

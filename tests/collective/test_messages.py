@@ -63,7 +63,7 @@ def test_sendreceive_shifts_along_a_ring(run: Any) -> None:
     assert run(4, body) == [3, 0, 1, 2]
 
 
-def test_receive_fills_out_and_rejects_other_sizes() -> None:
+def test_receive_fills_the_out_array_and_rejects_other_sizes() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send(np.arange(6.0), 1)

@@ -106,7 +106,7 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
         assert later == [3.0] * 3
 
 
-def test_gloo_algorithm_checks_out_before_the_operation(run: Any) -> None:
+def test_gloo_algorithm_validates_out_before_the_operation(run: Any) -> None:
     """Every algorithm checks ``out`` in the same way."""
 
     def body(g: Any) -> Any:

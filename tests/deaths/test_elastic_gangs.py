@@ -160,7 +160,7 @@ def test_death_without_remaining_restarts_ends_the_run() -> None:
     assert "1 of 1 restarts are used" in str(cause)
 
 
-def test_groups_lost_without_a_death_count_as_restarts() -> None:
+def test_group_failure_without_a_death_counts_as_restart() -> None:
     calls: Channel[None] = Channel(across="processes")
 
     def work(items: In[int], group: Group) -> None:

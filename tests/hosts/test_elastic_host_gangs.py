@@ -119,7 +119,7 @@ def test_broken_connection_between_hosts_reforms_the_elastic_gang(tmp_path: Path
     assert len({pid for _, pid in found}) == 2
 
 
-def test_groups_lost_without_a_death_count_as_restarts(tmp_path: Path) -> None:
+def test_group_failure_without_a_death_counts_as_restart(tmp_path: Path) -> None:
     def work(items: In[int], group: Group) -> None:
         with (tmp_path / "calls").open("a") as calls:
             calls.write("one\n")
