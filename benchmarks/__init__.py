@@ -1,6 +1,6 @@
-"""Benchmarks of flowchan and its peers: ``python -m benchmarks [--only NAME] [--quick]``, or ``make bench``.
+"""Benchmarks of flowchan and its peers.
 
-Each module measures one thing, and its ``ISOLATES`` says what the clock includes. ``measure(effort)``
-measures flowchan and the peers in turn, in the same run, and compares medians. Speed is published, never
-asserted.
+Run them with ``python -m benchmarks [--only NAME] [--quick]`` or ``make bench``. Each module measures one
+thing, and its ``ISOLATES`` explains how. ``measure(effort)`` measures flowchan and the peers alternately in
+the same run, and compares medians. Speed is published, never asserted.
 """

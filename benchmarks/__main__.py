@@ -1,5 +1,7 @@
-"""Run the benchmarks, print their tables, store the figures in ``benchmarks/results/latest.json``, and write
-the pages that show them."""
+"""Run the benchmarks, print their tables and store the results.
+
+The results are stored in ``benchmarks/results/latest.json``, and the pages that show them are written again.
+"""
 
 from __future__ import annotations
 
@@ -36,21 +38,23 @@ NAMES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=NAMES, help="run this one; stored figures of the others stay")
-    parser.add_argument("--quick", action="store_true", help="a trial run: short, and nothing is stored")
+    parser.add_argument(
+        "--only", choices=NAMES, help="run only this benchmark; keep the stored results of the others"
+    )
+    parser.add_argument("--quick", action="store_true", help="make a short trial run, and store nothing")
     args = parser.parse_args()
     effort = harness.QUICK if args.quick else harness.FULL
     for name in [args.only] if args.only else NAMES:
         module = importlib.import_module(f"benchmarks.{name}")
         report = module.measure(effort)
         harness.show(name, module.ISOLATES, report)
-        # a benchmark that can't run here must not erase the stored figures
+        # a benchmark that can't run on this machine must not erase its stored results
         if effort.full and report.results:
             store(name, module.ISOLATES, report)
 
 
 def store(name: str, isolates: str, report: harness.Report) -> None:
-    """Replace the figures of one benchmark in the stored file, together with its machine and versions."""
+    """Replace the stored results of one benchmark, together with its machine and versions."""
     latest: dict[str, Any] = json.loads(LATEST.read_text()) if LATEST.exists() else {}
     latest[name] = {
         "isolates": isolates,

@@ -1,5 +1,7 @@
-"""Arrays and tensors between two processes: 16 MB arrays, fresh tensors from 64 KB to 16 MB, and memory on
-loan."""
+"""Measure arrays and tensors between two processes.
+
+The benchmark moves 16 MB arrays, fresh tensors from 64 KB to 16 MB, and memory on loan.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from flowchan import Channel
 ISOLATES = (
     "One queue between two processes. A forked child puts; this process gets and reads one byte of every "
     "page. Both meet at a barrier before the clock starts, and the clock stops at the last read. The queue "
-    "has room for 8 items. 'Array' puts the same array again and again. 'Fresh tensors' makes and fills a "
-    "tensor for each put. The memory copy goes from one array to 8 others in turn, whose pages were touched "
-    "before. 'Loans': one process gets a loan, writes one byte and puts it; the other gets it and reads one "
-    "byte."
+    "has room for 8 items. 'Array' puts the same array every time. 'Fresh tensors' creates and fills a "
+    "tensor for each put. The memory copy copies one array in turn to 8 others, whose pages are already "
+    "allocated. In 'loans', one process gets a loan, writes one byte and puts the loan; the other gets it "
+    "and reads one byte."
 )
 
 SLOTS = 8
@@ -101,7 +103,7 @@ def _move(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count
     for _ in range(count):
         int(ends.get()[::PAGE].sum())
     took = time.perf_counter() - began
-    end.wait()  # torch's queue loses the items in it when its producer ends
+    end.wait()  # when its producer ends, torch's queue loses the items that it still holds
     child.join()
     return took
 
@@ -117,7 +119,7 @@ def _produce(
 
 def _lend(size: int, count: int) -> float:
     channel: Channel[Any] = Channel(SLOTS, across="processes")
-    # so that the first use of each block, which allocates its pages, is not timed
+    # The first use of each block allocates its pages, so use each block once before the clock starts.
     channel.put_many(channel.loan(size, np.uint8) for _ in range(SLOTS))
     channel.get_many(SLOTS)
     start = CONTEXT.Barrier(2)

@@ -1,4 +1,4 @@
-"""Ints between two processes, in 20 fresh pairs: how much the figure depends on the cores of a pair."""
+"""Measure ints between two processes in 20 fresh pairs, to see how much depends on the cores of a pair."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.harness import Case, Effort, Report, at_least, throughput
 from benchmarks.peers import across_processes, multiprocessing_queue, processes_channel
 
 ISOLATES = (
-    "Like channels_processes with ints, but each sample uses a new pair of processes on a new channel. "
-    "Between the pairs a C program measures the round trip of a cache line between the two cores. A virtual "
-    "machine's cores move, and two cores of a large server can be far from each other."
+    "The same work as channels_processes with ints, but each sample uses a new pair of processes and a new "
+    "channel. Between the pairs, a C program measures the round trip of a cache line between the two cores. "
+    "A virtual machine's cores move, and two cores of a large server can be far from each other."
 )
 
 PAIRS = 20

@@ -1,4 +1,4 @@
-"""Items between two processes, capacity 1024, one by one: int, a small tuple, 1 KB and 64 KB of bytes."""
+"""Measure items between two processes, one by one: an int, a small tuple, 1 KB and 64 KB of bytes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.peers import across_processes, fast_fifo, multiprocessing_queue,
 ISOLATES = (
     "One channel between two processes. A forked child puts and this process gets. Both meet at a barrier "
     "before the clock starts, and the clock stops at the last get. Encoding and decoding are included. The "
-    "channel has room for 1,024 items, or for 64 items of 64 KB. The os pipe is multiprocessing.Pipe with the"
-    " kernel's bound. The memory copy moves 64 KB at a time between two blocks of 64 items, whose pages were "
-    "touched before."
+    "channel has room for 1,024 items, or for 64 items of 64 KB. The OS pipe is multiprocessing.Pipe with the"
+    " kernel's limit. The memory copy copies 64 KB at a time between two blocks of 64 items, whose pages are "
+    "already allocated."
 )
 
 BIG = 64 * 1024
@@ -61,7 +61,7 @@ def _compare_big(report: Report, effort: Effort) -> None:
 
 
 def _copy(count: int) -> float:
-    # Not zeros: the kernel would back an untouched source by one shared page, which is always in the nearest
+    # Not zeros: the kernel would map an untouched source to one shared page, which is always in the nearest
     # cache.
     source, target = bytearray(b"x") * (BIG * SLOTS), bytearray(BIG * SLOTS)
     places = [slice(BIG * slot, BIG * (slot + 1)) for slot in range(SLOTS)]

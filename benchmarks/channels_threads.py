@@ -1,4 +1,4 @@
-"""An int between threads of one process, one by one: 1 writer → 1 reader and 4 → 4."""
+"""Measure ints between threads of one process, one by one: 1 writer and 1 reader, and 4 of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.peers import across_threads, bounded_queue, simple_queue, thread
 
 ISOLATES = (
     "One channel between threads. The threads meet at a barrier before the clock starts, and each calls put "
-    "or get once per item. The clock stops when all threads have ended. SimpleQueue has no bound and cannot "
+    "or get once per item. The clock stops when all threads have ended. SimpleQueue has no limit and cannot "
     "be closed. A channel with room for 1,024 items makes the threads switch twice per 1,024 items, which "
     "costs as much as the items do. A channel with room for 100,000 items avoids most switches."
 )

@@ -1,5 +1,7 @@
-"""Collectives over processes of one host: flowchan's groups, Open MPI and MPICH through mpi4py, and torch's
-gloo."""
+"""Measure collectives over processes on one host.
+
+The systems are flowchan's groups, Open MPI and MPICH through mpi4py, and torch's gloo.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,25 @@ from benchmarks.harness import Case, Effort, Report, Result, Row, at_most, in_wo
 from flowchan import MemberDied, _core, collective
 
 ISOLATES = (
-    "One operation after the other on the same arrays. The ranks start once, and sleep while other cases are "
-    "measured. The figure is the time per operation at the slowest rank, after a barrier. An allreduce is an "
-    "in-place sum of float32. For allgather, reduce_scatter and alltoall the size is that of the whole array."
-    " A training step is the forward and backward pass of one layer, and its size is that of the gradients. "
-    "gloo runs under DDP, flowchan under Gradients. Each system pickles the objects. 'Over hosts' means that "
-    "each rank acts as if it had its own host and connects to the others over loopback. The death rows start "
-    "at kill -9 of one rank during allreduces. They end when the last survivor has MemberDied, and when the "
-    "group from shrink has finished a barrier."
+    "Operations run one at a time on the same arrays. The ranks start once, and sleep while other cases are "
+    "measured. The result is the time per operation on the slowest rank, after a barrier. An allreduce is an "
+    "in-place sum of float32 values. For allgather, reduce_scatter and alltoall, the size is the size of the "
+    "whole array. A training step is the forward and backward pass of one layer, and its size is the size of "
+    "the gradients. gloo runs under DDP, flowchan under Gradients. Each system pickles the objects. 'Over "
+    "hosts' means that each rank acts as if it had its own host and connects to the others over loopback. "
+    "The clock of the death rows starts at kill -9 of one rank during allreduces. It stops when the last "
+    "survivor has MemberDied, or when the group from shrink has finished a barrier."
 )
 
 ENVIRONMENT = Path(sys.executable).parent
 KB, MB = 1 << 10, 1 << 20
 PIECE = 16 * KB
-"""Elements that threads combine at a time: they stay in a cache until they are copied."""
+"""Number of elements that threads combine at a time; they stay in a cache until they are copied."""
 ALLREDUCES = (8, KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 
 
 class Ranks:
-    """The ranks of one kind, which run operations on request."""
+    """The ranks of one system, which run operations on request."""
 
     def __init__(self, kind: str, size: int) -> None:
         self.kind, self.size = kind, size
@@ -58,7 +60,8 @@ class Ranks:
             self._files = [listener.accept()[0].makefile("rw") for _ in range(size)]
 
     def run(self, operation: str, size: int, count: int) -> float:
-        """Run an operation ``count`` times on each rank. Return the seconds of the slowest one."""
+        """Run an operation ``count`` times on each rank, and return how many seconds the slowest rank
+        took."""
         for file in self._files:
             file.write(json.dumps([operation, size, count]) + "\n")
             file.flush()
@@ -91,7 +94,7 @@ def launch(kind: str, size: int, address: str) -> list[subprocess.Popen[bytes]]:
 
 
 def kinds() -> list[str]:
-    """Return flowchan and the installed peers."""
+    """Return the names of flowchan and the installed peers."""
     mpis = [
         name
         for name, starter in (("openmpi", "prterun"), ("mpich", "mpiexec.hydra"))
@@ -140,7 +143,7 @@ def measure(effort: Effort) -> Report:
 
 
 def in_place(report: Report, job: Ranks, effort: Effort) -> None:
-    """Compare with two threads that share the memory of both ranks and use the same kernel."""
+    """Compare with two threads that share the memory of both ranks and run the same combining code."""
     size = 64 * MB
     both = np.ones((2, size // 4), np.float32)
 
@@ -164,7 +167,7 @@ def in_place(report: Report, job: Ranks, effort: Effort) -> None:
 
 
 def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
-    """Measure the slowdown when other processes use all cores. No system must collapse."""
+    """Measure the slowdown when other processes use all cores. No system should become unusable."""
     idle = replace(timed(jobs["flowchan"], "allreduce", KB, effort), name="when idle")
     (quiet,) = report.interleave("allreduce, 1 KB, 2 ranks, idle", [idle], effort.rounds)
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(8)]
@@ -189,8 +192,10 @@ def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
 
 
 def death(ranks: int) -> tuple[float, float]:
-    """Return the seconds from the death of a rank until the last survivor knows it, and until the survivors
-    have a new group."""
+    """Return how long all survivors take to notice a rank's death, and to form a new group.
+
+    Both times are in seconds and start at the death.
+    """
     fork, pipes, processes = multiprocessing.get_context("fork"), [], []
     for member in collective.members(ranks):
         pipe, theirs = fork.Pipe()
@@ -239,9 +244,11 @@ def compare(
 
 
 def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
-    """Time an operation, repeated for about the length of a round. A run that took less than half of that is
-    repeated. Next to busy processes some runs fit into a time slice of both ranks, and others wait for whole
-    time slices of the others."""
+    """Time an operation, repeated for about the length of a round.
+
+    A run that takes less than half of that is repeated. Next to busy processes, some runs fit into one time
+    slice of both ranks, and others wait for whole time slices of other processes.
+    """
     once = partial(job.run, operation, size)
     count = 2
     while (took := once(count)) < effort.seconds / 5 and count < 10**6:

@@ -1,4 +1,4 @@
-"""One rank of benchmarks/collectives.py: it runs the requested operations and answers with their times.
+"""One rank of benchmarks/collectives.py, which runs the requested operations and reports their times.
 
 Arguments: the kind of rank, and the address of the socket to connect to.
 """
@@ -47,7 +47,7 @@ class Flowchan:
         }[operation]
 
     def training(self, elements: int) -> Operation:
-        """Make a training step that sums its gradients with ``Gradients``."""
+        """Create a training step that averages its gradients with ``Gradients``."""
         from flowchan.collective.training.gradients import Gradients
 
         net = dense(elements)
@@ -135,13 +135,13 @@ class Gloo:
         }[operation]
 
     def training(self, elements: int) -> Operation:
-        """Make a training step that sums its gradients with DistributedDataParallel."""
+        """Create a training step that averages its gradients with DistributedDataParallel."""
         net = self.torch.nn.parallel.DistributedDataParallel(dense(elements))
         return step(net, lambda: None)
 
 
 class Backend(Gloo):
-    """torch.distributed with flowchan as the backend."""
+    """torch.distributed with the flowchan backend."""
 
     def backend(self) -> str:
         import flowchan.collective.torch.backend  # noqa: F401
@@ -150,7 +150,7 @@ class Backend(Gloo):
 
 
 def main(kind: str, address: str) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch has renamed its functions
+    warnings.simplefilter("ignore", FutureWarning)  # torch has renamed these functions
     side = {"flowchan": Flowchan, LINKED: Linked, BACKEND: Backend, "gloo": Gloo}.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")

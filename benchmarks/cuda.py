@@ -1,6 +1,6 @@
-"""CUDA tensors between two processes, compared with torch.multiprocessing's queue and with host memory.
+"""Measure CUDA tensors between two processes, with torch.multiprocessing's queue and host memory as peers.
 
-Without a CUDA device nothing is measured.
+Without a CUDA device, nothing is measured.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from benchmarks.harness import Effort, Report, at_least, throughput
 from flowchan import Channel
 
 ISOLATES = (
-    "One queue on one CUDA device. A spawned child fills a fresh tensor for each put. This process gets it "
-    "and adds its first byte to a sum on the device. The clock starts after a first tensor has arrived and "
+    "One queue on one CUDA device. A spawned child fills a fresh tensor for each put. This process gets the "
+    "tensor and adds its first byte to a sum on the device. The clock starts once one tensor has arrived and "
     "stops when the device has finished all work. The queue has room for 8 items. flowchan copies an item "
     "twice on the device. torch does not copy: its receiver reads the sender's memory. 'Through host memory' "
     "is flowchan with FLOWCHAN_CUDA_IPC=0."
@@ -34,7 +34,7 @@ SPAWN = multiprocessing.get_context("spawn")
 def measure(effort: Effort) -> Report:
     report = Report()
     if not torch.cuda.is_available():
-        print("cuda: no CUDA device here (torch.cuda.is_available() is False), so nothing is measured")
+        print("cuda: nothing is measured, because torch.cuda.is_available() is False on this machine")
         return report
     for size in SIZES:
         moves: dict[str, Callable[[int], float]] = {
@@ -60,7 +60,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
     child = SPAWN.Process(target=_produce, args=(queue, size, count, start, end))
     child.start()
     del os.environ["FLOWCHAN_CUDA_IPC"]
-    total = queue.get()[0].long()  # both processes have their contexts and handles by now
+    total = queue.get()[0].long()  # by now, both processes have their CUDA contexts and handles
     torch.cuda.synchronize()
     start.set()
     began = time.perf_counter()
@@ -68,7 +68,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
         total += queue.get()[0]
     torch.cuda.synchronize()
     took = time.perf_counter() - began
-    end.set()  # torch's queue loses the tensors that its producer still owns when the producer ends
+    end.set()  # when torch's producer ends, the tensors that it still owns are lost
     child.join()
     return took
 

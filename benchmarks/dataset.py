@@ -1,4 +1,4 @@
-"""Epochs of decoded pictures: a graph as a dataset and torch's DataLoader, two workers each."""
+"""Measure epochs of decoded pictures from a graph and from torch's DataLoader, with two workers each."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flowchan import Graph
 from flowchan.pipelines import dataset
 
 ISOLATES = (
-    "Pictures per second over one epoch, including its start and end. JPEG pictures of 320 × 240 are decoded,"
-    " halved in size and collected into batches of 32 float tensors. Both systems decode in two processes, "
-    "which they fork for each epoch. The loop only reads the shape of each batch."
+    "Pictures per second over one epoch, including its start and end. JPEG pictures of 320 × 240 pixels are "
+    "decoded, halved in size and collected into batches of 32 float tensors. Both systems decode in two "
+    "processes, which they fork for each epoch. The training loop only reads the shape of each batch."
 )
 WORKERS, BATCH = 2, 32
 
 
 def picture() -> bytes:
-    """Return a JPEG file of a wave pattern."""
+    """Return a JPEG file that shows a wave pattern."""
     waves = np.sin(np.arange(240)[:, None, None] / 20 + np.arange(320)[None, :, None] / 30 + np.arange(3))
     out = io.BytesIO()
     Image.fromarray((127 * waves + 128).astype("uint8")).save(out, "JPEG", quality=90)

@@ -1,4 +1,4 @@
-"""The default options, with only ``parts=2, on="process"`` set, compared with the plain module."""
+"""Compare ``Sequential`` with default options, except ``parts=2, on="process"``, with the plain module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchmarks.pipes import WIDTH, batch, rate, timed
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "A stream of batches through 4 or 16 pairs of Linear(512) and Tanh and a last Linear(512, 10). The only "
-    "options are parts=2 and on='process'. Each round starts fresh and measures the cut again. The plain "
-    "module runs once with one compute thread and once with torch's default number. On two cores that default"
-    " is as fast as two parts could be at best. Two independent plain modules in two processes show how much "
-    "of a second core this machine really provides."
+    "A stream of batches passes through 4 or 16 pairs of Linear(512) and Tanh and a last Linear(512, 10). "
+    "The only options are parts=2 and on='process'. Each round starts new workers and chooses the cut again. "
+    "The plain module runs once with one compute thread and once with torch's default number of threads. On "
+    "two cores, two parts could at best be as fast as that default. Two independent plain modules in two "
+    "processes show how much of a second core this machine really provides."
 )
 
 
@@ -30,10 +30,10 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare(report: Report, pairs: int, rows: int, effort: Effort) -> None:
-    """Compare flowchan's defaults with the plain module: the median of fresh starts, and the speed that nine
-    of ten reach."""
+    """Compare flowchan's defaults with the plain module: the median, and the speed that 9 of 10 runs
+    reach."""
     count = (100_000 if effort.full else 8_000) // (pairs * rows // 4) // 2 * 2
-    count = max(24, count)  # many times the batches in flight
+    count = max(24, count)  # at least 24, so that far more batches are sent than fit in flight
     threads = torch.get_num_threads()
     jobs = {
         "flowchan": partial(_stream, pairs, rows),
@@ -60,7 +60,7 @@ def _stream(pairs: int, rows: int, count: int) -> float:
     module = _model(pairs)
     with Sequential(module, parts=2, on="process") as pipe:
         outputs = pipe.stream(repeat(x))
-        for _ in range(8):  # after these all parts work at their full rate
+        for _ in range(8):  # after these, all parts run at full speed
             torch.testing.assert_close(next(outputs), module(x).detach())
         return timed(partial(next, outputs), count)
 
@@ -79,8 +79,10 @@ def _plain(pairs: int, rows: int, threads: int, count: int) -> float:
 
 
 def _twice(pairs: int, rows: int, count: int) -> float:
-    """Do the same work in two independent processes with one thread each. That is the most that two parts
-    could reach on this machine."""
+    """Do the same work in two independent processes with one thread each.
+
+    Two parts cannot be faster than that on this machine.
+    """
     barrier, took = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Connections that are slow, and connections that break."""
+"""Slow connections, and connections that break."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
 def delay_between(one: socket.socket, other: socket.socket, delay: float) -> list[threading.Thread]:
-    """Forward the bytes between two sockets with a delay of ``delay`` seconds, until both have ended. Return
-    the threads that do so; they end with the sockets."""
+    """Forward the bytes between two sockets with a delay of ``delay`` seconds, until both sockets have ended.
+
+    Return the threads that forward the bytes; they end with the sockets.
+    """
     ways = [(one, other), (other, one)]
     threads = [threading.Thread(target=_pass_on, args=(*way, delay)) for way in ways]
     for thread in threads:
@@ -26,7 +28,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
     coming: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
 
     def receive() -> None:
-        """Receive at once, so that only the delay holds up the sender."""
+        """Receive data as soon as it arrives, so that the sender is never held up."""
         data = b"-"
         while data:
             try:
@@ -47,10 +49,10 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
 
 
 def cut() -> int:
-    """Shut down every loopback connection of this process. Return their number."""
+    """Shut down every loopback connection of this process, and return how many there were."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it was closed in the meantime
+        with contextlib.suppress(OSError):  # the descriptor was closed in the meantime
             if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as sock:

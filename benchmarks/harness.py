@@ -1,10 +1,10 @@
-"""Measurement and comparison for all benchmarks. The cases of one benchmark take turns, and their medians are
-compared.
+"""Measurement and comparison for all benchmarks.
 
-A :class:`Case` does its work once per round and reports its samples. :meth:`Report.interleave` runs several
-rounds over all cases, so that a slow minute of the machine affects flowchan and its peers alike. CPU seconds
-are those of this process and of all children that ended during the work (``resource.getrusage``). Therefore
-every case joins its children. A :class:`Row` is one line of the published table.
+A benchmark runs its cases alternately and compares their medians. A :class:`Case` does its work once per
+round and reports its samples. :meth:`Report.interleave` runs several rounds over all cases, so that a slow
+minute on the machine affects flowchan and its peers alike. CPU seconds include this process and all children
+that ended during the work (``resource.getrusage``), so every case must join its children. A :class:`Row` is
+one line of the published table.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ PEERS = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The length of a measurement: ``rounds`` rounds of about ``seconds`` each per case. ``full`` is false
-    for a trial run."""
+    """The length of a measurement: ``rounds`` rounds of about ``seconds`` seconds for each case.
+
+    ``full`` is false for a trial run.
+    """
 
     rounds: int
     seconds: float
@@ -56,8 +58,11 @@ QUICK = Effort(rounds=1, seconds=0.05, full=False)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system under test. ``work()`` does the work once and returns ``(samples, items)``: the figures in
-    ``unit``, and the number of items that they cover."""
+    """One system that is measured.
+
+    ``work()`` does the work once and returns ``(samples, items)``: the measured values in ``unit``, and the
+    number of items that they cover.
+    """
 
     name: str
     unit: str
@@ -66,7 +71,7 @@ class Case:
 
 @dataclass(slots=True)
 class Result:
-    """All samples of one case over the rounds of the comparison ``work``."""
+    """All samples of one case, from all rounds of the comparison ``work``."""
 
     work: str
     name: str
@@ -82,7 +87,7 @@ class Result:
         return ordered[min(len(ordered) - 1, int(quantile * len(ordered)))]
 
     def record(self) -> dict[str, object]:
-        """Return the result in JSON types. Many samples are reduced to their quantiles."""
+        """Return the result in JSON types, with a large number of samples reduced to their quantiles."""
         samples: object = self.samples
         if len(self.samples) > 100:
             samples = {f"p{100 * quantile:g}": self.figure(quantile) for quantile in (0.5, 0.9, 0.99, 0.999)}
@@ -99,9 +104,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: the work, the target, both figures, their ratio, and whether the target was met.
+    """One line of the table: the work, the target, both results, their ratio, and whether the target was met.
 
-    A ratio above 1 means that flowchan is faster. ``peer`` and ``ratio`` are empty for a row without a peer.
+    If the ratio is above 1, flowchan is faster. ``peer`` and ``ratio`` are empty for a row without a peer.
     """
 
     work: str
@@ -114,14 +119,16 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """The outcome of one benchmark: the rows of the table and their results."""
+    """The outcome of one benchmark: the rows of its table, and its results."""
 
     rows: list[Row] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     def interleave(self, work: str, cases: Sequence[Case], rounds: int) -> list[Result]:
-        """Run all cases in turn for ``rounds`` rounds. Keep and return the results, in the order of the
-        cases."""
+        """Run all cases alternately for ``rounds`` rounds, and return the results in the order of the cases.
+
+        The results are also added to the report.
+        """
         results = [Result(work, case.name, case.unit) for case in cases]
         for _ in range(rounds):
             for case, result in zip(cases, results, strict=True):
@@ -137,8 +144,11 @@ class Report:
 def throughput(
     name: str, move: Callable[[int], float], effort: Effort, scale: float = 1.0, unit: str = "items/s"
 ) -> Case:
-    """Make a case from ``move(n)``, which moves n items and returns the seconds it took. n is calibrated so
-    that one round takes about ``effort.seconds``; the figure is ``scale`` times items per second."""
+    """Create a case from ``move(n)``, which moves n items and returns how many seconds it took.
+
+    n is calibrated so that one round takes about ``effort.seconds``. The result is ``scale`` times the items
+    per second.
+    """
     count = calibrate(move, effort.seconds)
 
     def work() -> tuple[Sequence[float], int]:
@@ -148,7 +158,7 @@ def throughput(
 
 
 def round_trips(name: str, trips: Callable[[int], float], effort: Effort) -> Case:
-    """Make a case from ``trips(n)``, which makes n round trips and returns the seconds they took."""
+    """Create a case from ``trips(n)``, which makes n round trips and returns how many seconds they took."""
     count = calibrate(trips, effort.seconds)
 
     def work() -> tuple[Sequence[float], int]:
@@ -158,8 +168,10 @@ def round_trips(name: str, trips: Callable[[int], float], effort: Effort) -> Cas
 
 
 def timed_trips(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> float:
-    """Return the seconds of ``count`` round trips, after one to warm up. The other side puts back each item
-    that it gets."""
+    """Return how many seconds ``count`` round trips take, after one round trip to warm up.
+
+    The other side must put back each item that it gets.
+    """
     put(0)
     get()
     began = time.perf_counter()
@@ -176,10 +188,12 @@ def echo(put: Callable[[Any], Any], get: Callable[[], Any], count: int) -> None:
 
 
 def calibrate(move: Callable[[int], float], seconds: float) -> int:
-    """Find how many items ``move`` moves in about ``seconds``: at least 100, and a multiple of 4, so that
-    threads can share them."""
+    """Return how many items ``move`` moves in about ``seconds`` seconds.
+
+    The number is at least 100, and a multiple of 4, so that threads can share the items equally.
+    """
     count = 100
-    while (took := move(count)) < seconds / 2:  # long enough that the cost of a start hardly matters
+    while (took := move(count)) < seconds / 2:  # long enough that the cost of starting hardly matters
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 
@@ -199,7 +213,7 @@ def at_least(factor: float, mine: Result, peer: Result, quantile: float | None =
 def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
     """Return a row for times: ``mine`` must take at most ``factor`` times as long as ``peer``.
 
-    The ratio is the speed-up, so that a higher ratio is better in every row.
+    The ratio is the speed-up, so a higher ratio is better in every row.
     """
     ratio = peer.figure(quantile) / mine.figure(quantile)
     return _row(1 / factor, mine, peer, ratio, quantile)
@@ -213,13 +227,15 @@ def _row(least: float, mine: Result, peer: Result, ratio: float, quantile: float
 
 
 def in_figures(ratio: float) -> str:
-    """Return a ratio with three significant figures: ``0.00654``, ``1.9``, ``5,030``."""
+    """Format a ratio with three significant figures: ``0.00654``, ``1.9``, ``5,030``."""
     return f"{ratio:.3g}" if ratio < 1000 else f"{float(f'{ratio:.3g}'):,.0f}"
 
 
 def in_words(value: float, unit: str) -> str:
-    """Format a figure with three digits and a suitable prefix: ``2.31 M items/s``, ``11.6 GB/s``, ``20.8
-    µs``."""
+    """Format a value with three digits and a suitable prefix.
+
+    Examples are ``2.31 M items/s``, ``11.6 GB/s`` and ``20.8 µs``.
+    """
     steps = [(1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n")]
     counted = unit in ("items/s", "words/s", "calls/s")
     if counted:
@@ -234,8 +250,10 @@ def in_words(value: float, unit: str) -> str:
 
 
 def machine() -> dict[str, object]:
-    """Describe the conditions that affect the figures besides the code: the processor, the cores that this
-    process may use, the kernel and the versions."""
+    """Describe what affects the results besides the code.
+
+    The description has the processor, the cores that this process may use, the kernel and the versions.
+    """
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -253,7 +271,7 @@ def _processor() -> str:
 
 
 def show(name: str, isolates: str, report: Report) -> None:
-    """Print the table of one benchmark, and all its figures with their CPU cost."""
+    """Print the table of one benchmark, and all its results with their CPU cost."""
     console = Console(width=None if Console().is_terminal else 150)
     table = Table("work", "target", "flowchan", "peer", "ratio", "reached", title=name, title_justify="left")
     for row in report.rows:

@@ -1,4 +1,4 @@
-"""Runs over hosts, with all agents on this machine, compared with the same run on processes, and with Ray."""
+"""Measure runs over hosts whose agents are all on this machine, compared with processes and with Ray."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from flowchan import Graph
 from flowchan.hosts import local
 
 ISOLATES = (
-    "All hosts are agents on this machine, connected over loopback. A process that the first run starts forks"
-    " them. The clock of a flowchan graph includes the declaration, the start of agents and workers, and "
-    "their end. Arrays between hosts and the comparison with Ray are warm: the clock runs from the first "
+    "All hosts are agents on this machine, connected over loopback. The first run starts a process that forks"
+    " them. For a flowchan graph, the clock includes declaring the graph, and starting and ending agents and "
+    "workers. For arrays between hosts and the comparison with Ray, the clock runs only from the first "
     "output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a link. "
     "Arrays from host to host all pass through the driver. The direct path is one link between two "
-    "processes. Both make each array fresh."
+    "processes. Both create a fresh array for each item."
 )
 
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    longer = replace(effort, seconds=5 * effort.seconds)  # the clock includes starts
+    # longer, because the clock includes starting the workers
+    longer = replace(effort, seconds=5 * effort.seconds)
     _beside_processes(report, longer)
     _beside_a_direct_path(report, longer)
     _with_breaks(report, longer)
@@ -63,7 +64,7 @@ def _map(place: Any, workers: int, count: int) -> float:
     results = graph.source(repeat(0, count)).map(identity, workers=workers, on=place, capacity=1024).collect()
     found = graph.run()[results]
     if len(found) != count:
-        raise AssertionError(f"{len(found)} of {count} items came out")
+        raise AssertionError(f"only {len(found)} of {count} items arrived")
     return time.perf_counter() - began
 
 
@@ -110,7 +111,7 @@ def _with_breaks(report: Report, effort: Effort) -> None:
 
 
 def _starts(report: Report, effort: Effort) -> None:
-    """Time a run of one item for each agent, from its declaration to its end."""
+    """Time a run with one item for each agent, from declaring the graph until the run has ended."""
     for agents in (4, 64 if effort.full else 8):
 
         def work(agents: int = agents) -> tuple[list[float], int]:
@@ -155,7 +156,7 @@ def _ray_calls(actor: Any, count: int) -> float:
     began = time.perf_counter()
     found = ray.get([actor.call.remote(item) for item in range(count)])
     if found != list(range(count)):
-        raise AssertionError("a call answered something else")
+        raise AssertionError("a call returned a wrong item")
     return time.perf_counter() - began
 
 
@@ -186,7 +187,7 @@ def _ray_stream(count: int) -> float:
     began = time.perf_counter()
     for one in arrays.remote(count):
         if len(ray.get(one)) != 1 << 20:
-            raise AssertionError("an array has another length")
+            raise AssertionError("an array has a wrong length")
     return time.perf_counter() - began
 
 
@@ -196,8 +197,10 @@ def _stream(function: Callable[[int], Any], count: int) -> float:
 
 
 def _from_first_to_last(graph: Graph, outputs: Any, count: int) -> float:
-    """Return the seconds for all outputs without the starts: the time after the first output, scaled to the
-    full count."""
+    """Return how many seconds all outputs would take if starting took no time.
+
+    The time after the first output is scaled to the full count.
+    """
     with graph.start() as run:
         coming = run.iter(outputs)
         next(coming)

@@ -1,4 +1,4 @@
-"""The duration of ``import flowchan`` and the modules that it loads, in a fresh interpreter."""
+"""Measure how long ``import flowchan`` takes in a fresh interpreter, and which modules it loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from benchmarks.harness import Case, Effort, Report, Row, in_words
 
 ISOLATES = (
-    "Only the import statement, in a new interpreter. The peer is `import multiprocessing.pool, asyncio`."
+    "The clock covers only the import statement, in a new interpreter. The peer is `import "
+    "multiprocessing.pool, asyncio`."
 )
 
 HEAVY = ("torch", "numpy", "networkx", "graphviz", "rich")

@@ -1,5 +1,7 @@
-"""Items between two processes that share only a TCP connection over loopback, like two hosts. The systems are
-flowchan's link, pyzmq, the standard library's connection, and a bare socket."""
+"""Measure items between two processes that share only a TCP connection over loopback, as two hosts would.
+
+The systems are flowchan's link, pyzmq, the standard library's connection, and a bare socket.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,13 @@ from flowchan.transport.tcp import prepare
 ISOLATES = (
     "One connection over loopback. This process puts, and a forked child on the other end gets. The clock "
     "runs from the common start until the child has reported the last get. For flowchan this includes the "
-    "owner's channel, the link, the ring of the remote worker, encoding and decoding. pyzmq sends the pickle "
-    "of each item over PUSH and PULL, and arrays with copy=False. For 'fresh arrays' the sender makes and "
-    "fills an array per item, as copy=False requires. Otherwise it sends the same array again, which stays in"
-    " the cache. The bare socket moves only the bytes, between memory that is already allocated. A long wire "
-    "joins two network namespaces and delays every packet, acknowledgements included, by half of the "
-    "round-trip time. The rows with 0 ms use the same path. In the rows 'while Python code runs', a thread of"
-    " the sending process computes and holds the GIL as long as it can."
+    "owner's channel, the link, the remote worker's ring, encoding and decoding. pyzmq sends the pickle of "
+    "each item over PUSH and PULL, and arrays with copy=False. In 'fresh arrays', the sender creates and "
+    "fills an array for each item, as copy=False requires. In the other rows it sends the same array every "
+    "time, which stays in the cache. The bare socket moves only the bytes, between memory that is already "
+    "allocated. A long wire joins two network namespaces and delays every packet, including "
+    "acknowledgements, by half of the round-trip time. The rows with 0 ms use the same path. In the rows "
+    "'while Python code runs', a thread of the sending process computes and holds the GIL as long as it can."
 )
 
 ROOM = 1024
@@ -52,8 +54,11 @@ ROOM = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """One system for sending. Each function takes a connected socket. It returns the ``put`` of the sender,
-    the ``get`` of the receiver, and a function that closes both."""
+    """One system for sending, with a function for each end.
+
+    Each function takes a connected socket. It returns a function that puts, a function that gets, and a
+    function that closes the end.
+    """
 
     near: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
     far: Callable[[socket.socket], tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], None]]]
@@ -88,14 +93,14 @@ def _unlink(link: Any, kept: object) -> None:
 
 
 def _unlink_after(link: Any, kept: object) -> None:
-    """Close the link once the other side has closed it: the last items have been sent by then."""
+    """Close the link once the other side has closed it; by then the last items have been sent."""
     while not isinstance(next_event(link), LinkBroken):
         pass
     link.close()
 
 
 def _zmq(sock: socket.socket, copies: bool, binds: bool) -> Any:
-    """Connect two pairs of PUSH and PULL. Their ports are exchanged over the socket."""
+    """Connect two pairs of PUSH and PULL sockets, whose ports are exchanged over ``sock``."""
     context = zmq.Context()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     push.set_hwm(ROOM)
@@ -164,7 +169,8 @@ def measure(effort: Effort) -> Report:
 
 
 def _far(report: Report, effort: Effort) -> None:
-    long = replace(effort, seconds=4 * effort.seconds)  # the flow-control window needs time to grow
+    # long, because the flow-control window needs time to grow
+    long = replace(effort, seconds=4 * effort.seconds)
     for name, items, scale, unit, factor, peers in (
         ("int", range, 1, "items/s", 3.0, ZMQ),
         ("array of 1 MB", partial(repeat, np.ones(1 << 20, np.uint8)), 1 << 20, "B/s", 1.0, ZMQ_VIEWS),
@@ -284,8 +290,10 @@ def _move_over(
     far: socket.socket,
     network: int | None = None,
 ) -> float:
-    """Move the items and return the seconds. ``network`` is the network of the far end, if it has another
-    one."""
+    """Move the items and return how many seconds it took.
+
+    ``network`` is the network of the far end, or None if both ends are in the same network.
+    """
     start, (told, tell) = CONTEXT.Barrier(2), CONTEXT.Pipe(duplex=False)
     child = CONTEXT.Process(target=_take, args=(wire, far, count, start, tell, network))
     child.start()

@@ -1,4 +1,4 @@
-"""``map`` on two worker processes: of the identity, item by item, and of work that takes 100 µs per item."""
+"""Measure ``map`` on two worker processes, with the identity function and with 100 µs of work per item."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from benchmarks.tasks import identity, spin
 from flowchan import Graph
 
 ISOLATES = (
-    "A source of ready items, one map on two worker processes, and the ordered list of results. For flowchan "
-    "and pypeln the clock includes the start and the end of the workers. The pools of multiprocessing, "
-    "concurrent.futures and joblib are started and warm before. flowchan always passes one item at a time. "
-    "concurrent.futures and joblib use the chunk size that was fastest in a trial just before."
+    "The graph has a source of ready items, one map on two worker processes, and the ordered list of "
+    "results. For flowchan and pypeln, the clock includes starting and ending the workers. The pools of "
+    "multiprocessing, concurrent.futures and joblib are already started and warm. flowchan always passes one "
+    "item at a time. concurrent.futures and joblib use the chunk size that was fastest in a trial just "
+    "before the measurement."
 )
 
 WORKERS = 2
@@ -67,7 +68,7 @@ def _turns(count: int) -> float:
 def _best(
     name: str, chunks: Iterable[Any], run: Callable[[Any, int], float], effort: Effort
 ) -> tuple[str, Any]:
-    """Return the name of the case with the fastest chunk size, and that size."""
+    """Try all chunk sizes; return the name of the case with the fastest size, and that size."""
     chunk = min(chunks, key=lambda chunk: run(chunk, int(effort.seconds / WORK)))
     return f"{name} (chunks: {chunk})", chunk
 
@@ -112,7 +113,7 @@ def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: 
         parallel(joblib.delayed(function)(item) for _ in range(WORKERS))
         began = time.perf_counter()
         took = _checked(list(parallel(joblib.delayed(function)(item) for _ in range(count))), count, began)
-    # joblib's workers outlive the block, and the CPU time of a child counts once it has ended.
+    # joblib's workers outlive the block, but a child's CPU time counts only once the child has ended.
     get_reusable_executor().shutdown(wait=True)
     return took
 
@@ -120,5 +121,5 @@ def _joblib(function: Callable[[int], int], item: int, chunk: int | str, count: 
 def _checked(results: list[Any], count: int, began: float) -> float:
     took = time.perf_counter() - began
     if len(results) != count:
-        raise AssertionError(f"{count} items went in, {len(results)} came out")
+        raise AssertionError(f"{count} items were sent, but {len(results)} results arrived")
     return took

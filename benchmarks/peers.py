@@ -1,7 +1,8 @@
-"""Peers' queues and flowchan's channel behind one interface, so that the same loops drive all of them.
+"""A common interface for the peers' queues and flowchan's channels.
 
-An :class:`Ends` value holds two plain callables: ``put(item)`` and ``get()``. They are the library's own
-bound methods wherever possible; a wrapper would cost a peer more than its queue does.
+The same loops drive all of them. An :class:`Ends` object holds two plain callables: ``put(item)`` and
+``get()``. Wherever possible they are the library's own bound methods, because a wrapper would cost a peer
+more than its queue does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CONTEXT = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The two ends of one queue. ``owner`` keeps the objects behind them alive."""
+    """The two ends of one queue. ``owner`` keeps the objects that they use alive."""
 
     put: Callable[[Any], Any]
     get: Callable[[], Any]
@@ -58,20 +59,22 @@ def multiprocessing_queue(capacity: int = 1024) -> Ends:
 
 
 def fast_fifo(capacity: int = 1024) -> Ends:
-    # The size also fits items of 64 KB. The default timeout of 10 s would end a get that waits longer.
+    # The size also fits items of 64 KB. With the default timeout of 10 s, a get that waits longer would fail.
     peer = faster_fifo.Queue(max_size_bytes=64 << 20, maxsize=capacity)
     return Ends(peer.put, partial(peer.get, timeout=1e6), peer)
 
 
 def os_pipe(capacity: int = 0) -> Ends:
-    """Make an os pipe with the standard library's framing and pickling. The kernel bounds it by bytes."""
+    """Create an OS pipe with the standard library's framing and pickling. The kernel limits its bytes."""
     reader, writer = CONTEXT.Pipe(duplex=False)
     return Ends(writer.send, reader.recv, (reader, writer))
 
 
 def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count: int) -> float:
-    """Return the seconds from the common start until this process has taken ``count`` items, which a child
-    puts one by one."""
+    """Return how many seconds this process takes to get ``count`` items that a child puts one by one.
+
+    The clock starts when both processes start together.
+    """
     ends = make()
     start = CONTEXT.Barrier(2)
     child = CONTEXT.Process(target=_produce, args=(ends.put, items, count, start))
@@ -87,8 +90,10 @@ def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[A
 
 
 def across_threads(make: Callable[[], Ends], writers: int, readers: int, count: int) -> float:
-    """Return the seconds from the common start until ``readers`` threads have taken the ``count`` items of
-    ``writers`` threads."""
+    """Return how many seconds ``readers`` threads take to get ``count`` items from ``writers`` threads.
+
+    The clock starts when all threads start together.
+    """
     ends = make()
     start = threading.Barrier(writers + readers + 1)
     thread = threading.Thread

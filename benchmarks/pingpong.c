@@ -1,5 +1,5 @@
-/* How long a cache line takes from one core to another and back, in ns: two processes, each on a core of its
- * own, add to one word in turn. The median of 100 times 1,000 round trips. */
+/* Prints how long a cache line takes from one core to another and back, in ns. Two processes, each on a different
+ * core, increment one word alternately. The result is the median of 100 times 1,000 round trips. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdatomic.h>

@@ -1,5 +1,7 @@
-"""Shared parts of the benchmarks of pipes: the model, the comparison, torchgpipe and
-``torch.distributed.pipelining`` as peers, and checks of the results."""
+"""Shared parts of the benchmarks of pipes: the model, the comparison, the peers and checks of the results.
+
+The peers are torchgpipe and ``torch.distributed.pipelining``.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +32,36 @@ from benchmarks.peers import CONTEXT
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
 SAMPLES = 512 * CHUNKS
 SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6))
-"""For each size: the samples of a batch, its label, and the target as a multiple of the plain module."""
+"""Number of samples in a batch, its label, and the target as a multiple of the plain module's speed."""
 
 SETTING = (
     "The model has 16 Linear layers of 512 units with a ReLU after each, cut in the middle. A batch has 4,096"
     " samples, or a quarter of that, in 8 micro-batches. The plain module and each part use one compute "
     "thread. Every step uses the same batch, and an item is one sample. Each case warms up before its clock "
-    "starts, and its first output is compared with the plain module's. The CPU seconds include the start. "
-    "torchgpipe 0.0.7 runs with devices=['cpu', 'cpu'] and checkpoint='never'. It has one worker thread per "
-    "device, so one for both parts. In 'torchgpipe, a thread per part' its spawn_workers is replaced, so that"
-    " its forward passes overlap. Its backward passes do not overlap, because autograd has one thread for the"
-    " CPU."
+    "starts, and its first output is compared with the plain module's. The CPU seconds include starting the "
+    "workers. torchgpipe 0.0.7 runs with devices=['cpu', 'cpu'] and checkpoint='never'. It has one worker "
+    "thread for each device, so both parts share one. In 'torchgpipe, a thread per part', its spawn_workers "
+    "is replaced, so that its forward passes overlap. Its backward passes do not overlap, because autograd "
+    "has one thread for the CPU."
 )
 
 Job = Callable[[int], float]
-"""Repeats its work that many times and returns the seconds it took."""
+"""Function that repeats its work the given number of times and returns how many seconds it took."""
 SizedJob = Callable[[int, int], float]
-"""A job whose first argument is the number of samples in a batch."""
+"""Job whose first argument is the number of samples in a batch."""
 RankJob = Callable[[int, PipelineStage, int, int], float]
-"""A sized job of one of two ranks; the rank and its part come first."""
+"""Sized job for one of two ranks; the first arguments are the rank and its part."""
 
 
 def beside_peers(
     effort: Effort, work: str, batches: int, mine: SizedJob, plain: SizedJob, rank: RankJob, peer: SizedJob
 ) -> Report:
-    """Compare ``mine`` with the plain module, with ``rank`` in two processes, and with ``peer`` on
-    torchgpipe, for each of the sizes. ``batches`` is the number of batches of the largest size. A stream
-    needs many, because its first batch passes through all parts before any output comes."""
+    """Compare ``mine`` with the plain module and the peers, for each of the sizes.
+
+    ``rank`` runs in two processes, and ``peer`` runs on torchgpipe. ``batches`` is the number of batches of
+    the largest size. A stream needs many, because its first batch passes through all parts before any output
+    arrives.
+    """
     report = Report()
     jobs = {
         "flowchan": mine,
@@ -90,7 +95,7 @@ def rate(job: Job, count: int, rows: int) -> tuple[Sequence[float], int]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit this process, its new threads and its forks to one compute thread."""
+    """Limit this process, its new threads and its forked children to one compute thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -100,7 +105,7 @@ def one_thread() -> Iterator[None]:
 
 
 def model() -> nn.Sequential:
-    """Make the model, with the same weights each time. Both halves cost the same."""
+    """Create the model, with the same weights each time. Both halves cost the same."""
     torch.manual_seed(0)
     return nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
@@ -122,7 +127,7 @@ def timed(work: Callable[[], object], count: int) -> float:
     return time.perf_counter() - began
 
 
-# The peers
+# --- peers ---
 
 
 def gpipe(module: nn.Sequential) -> GPipe:
@@ -131,7 +136,7 @@ def gpipe(module: nn.Sequential) -> GPipe:
 
 
 def _threaded(job: SizedJob, rows: int, count: int) -> float:
-    """Run ``job`` with a torchgpipe that has a worker thread for each part instead of each device."""
+    """Run ``job`` with a torchgpipe that has a worker thread for each part rather than for each device."""
     original = torchgpipe.pipeline.spawn_workers
     torchgpipe.pipeline.spawn_workers = _spawn_workers
     try:
@@ -161,7 +166,7 @@ def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue
 
 
 def _distributed(work: RankJob, rows: int, count: int) -> float:
-    """Return the seconds of ``work(rank, stage, rows, count)`` in two processes."""
+    """Return how many seconds ``work(rank, stage, rows, count)`` takes in two processes."""
     answers = CONTEXT.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
@@ -174,7 +179,7 @@ def _distributed(work: RankJob, rows: int, count: int) -> float:
         for process in processes:
             process.join()
     if any(process.exitcode for process in processes):
-        raise AssertionError(f"its processes ended with {[process.exitcode for process in processes]}")
+        raise AssertionError(f"the ranks ended with {[process.exitcode for process in processes]}")
     return max(answers.get() for _ in processes)
 
 
@@ -197,7 +202,7 @@ def _group(rank: int, meeting: str) -> Iterator[None]:
 
 
 def together(work: Callable[[], object], count: int) -> float:
-    """Return the seconds until both processes have done ``work`` ``count`` times."""
+    """Return how many seconds it takes until both processes have done ``work`` ``count`` times."""
     torch.distributed.barrier()
     began = time.perf_counter()
     timed(work, count)
@@ -205,7 +210,7 @@ def together(work: Callable[[], object], count: int) -> float:
     return time.perf_counter() - began
 
 
-# Checks of the results
+# --- checks of the results ---
 
 
 @torch.no_grad()
@@ -218,4 +223,4 @@ def check_loss(rows: int, loss: float) -> None:
     x, target = batch(rows)
     expected = functional.cross_entropy(model()(x), target).item()
     if abs(loss - expected) > 1e-4:
-        raise AssertionError(f"the loss of the first step is {loss}, not {expected}")
+        raise AssertionError(f"the loss in the first step must be {expected}, got {loss}")

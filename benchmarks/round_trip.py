@@ -1,5 +1,7 @@
-"""An int to another process and back, with both sides active, and the CPU time of a side that is blocked for
-10 s."""
+"""Measure round trips of an int between two processes, and the CPU time of a blocked process.
+
+Both sides are active during the round trips; the blocked process waits for 10 s.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from benchmarks.harness import (
 from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os_pipe, processes_channel
 
 ISOLATES = (
-    "Two channels and two processes. The parent puts and gets; a forked child gets and puts back. The clock "
-    "runs from the first put to the last get, after one trip to warm up. The blocked side reads its own CPU "
-    "clock before and after a get whose item comes late."
+    "Two channels connect two processes. The parent puts and gets; a forked child gets each item and puts it "
+    "back. The clock runs from the first put to the last get, after one trip to warm up. The blocked side "
+    "reads its own CPU clock before and after a get that waits for its item."
 )
 
 MAKERS = {
@@ -34,7 +36,7 @@ MAKERS = {
     "faster-fifo": fast_fifo,
     "os pipe": os_pipe,
 }
-# Reading the CPU clock and one wake-up together cost some tens of microseconds.
+# Reading the CPU clock and one wake-up together cost a few tens of microseconds.
 NOT_MEASURABLE = 1e-3
 
 
@@ -57,8 +59,10 @@ def _trips(make: Callable[[], Ends], count: int) -> float:
 
 
 def _blocked(seconds: float) -> Row:
-    """Measure the CPU time of a child whose get waits for ``seconds``. flowchan and the peer wait at the same
-    time."""
+    """Measure the CPU time of a child whose get waits for ``seconds`` seconds.
+
+    flowchan and the peer wait at the same time.
+    """
     used: dict[str, float] = {}
     names = ("flowchan", "multiprocessing.Queue")
     waits = [threading.Thread(target=_wait_blocked, args=(name, seconds, used)) for name in names]

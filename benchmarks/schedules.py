@@ -1,6 +1,8 @@
-"""The cost of a pipe and the idle time of its workers. The first part compares a micro-batch through a part
-that does nothing with a call of the layer. The second part compares the bubble of each schedule on two
-workers with the simulator's forecast."""
+"""Measure the cost of a pipe and the idle time of its workers.
+
+The first part compares a micro-batch that passes through a part without work with a call of the layer. The
+second part compares the bubble of each schedule on two workers with the simulator's forecast.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,19 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 
 ISOLATES = (
-    "'Through a part': a batch of one micro-batch passes through parts of one nn.Identity each, without a "
-    "graph. The figure is the additional time per part, from a pipe of five parts and a pipe of one. "
-    "'Bubble': the model of the benchmark 'sequential' in equal parts on two processes with one compute "
-    "thread each. It trains with cross entropy, SGD and 8 micro-batches of 512 samples. The figure is the "
-    "share of the last ten steps in which a worker neither computes nor passes data on. The forecast "
-    "simulates the schedule from the measured times of the layers. It assumes that passing data on is free "
-    "and that no core is shared."
+    "In 'through a part', a batch of one micro-batch passes through parts of one nn.Identity each, without a "
+    "graph. The result is the additional time per part, computed from a pipe of five parts and a pipe of "
+    "one. In 'bubble', the model of the benchmark 'sequential' runs in equal parts on two processes with one "
+    "compute thread each. It trains with cross entropy, SGD and 8 micro-batches of 512 samples. The result is"
+    " the share of the last ten steps in which a worker neither computes nor passes data on. The forecast "
+    "simulates the schedule with the measured times of the layers. It assumes that passing data on is free "
+    "and that each worker has its own core."
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}
-"""Numbers of 4 bytes each."""
+"""Label of each size, and its number of 4-byte values."""
 MORE, TURNS = 4, 11
-"""The additional parts of the longer pipe, and the number of turns of both; the first turn is a warm-up."""
+"""Number of additional parts in the longer pipe, and of turns for both pipes; the first turn is a warm-up."""
 PLANS = (
     ("gpipe", 2),
     ("1f1b", 2),
@@ -43,7 +45,7 @@ PLANS = (
     ("dualpipev", 4),
     ("interleaved", 8),
 )
-"""Schedules with their numbers of parts."""
+"""Each schedule with its number of parts."""
 WORKERS, NEAR = 2, 5.0
 
 
@@ -57,7 +59,7 @@ def measure(effort: Effort) -> Report:
     return report
 
 
-# A micro-batch through a part
+# --- a micro-batch through a part ---
 
 
 def _compare_parts(report: Report, size: str, effort: Effort) -> None:
@@ -97,7 +99,7 @@ def _published(mine: Result, plain: Result) -> Row:
     return Row(f"{mine.work}, {mine.name}", f"none ({plain.name})", own, other, ratio, True)
 
 
-# Bubbles
+# --- bubbles ---
 
 
 def _compare_bubbles(report: Report, schedule: str, parts: int, effort: Effort) -> None:

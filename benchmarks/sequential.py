@@ -1,5 +1,7 @@
-"""A stream of batches through a model in two equal parts on two processes with one compute thread each. The
-peers are the plain module, torchgpipe and ``torch.distributed.pipelining``."""
+"""Measure a stream of batches through a model in two equal parts, on two processes with one thread each.
+
+The peers are the plain module, torchgpipe and ``torch.distributed.pipelining``.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from benchmarks.pipes import (
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    f"{SETTING} The plain module and flowchan's stream take whole batches. flowchan returns the outputs to "
-    "the program; torch.distributed.pipelining (gloo) leaves them in the last of its two processes."
+    f"{SETTING} The plain module and flowchan's stream process whole batches. flowchan returns the outputs to"
+    " the program; torch.distributed.pipelining (gloo) leaves them in the second of its two processes."
 )
 
 
@@ -48,7 +50,7 @@ def _stream(rows: int, count: int) -> float:
         came = sum(len(y) for y in pipe.stream(repeat(x, count)))
         took = time.perf_counter() - began
     if came != count * rows:
-        raise AssertionError(f"{count * rows} samples went in, {came} came out")
+        raise AssertionError(f"{count * rows} samples were sent, but {came} arrived")
     return took
 
 

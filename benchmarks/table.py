@@ -1,6 +1,7 @@
-"""Write the stored figures as tables: all into ``benchmarks/README.md``, and six into the project's README.
+"""Write the stored results as tables to ``benchmarks/README.md``, and six rows to the project's README.
 
-``make bench`` calls this module. ``python -m benchmarks.table`` writes both pages from the stored figures.
+``make bench`` calls this module; ``python -m benchmarks.table`` only writes both pages from the stored
+results.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ FRONT_ROWS = (
     ("inference, model in two parts", "stream of batches, 2 parts", "torch.distributed.pipelining"),
     ("allreduce of 1 MB, two processes", "allreduce, 1 MB, 2 ranks", "openmpi"),
 )
-"""The rows of the project's README: the label in the page, and the stored names of the work and of the
-peer."""
+"""The rows in the project's README: the label on the page, and the stored names of the work and the peer."""
 PEER_NAMES = {
     "multiprocessing.Queue(1024)": "multiprocessing.Queue",
     "multiprocessing.Queue(8)": "multiprocessing.Queue",
@@ -52,46 +52,46 @@ TITLES = {
     "defaults": "Sequential: defaults",
     "schedules": "Sequential: schedules",
 }
-"""The heading of each benchmark."""
+"""Heading of each benchmark."""
 
 INTRODUCTION = """# Benchmarks
 
 Each row compares flowchan with a peer that was measured in the same run.
 The ratio is the ratio of the medians, and higher is better: 2 means that flowchan is twice as fast.
-The tables also have the rows that miss their target.
+The tables also contain the rows that miss their target.
 
 - `make bench` measures everything and writes this page.
 - `.venv/bin/python -m benchmarks --only maps` runs one benchmark.
-- [results/latest.json](results/latest.json) has all samples, and the CPU seconds per million items.
+- [results/latest.json](results/latest.json) contains all samples, and the CPU seconds per million items.
 
 The machines are small and shared.
-Compare ratios, and do not compare figures from different days.
+Compare ratios; do not compare absolute figures from different days.
 """
 
 
 def write(latest: dict[str, Any]) -> None:
-    """Write both pages from the stored figures."""
+    """Write both pages from the stored results."""
     PAGE.write_text(page(latest))
     FRONT.write_text(front(latest, FRONT.read_text()))
 
 
 def page(latest: dict[str, Any]) -> str:
-    """Return the page of all benchmarks."""
+    """Return the page with all benchmarks."""
     sections = [_section(name, benchmark) for name, benchmark in latest.items()]
     return "\n".join([INTRODUCTION, _overview(latest), *sections, _versions(latest)])
 
 
 def front(latest: dict[str, Any], text: str) -> str:
-    """Return ``text``, the project's README, with the rows replaced."""
+    """Return ``text``, the project's README, with its rows replaced."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise SystemExit(f"{FRONT.name} has no part between {BEGIN} and {END}")
+        raise SystemExit(f"{FRONT.name} must contain the lines {BEGIN} and {END}")
     return f"{head}{BEGIN}\n{_front(latest)}\n{END}{tail}"
 
 
 def _overview(latest: dict[str, Any]) -> str:
-    """Return a table of the benchmarks with their numbers of rows and of reached targets."""
+    """Return a table of the benchmarks, with the number of targets that each of them reached."""
     rows = []
     for name, benchmark in latest.items():
         answers = [answer for answer in map(_reached, benchmark["rows"]) if answer]
@@ -102,7 +102,7 @@ def _overview(latest: dict[str, Any]) -> str:
 
 
 def _section(name: str, benchmark: dict[str, Any]) -> str:
-    """Return the section of one benchmark: the rows, the rules of the measurement, and the machine."""
+    """Return the section of one benchmark: the rows, how they were measured, and the machine."""
     keys = ("work", "target", "flowchan", "peer", "ratio")
     rows = [[row[key] for key in keys] + [_reached(row)] for row in benchmark["rows"]]
     rules = benchmark["isolates"].rstrip(".").split(". ")
@@ -110,7 +110,7 @@ def _section(name: str, benchmark: dict[str, Any]) -> str:
         [
             f"## {TITLES[name]}\n",
             *_table(["work", "target", "flowchan", "peer", "ratio", "reached"], rows),
-            "\nRules of the measurement:\n",
+            "\nHow this is measured:\n",
             *(f"- {rule}." for rule in rules),
             f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\n",
         ]
@@ -158,7 +158,7 @@ def _front(latest: dict[str, Any]) -> str:
 
 
 def _rate(figure: str) -> str:
-    """Return a figure for which higher is better: calls per second for a time per call."""
+    """Return a result for which higher is better: a time per call becomes calls per second."""
     number, _, unit = figure.partition(" ")
     return in_words(1 / (float(number) * SECONDS[unit]), "calls/s") if unit in SECONDS else figure
 

@@ -1,5 +1,5 @@
-"""Functions that the maps apply to an item. They have their own module, so that a peer's workers import
-nothing else."""
+"""Functions that the maps apply to an item, in their own module, so that peers' workers import nothing
+else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def identity(item: int) -> int:
 
 
 def spin(turns: int) -> int:
-    """Do work that only the processor limits."""
+    """Do CPU-bound work."""
     total = 0
     for number in repeat(1, turns):
         total += number

@@ -1,5 +1,7 @@
-"""Training steps of a model in two equal parts on two processes with one compute thread each. The peers are
-the plain module, torchgpipe and ``torch.distributed.pipelining``."""
+"""Measure training steps of a model in two equal parts, on two processes with one compute thread each.
+
+The peers are the plain module, torchgpipe and ``torch.distributed.pipelining``.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ from benchmarks.pipes import (
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    f"{SETTING} The loss is cross entropy, the optimizer SGD, without recomputation. The peers use the GPipe "
-    "schedule, flowchan its default. 'A loss of pipe(x)' is the same step through autograd, with an optimizer"
-    " in the program."
+    f"{SETTING} The loss is cross entropy and the optimizer is SGD, without recomputation. The peers use the "
+    "GPipe schedule, and flowchan uses its default. 'A loss of pipe(x)' is the same step through autograd, "
+    "with an optimizer in the program."
 )
 
 
@@ -45,7 +47,7 @@ def measure(effort: Effort) -> Report:
 
 
 def _compare_autograd(report: Report, effort: Effort) -> None:
-    """Compare the loss of ``pipe(x)`` with an optimizer in the program with whole steps in the parts."""
+    """Compare two ways to train a pipe: an optimizer in the program, and whole steps in the parts."""
     jobs: dict[str, SizedJob] = {"flowchan": _autograd, "training.step": _training}
     count = 10 if effort.full else 2
     mine, step = interleaved(report, "a loss of pipe(x), 2 parts", jobs, effort, SAMPLES, count)

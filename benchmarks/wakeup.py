@@ -1,4 +1,4 @@
-"""The time in which a sleeping reader wakes: from just before the put to just after the get has returned."""
+"""Measure how fast a sleeping reader wakes: from just before the put until just after the get."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from benchmarks.peers import (
 )
 
 ISOLATES = (
-    "One channel, one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is "
-    "asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The os pipe is "
-    "os.write and os.read of 8 bytes, without pickling. The quantiles are over the wake-ups of all rounds."
+    "One channel has one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is"
+    " asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The OS pipe is "
+    "os.write and os.read of 8 bytes, without pickling. The quantiles cover the wake-ups of all rounds."
 )
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# The first put may start a thread (multiprocessing.Queue does so), which is not part of a wake-up.
+# The first put may start a thread, as in multiprocessing.Queue, and starting it is not part of a wake-up.
 WARM_UP = 10
 
 
@@ -53,7 +53,7 @@ def measure(effort: Effort) -> Report:
     report = Report()
     count = 2000 if effort.full else 20
     for transport, makers in MAKERS.items():
-        # The queues outlive the rounds, because making one is not part of a wake-up.
+        # The queues are kept for all rounds, because creating one is not part of a wake-up.
         cases = [_wakes(name, make(), transport, count) for name, make in makers.items()]
         mine, *peers = report.interleave(f"wake-up, {transport}", cases, effort.rounds)
         report.rows += [at_most(1, mine, peer, quantile) for peer in peers for quantile in QUANTILES]

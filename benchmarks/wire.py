@@ -1,5 +1,7 @@
-"""A long wire that TCP itself notices: two network namespaces, each with a TUN device, and a process between
-them that delays every packet. Acknowledgements take as long as data."""
+"""A long wire whose delay TCP itself notices: acknowledgements are delayed as much as data.
+
+Two network namespaces have a TUN device each, and a process between them delays every packet.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ NEW_NETWORK = 0x40000000
 TUN, TUNSETIFF, NO_HEADER = 0x0001, 0x400454CA, 0x1000
 ADDRESSES = "10.9.0.1", "10.9.0.2"
 PACKET = 65_000
-AT_ONCE = 64  # packets read from one side before the other has its turn
+AT_ONCE = 64  # number of packets to read from one side before the other side has its turn
 
 
 def missing() -> str | None:
-    """Return the requirement for a wire that this machine lacks, or None."""
+    """Return the first requirement for a wire that this machine does not meet, or None."""
     if os.geteuid() != 0:
         return "needs root"
     if not os.path.exists("/dev/net/tun"):
@@ -38,14 +40,16 @@ def missing() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The two networks of a wire, as descriptors that `enter` takes."""
+    """The two networks of a wire, as descriptors that `enter` accepts."""
 
     near: int
     far: int
 
     def connected(self) -> tuple[socket.socket, socket.socket]:
-        """Return a connection between both networks, set up like an agent's. The caller is in the near
-        network afterwards."""
+        """Return a connection between both networks, set up like an agent's connection.
+
+        Afterwards the caller is in the near network.
+        """
         enter(self.near)
         with socket.create_server((ADDRESSES[0], 0)) as server:
             enter(self.far)
@@ -83,7 +87,7 @@ def wire(round_trip: float) -> Iterator[Wire]:
 
 
 def within(network: int, work: Callable[[], float]) -> float:
-    """Return the result of ``work`` in a process in this network."""
+    """Run ``work`` in a process in this network, and return its result."""
     told, tell = CONTEXT.Pipe(duplex=False)
 
     def run() -> None:
@@ -101,7 +105,7 @@ def within(network: int, work: Callable[[], float]) -> float:
 
 
 def enter(network: int) -> None:
-    """Move this thread, and those that it starts, into a network."""
+    """Move this thread, and the threads that it starts later, into a network."""
     _call("setns", network, NEW_NETWORK)
 
 
@@ -116,7 +120,7 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _device(address: str) -> int:
-    """Open a TUN device in the network of the caller."""
+    """Open a TUN device in the caller's network."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", b"tun0", TUN | NO_HEADER))
     for line in (
@@ -134,7 +138,7 @@ def _relay(one: int, other: int, delay: float) -> None:
         now = time.perf_counter()
         while under_way and under_way[0][0] <= now:
             _, to, packet = under_way.popleft()
-            with contextlib.suppress(BlockingIOError):  # a full device drops it, as a wire does
+            with contextlib.suppress(BlockingIOError):  # like a wire, a full device drops the packet
                 os.write(to, packet)
         wait = max(0.0, under_way[0][0] - now) if under_way else None
         ready, _, _ = select.select((one, other), (), (), wait)

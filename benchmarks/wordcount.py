@@ -1,4 +1,4 @@
-"""``examples/wordcount.py`` over the standard library and the sequential loop, with a warm file cache."""
+"""Measure ``examples/wordcount.py`` and a sequential loop on the standard library, with a warm file cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from examples import wordcount
 from flowchan import Graph
 
 ISOLATES = (
-    "The whole job: list the files, read them, count the words, merge the counts. For flowchan this includes "
-    "declaring and checking the graph, and starting and ending the two workers. All files were read once "
-    "before. The sequential loop updates one Counter file by file."
+    "The whole job is measured: list the files, read them, count the words, merge the counts. For flowchan "
+    "this includes declaring and checking the graph, and starting and ending the two workers. All files have "
+    "been read once before the clock starts. The sequential loop updates one Counter file by file."
 )
 
 
@@ -35,7 +35,7 @@ def sequential() -> Counter[str]:
 
 
 def in_parallel(place: Any = "process") -> Counter[str]:
-    """Run the graph of the example, and return its total instead of printing it."""
+    """Run the example's graph, and return the total instead of printing it."""
     graph = Graph("wordcount")
     batches = graph.source(wordcount.python_files, wordcount.STANDARD_LIBRARY).batch(32)
     counts = batches.map(wordcount.count_words, workers=2, on=place, ordered=False)
@@ -45,14 +45,14 @@ def in_parallel(place: Any = "process") -> Counter[str]:
 
 
 def job(name: str, job: Callable[[], Counter[str]], expected: Counter[str]) -> Case:
-    """Make a case whose figure is a rate, so that higher is better."""
+    """Create a case whose result is a rate, so that higher is better."""
 
     def work() -> tuple[Sequence[float], int]:
         began = time.perf_counter()
         total = job()
         took = time.perf_counter() - began
         if total != expected:
-            raise AssertionError(f"{name} counted {total.total()} words, not {expected.total()}")
+            raise AssertionError(f"{name} must count {expected.total()} words, got {total.total()}")
         return [total.total() / took], total.total()
 
     return Case(name, "words/s", work)

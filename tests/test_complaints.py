@@ -233,7 +233,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     35: (
         "innocent tasks are blamed for a death",
-        ("deaths/test_exactly_once.py::test_r4_a_poison_item_is_blamed_alone",),
+        ("deaths/test_exactly_once.py::test_r4_poison_item_is_blamed_alone",),
     ),
     36: (
         "shared-memory allreduce: memory order, threads, groups",

@@ -27,6 +27,6 @@ def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_complexity_check_names_each_function_above_a_limit(product: Path) -> None:
     assert list(complexity.problems()) == [
-        "pipelines/many.py many: complexity 1 (at most 20), 9 parameters (at most 8); take it apart",
-        "viz/deep.cpp deep: complexity 21 (at most 20), 1 parameters (at most 8); take it apart",
+        "pipelines/many.py many: complexity 1 (at most 20), 9 parameters (at most 8); split it",
+        "viz/deep.cpp deep: complexity 21 (at most 20), 1 parameters (at most 8); split it",
     ]

@@ -154,9 +154,9 @@ def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
     assert status == 1
     at = r"\d+\.\d s at load \d+\.\d"
     assert [re.sub(at, "AT", line) for line in said[-5:-1]] == [
-        "failed beside others, passed alone:",
+        "failed next to other tests, but passed alone:",
         "  test_small.py::test_fails_once: AT; alone AT",
-        "failed beside others and alone:",
+        "failed next to other tests and alone:",
         "  test_small.py::test_always_fails: AT; alone AT",
     ]
     assert re.fullmatch(r"1 failed, 3 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
@@ -171,7 +171,7 @@ def test_failure_that_passes_alone_fails_no_run(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
     status, said = run_all(tmp_path, "-k", "not always")
     assert status == 0
-    assert said[-3] == "failed beside others, passed alone:"
+    assert said[-3] == "failed next to other tests, but passed alone:"
     assert re.fullmatch(r"2 passed in \d+\.\d\ds \(0:00:\d\d\)", said[-1])
 
 
@@ -197,7 +197,7 @@ def test_crashed_worker_fails_the_run_though_its_test_passes_alone(tmp_path: Pat
     (tmp_path / "test_small.py").write_text(DIES_ONCE)
     status, said = run_all(tmp_path)
     assert status == 1
-    assert "failed beside others, passed alone:" in said
+    assert "failed next to other tests, but passed alone:" in said
     assert "a worker crashed" in "\n".join(said[said.index("not all tests have run:") :])
     assert said[-1].startswith("1 passed in")
 

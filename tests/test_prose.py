@@ -96,8 +96,8 @@ def test_number_of_hits_may_only_fall(tmp_path: Path, monkeypatch: pytest.Monkey
     prose.record(Counter(docs=2, comment=1))
     assert not list(prose.complaints(Counter(docs=2, comment=1)))
     assert list(prose.complaints(Counter(docs=3, comment=1))) == [
-        "docs: 3 hits, at most 2 allowed; rewrite the new sentences"
+        "docs: there must be at most 2 hits, got 3; rewrite the new sentences"
     ]
     assert list(prose.complaints(Counter(docs=2))) == [
-        "comment: 0 hits, 1 recorded; run `python tools/prose.py --record`"
+        "comment: the recorded number must be 0, got 1; run `python tools/prose.py --record`"
     ]

@@ -1,7 +1,7 @@
-"""Check that no function of the product is too complex or takes too many parameters.
+"""Check that no function of the product is too complex or has too many parameters.
 
-``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. A function
-with many options takes them as ``**options: Unpack[...]``.
+``*args``, ``**kwargs``, ``self`` and ``cls`` do not count as parameters. A function with many options takes
+them as ``**options: Unpack[...]``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
 
 
 def is_counted(parameter: str) -> bool:
-    """Tell whether a parameter, as lizard writes it, counts."""
+    """Return whether a parameter, in lizard's notation, counts."""
     return parameter.strip() not in ("", "/", "self", "cls") and not parameter.strip().startswith("*")
 
 
@@ -44,12 +44,12 @@ def functions() -> Iterator[tuple[str, Measured]]:
 
 
 def problems() -> Iterator[str]:
-    """Yield the functions above a limit, one line each."""
+    """Yield one line for each function that exceeds a limit."""
     for name, (complexity, parameters) in functions():
         if complexity > MAX_COMPLEXITY or parameters > MAX_PARAMETERS:
             yield (
                 f"{name}: complexity {complexity} (at most {MAX_COMPLEXITY}), {parameters} parameters (at "
-                f"most {MAX_PARAMETERS}); take it apart"
+                f"most {MAX_PARAMETERS}); split it"
             )
 
 

@@ -1,5 +1,5 @@
-# usage: hosts.sh. Installs what `make test-hosts` needs of the system, where that is possible: root, with apt-get.
-# Never fails: what is missing is named, and its tests are skipped with the reason.
+# usage: hosts.sh. Installs the system packages that `make test-hosts` needs, if it runs as root and apt-get exists.
+# It never fails: it names the missing packages, and the tests that need them are skipped with the reason.
 PATH=$PATH:/usr/sbin:/sbin
 packages=''
 need() { command -v "$1" >/dev/null || packages="$packages $2"; }
@@ -11,10 +11,10 @@ need ip iproute2
 [ -z "$packages" ] && exit 0
 
 if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
-    echo "NOT EVERYTHING CAN BE TESTED: on Debian and Ubuntu: apt install$packages" >&2
+    echo "SOME TESTS WILL BE SKIPPED; on Debian and Ubuntu: apt install$packages" >&2
     exit 0
 fi
-# The packages bring servers, and none of them shall be started: the tests start their own.
+# The packages contain servers that must not be started, because the tests start their own.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     trap 'rm -f $policy' EXIT
@@ -23,5 +23,5 @@ fi
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq >/dev/null
 apt-get install -y -qq --no-install-recommends $packages >/dev/null ||
-    echo "NOT EVERYTHING CAN BE TESTED: these could not be installed:$packages" >&2
+    echo "SOME TESTS WILL BE SKIPPED: could not install$packages" >&2
 exit 0

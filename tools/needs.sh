@@ -1,4 +1,4 @@
-# usage: needs.sh PYTHON. Says at once all that this machine lacks for an installation, and which Debian packages bring it.
+# usage: needs.sh PYTHON. Lists everything that this machine lacks for an installation, and the Debian packages to install.
 python=$1
 lacks='' packages=''
 lack() { lacks="$lacks
@@ -8,7 +8,7 @@ has() { "$python" -c "$1" >/dev/null 2>&1; }
 if ! command -v "$python" >/dev/null; then
     lack "$python, 3.11 or later" 'python3 python3-dev python3-venv'
 elif ! has 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    lack "Python 3.11 or later: $python is $("$python" -V 2>&1); Debian has it from version 12 on; make PYTHON=… takes another one"
+    lack "Python 3.11 or later: $python is $("$python" -V 2>&1); Debian 12 and later have it; select another one with make PYTHON=…"
 else
     name=$("$python" -c 'import os, sys
 usual = os.path.realpath(sys._base_executable) == os.path.realpath("/usr/bin/python3")
@@ -22,9 +22,9 @@ for compiler in "${CXX:-c++}" g++ clang++; do
     printf '#include <concepts>\n#include <cstdio>\nint main() { return std::integral<int> ? 0 : 1; }\n' |
         $compiler -std=c++20 -x c++ -fsyntax-only - 2>/dev/null && found=yes && break
 done
-[ "$found" ] || lack 'a compiler for C++20' g++
+[ "$found" ] || lack 'a C++20 compiler' g++
 
 [ -z "$lacks" ] && exit 0
-echo "flowchan can't be installed here yet. This machine lacks:$lacks" >&2
+echo "flowchan can't be installed on this machine yet, because it lacks:$lacks" >&2
 [ -z "$packages" ] || echo "On Debian and Ubuntu: apt install$packages" >&2
 exit 1

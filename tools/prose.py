@@ -1,8 +1,8 @@
 """Check the prose of the tree: docs, docstrings, comments, error messages, command-line help and test names.
 
-``tools/prose_allowed.txt`` records how many hits each kind of text still has. The numbers may only fall:
-more hits than recorded are an error, and so are fewer, until ``python tools/prose.py --record`` has written
-the new numbers. ``python tools/prose.py PATH…`` lists the hits in these files or folders.
+``tools/prose_allowed.txt`` records how many hits each kind of text still has. The numbers may only fall. A
+higher number of hits is an error. A lower one is also an error, until ``python tools/prose.py --record`` has
+recorded it. ``python tools/prose.py PATH…`` lists the hits in these files or folders.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_WORDS_OF_A_TEST = 10
 
 
 class Text(NamedTuple):
-    """A paragraph of one kind, such as ``docstring``, and where it begins."""
+    """A paragraph of one kind, such as ``docstring``, and the line where it begins."""
 
     kind: str
     path: Path
@@ -60,7 +60,8 @@ class Hit(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """Rule whose ``pattern`` is searched in each sentence, in which code is replaced by ``CODE``."""
+    """A rule. Its ``pattern`` is searched for in each sentence, after code has been replaced with
+    ``CODE``."""
 
     pattern: re.Pattern[str]
     rule: str
@@ -100,7 +101,7 @@ NAMES = re.compile(
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences of a paragraph, with code replaced by ``CODE``."""
+    """Yield the sentences of a paragraph, with code replaced with ``CODE``."""
     text = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"``.+?``|`[^`]+`|:\w+:`[^`]+`|\{[^{}]*\}|https?://\S+", "CODE", text)
     text = re.sub(r"[*_]{1,2}(\S(?:.*?\S)?)[*_]{1,2}", r"\1", text)
@@ -110,7 +111,7 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the paragraphs, list items and table cells of Markdown or a docstring, without blocks of code."""
+    """Yield the paragraphs, list items and table cells of Markdown or a docstring, but no blocks of code."""
     block: list[str] = []
     first, is_code, indent = 0, False, 0
     for number, raw in enumerate([*text.splitlines(), ""]):
@@ -200,7 +201,7 @@ def of_cpp(path: Path) -> Iterator[Text]:
 
 
 def _joined(lines: dict[int, tuple[int, str]], path: Path) -> Iterator[Text]:
-    """Join the lines of each comment, which begin in one column, and part it where a line is empty."""
+    """Join the lines of each comment, which begin in the same column, and split it at empty lines."""
     first, block, last = 0, [], (-1, -1)
     for number, (column, text) in [*sorted(lines.items()), (1 << 60, (0, ""))]:
         if block and ((number - 1, column) != last or not text):
@@ -220,7 +221,7 @@ def texts(paths: Iterable[Path]) -> Iterator[Text]:
 
 
 def hits(text: Text) -> Iterator[Hit]:
-    """Yield the hits of a text, at most one for each sentence."""
+    """Yield the hits in a text, at most one for each sentence."""
     if text.kind == "test name":
         words = text.text.removeprefix("test_").split("_")
         if len(words) > MOST_WORDS_OF_A_TEST:
@@ -241,7 +242,7 @@ def hits(text: Text) -> Iterator[Hit]:
 
 
 def tree() -> list[Path]:
-    """List the files whose prose is checked."""
+    """Return the files whose prose is checked."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
     return [path for path in found if not path.name.endswith(".pyi")] + [ROOT / page for page in PAGES]
 
@@ -257,14 +258,15 @@ def record(found: Counter[str]) -> None:
 
 
 def complaints(found: Counter[str]) -> Iterator[str]:
-    """Compare the hits with the recorded numbers."""
+    """Compare the hits with the recorded numbers, and yield the differences."""
     known = allowed()
     for kind in sorted({*found, *known}):
         if found[kind] > known.get(kind, 0):
             most = known.get(kind, 0)
-            yield f"{kind}: {found[kind]} hits, at most {most} allowed; rewrite the new sentences"
+            yield f"{kind}: there must be at most {most} hits, got {found[kind]}; rewrite the new sentences"
         elif found[kind] < known[kind]:
-            yield f"{kind}: {found[kind]} hits, {known[kind]} recorded; run `python tools/prose.py --record`"
+            problem = f"{kind}: the recorded number must be {found[kind]}, got {known[kind]}"
+            yield f"{problem}; run `python tools/prose.py --record`"
 
 
 def main() -> int:

@@ -1,14 +1,14 @@
-"""Run tests in several processes, then each failed one once more, alone.
+"""Run tests in several processes, then run each failed test once more, alone.
 
 usage: run_tests.py [--part OPTIONS]... [PYTEST OPTIONS] [--files FILE...]
 
-Each part is one pytest run with its own options; they run one after the other. After all of them have ended,
-each failed test runs in its own pytest process. A test that fails in both fails the whole run. One that
-passes alone does not, but it is listed with its duration and the load average: test or product depends on the
-machine's load.
+Each part is one pytest run with its own options; the parts run one at a time. After all of them have ended,
+each failed test runs once more in its own pytest process. A test that fails in both runs fails the whole run.
+A test that passes alone does not, but it is listed with its duration and the load average. Either the test or
+the product then depends on the machine's load.
 
-These events also fail the whole run, because some tests have then not run: a crashed worker, a file that
-cannot be collected, and a pytest process that ends in any other way.
+The whole run also fails if some tests have not run. Examples are a crashed worker, a file that cannot be
+collected, and a pytest process that ends in any other way.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# More processes than two cores need, because tests wait as often as they compute. A hang ends its process.
+# More processes than two cores need, because tests wait about half of the time. A hang ends its process.
 SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 MOST = 20
-"""More failures than this come from a change, not from load: none is run again."""
+"""Largest number of failed tests that are run again; more failures come from a change, not from load."""
 PASSED, FAILED = 0, 1
-"""Exit statuses of pytest after which all tests have run."""
+"""Exit statuses with which pytest reports that all tests have run."""
 
 
 @dataclass
 class Test:
-    """One failed test: seconds and load average of its first run and, if it ended, of the one alone."""
+    """A failed test: seconds and load average in its first run and, if it ended, in the run alone."""
 
     name: str
     first: tuple[float, float]
@@ -53,7 +53,7 @@ def seconds_at(seconds: float, load: float) -> str:
 
 @dataclass
 class Total:
-    """Results of all parts."""
+    """The results of all parts."""
 
     seconds: float = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Total:
         if outcomes is None or status not in (PASSED, FAILED):
             self.broken.append(f"pytest ended with status {status} before all tests had run")
         elif status == FAILED and not outcomes["failed"] and not outcomes["broken"]:
-            self.broken.append("pytest failed, but none of its tests")
+            self.broken.append("pytest failed, although none of its tests did")
         if outcomes is not None:
             self.seconds += outcomes["seconds"]
             self.broken += outcomes["broken"]
@@ -76,13 +76,13 @@ class Total:
         """Print the lists and, as the last line, the totals in pytest's own form; return the exit status."""
         both = [test for test in self.failed if not test.passed_alone]
         first_only = [test for test in self.failed if test.passed_alone]
-        show_list("failed beside others, passed alone:", first_only)
-        show_list("failed:" if len(self.failed) > MOST else "failed beside others and alone:", both)
+        show_list("failed next to other tests, but passed alone:", first_only)
+        show_list("failed:" if len(self.failed) > MOST else "failed next to other tests and alone:", both)
         show_list("not all tests have run:", [f"  {reason}" for reason in self.broken])
         passed = self.counts.get("passed", 0) + len(first_only)
         counts = {"failed": len(both), "passed": passed, "skipped": self.counts.get("skipped", 0)}
-        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
-        print(f"{told or 'nothing'} in {self.seconds:.2f}s ({timedelta(seconds=int(self.seconds))})")
+        text = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        print(f"{text or 'nothing'} in {self.seconds:.2f}s ({timedelta(seconds=int(self.seconds))})")
         return 1 if both or self.broken else 0
 
 
@@ -94,7 +94,8 @@ def show_list(title: str, lines: list[Any]) -> None:
 
 
 def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None]:
-    """Run pytest; return its exit status and its outcomes, which a killed pytest does not leave."""
+    """Run pytest; return its exit status and its outcomes, or None if pytest was killed before it wrote
+    them."""
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "outcomes"
         status = subprocess.call([sys.executable, "-m", "pytest", f"--outcomes={kept}", *arguments])
@@ -102,8 +103,8 @@ def pytest_run(*arguments: str) -> tuple[int, dict[str, Any] | None]:
 
 
 def run_alone(test: Test, options: list[str]) -> float:
-    """Run a test in its own process, and return the seconds that it took."""
-    print(f"once more, alone: {test.name}", flush=True)
+    """Run a test in its own process, and return how many seconds it took."""
+    print(f"running once more, alone: {test.name}", flush=True)
     load = os.getloadavg()[0]
     status, outcomes = pytest_run(*options, "-n", "0", test.name)
     if outcomes is not None:

@@ -1,7 +1,8 @@
-"""Add pages from outside docs/ to the site, as a hook of mkdocs (see mkdocs.yml).
+"""Add pages from outside docs/ to the site, as a hook for mkdocs (see mkdocs.yml).
 
-These are the README as the first page, the other pages of the repository, every example, and the help of each
-command. Links in the sources point to files of the repository. The hook points them to pages of the site.
+These pages are the README as the first page, the repository's other pages, every example, and the help of
+each command. Links in the sources point to files in the repository; the hook makes them point to pages on the
+site.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/results/latest.json": "benchmarks.json",
 }
-"""Files outside of docs/, and their names on the site."""
+"""Files outside docs/, and the names of their pages on the site."""
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").rglob("*.py"))
 EXAMPLES_TEXT = """# Examples
 
 Each program runs on real data and prints a result.
 The examples are in the folder `examples` of the repository.
-Some need more packages: `pip install torch scikit-learn pillow pyarrow`.
+Some examples need more packages: `pip install torch scikit-learn pillow pyarrow`.
 """
 LINK = re.compile(r"(\]\()([^)#:\s]+)(?=[)#])")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^( +)Example:$", re.MULTILINE)
-"""Section of a docstring, which griffe reads as code under the name ``Examples``."""
+"""Heading of a docstring section that griffe shows as code only if it is named ``Examples``."""
 METHOD = re.compile(r"^    (\w+) = (\w+)\.\1$", re.MULTILINE)
-"""A method that another module defines as a function."""
+"""A method that is defined as a function in another module."""
 DEFAULT = re.compile(r"(?<== )DEFAULT_[A-Z_]+\b")
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?\.?([^`]+)`")
 
 
 def on_startup(**_: Any) -> None:
-    """Lay the package out as installed, with roles as Markdown and examples as griffe reads them.
+    """Copy the package in its installed layout, with roles as Markdown and examples as griffe reads them.
 
-    Names of defaults become their numbers.
+    Names of defaults are replaced with their numbers.
     """
     values = (ROOT / "flowchan" / "declare" / "values.py").read_text()
     numbers = dict(re.findall(r"^(DEFAULT_[A-Z_]+)\b.*?(\d+)\)?$", values, re.MULTILINE))
@@ -63,7 +64,7 @@ def on_startup(**_: Any) -> None:
             text = EXAMPLE.sub(r"\1Examples:", ROLE.sub(r"`\1`", text))
             text = text.replace(".collective.group import", ".collective._group import")
             to.write_text(DEFAULT.sub(lambda match: numbers.get(match[0], match[0]), text))
-    # griffe would show this module instead of the function of the same name
+    # otherwise griffe would show this module instead of the function with the same name
     (REFERENCE / "flowchan/collective/group.py").rename(REFERENCE / "flowchan/collective/_group.py")
 
 
@@ -78,7 +79,7 @@ def _method(match: re.Match[str]) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """List the examples."""
+    """Add the examples to the navigation."""
     for section in config.nav:
         if section.get("Examples"):
             pages = [{Path(path).name: _page_of(path)} for path in EXAMPLES]
@@ -98,7 +99,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to the site's pages of the linked files."""
+    """Make links point to the site's pages for the linked files."""
     here = next(
         (path for path, name in PAGES.items() if name == page.file.src_uri), f"docs/{page.file.src_uri}"
     )
@@ -114,7 +115,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _on_site(path: str) -> str:
-    """Return the site's path of a file of the repository. mkdocs reports missing ones."""
+    """Return the site's path for a file in the repository. mkdocs reports missing files."""
     if path == "examples":
         return "examples/index.md"
     if path in EXAMPLES:
@@ -147,7 +148,7 @@ def _summary(text: str, path: str) -> str:
 
 
 def _commands() -> str:
-    """Return the help of the command and of its subcommands, as they print it."""
+    """Return the help of the command and its subcommands, as the command prints it."""
     from flowchan.cli.commands import main
 
     return "\n".join(["# The command", *_helps(main, "flowchan")])

@@ -1,7 +1,8 @@
 """Check ``tests/typed`` with mypy and pyright, against the package in its installed layout.
 
-Neither may find an error in the program. In the file of mistakes, both must find exactly the errors in its
-comments, ``# wrong: its code by mypy, its rule by pyright``. Run the script in the folder of that layout.
+Neither may find an error in the correct program. In the file of mistakes, both must find exactly the errors
+in its comments, ``# wrong: its code by mypy, its rule by pyright``. Run the script in the folder with that
+layout.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ FILES = [ROOT / "tests" / "typed" / name for name in ("program.py", "mistakes.py
 BIN = Path(sys.executable).parent
 
 Finding = tuple[str, int, str, str]
-"""File, line, the code or rule, and the message."""
+"""File, line, code (from mypy) or rule (from pyright), and message."""
 
 
 def mypy() -> Iterator[Finding]:
-    """Yield the findings of mypy."""
+    """Yield the errors that mypy finds."""
     options = ["--strict", "--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
     for line in said(BIN / "mypy", *options, "--output", "json", *(file.name for file in FILES)).splitlines():
         one = json.loads(line)
@@ -32,7 +33,7 @@ def mypy() -> Iterator[Finding]:
 
 
 def pyright() -> Iterator[Finding]:
-    """Yield the findings of pyright."""
+    """Yield the errors that pyright finds."""
     names = [file.name for file in FILES]
     options = {"typeCheckingMode": "strict", "pythonVersion": "3.11", "include": names}
     Path("pyrightconfig.json").write_text(json.dumps(options))
@@ -50,12 +51,12 @@ def said(*command: str | Path) -> str:
 
 
 def expected() -> Iterator[tuple[str, int, str]]:
-    """Yield the expected findings from the comments, at least one code of each."""
+    """Yield the errors that the comments expect, with at least one code for each comment."""
     for file in FILES:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             if "# wrong" in line:
                 if not re.search(r"# wrong: (?!report)\S+, (.*, )?report\w+$", line):
-                    sys.exit(f"{file}:{number}: say '# wrong: code by mypy, rule by pyright'")
+                    sys.exit(f"{file}:{number}: comment must be '# wrong: MYPY_CODE, PYRIGHT_RULE'")
                 yield from ((file.name, number, code) for code in line.split("# wrong: ")[1].split(", "))
 
 

@@ -1,4 +1,4 @@
-"""Collectives: operations that all members of a group call together."""
+"""Collective operations: calls that all members of a group make together."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def group(
     name: str = "",
     timeout: float = 300.0,
 ) -> Group:
-    """Make this process's member of a group.
+    """Join a group and return this process's member of it.
 
     Without ``rank``, ``size`` and ``at``, the members are all processes that one launcher started. The
-    launcher is torchrun, mpirun of Open MPI or MPICH, or srun of Slurm. Without a launcher this process is
-    the only member.
+    launcher is torchrun, mpirun (from Open MPI or MPICH), or Slurm's srun. Without a launcher, this process
+    is the only member.
 
-    All members make their groups in the same order.
+    If the members create several groups, all of them must create the groups in the same order.
 
     Args:
         rank: Number of this member, from 0.
         size: Number of members, at most 1024.
-        at: With ``secret`` the address where rank 0 listens, such as ``"10.0.0.1:4711"``; without it any text
-            that is equal on all members of one host.
-        secret: At least 16 bytes that all members know. It allows members on several hosts.
+        at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Without it, any
+            string that is equal on all members; they must then be on one host.
+        secret: At least 16 bytes that all members share. It is required for members on several hosts.
         name: Name of the group in messages.
         timeout: Seconds to wait for the other members (default 300).
 
@@ -67,10 +67,10 @@ def group(
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
         ValueError: An argument is out of range, or only some of ``rank``, ``size`` and ``at`` are given.
-        TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
+        TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
-        GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
-            ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``.
+        GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
+            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -110,29 +110,29 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
         return meet_by_torchrun(number, timeout, name)
     raise GroupError(
         f"group: the {launched.size} members that {launched.launcher} started are on several hosts "
-        f"({launched.local_size} here). Set FLOWCHAN_AT to a free port of rank 0's host, such as "
-        "10.0.0.1:4711, and FLOWCHAN_SECRET to one secret of at least 16 characters"
+        f"({launched.local_size} on this one). Set FLOWCHAN_AT to a free port of rank 0's host, such as "
+        "10.0.0.1:4711, and FLOWCHAN_SECRET to a shared secret of at least 16 characters"
     )
 
 
 def _number(job: str, rank: int) -> int:
-    """Return the number of groups of this job that this process has made before."""
+    """Return how many groups of this job the process has already created."""
     return next(_counts[job, rank])
 
 
 @refuses_misspelt("members")
 def members(size: int, *, name: str = "") -> list[Group]:
-    """Make all members of a new group of threads or processes.
+    """Create all members of a new group of threads or processes.
 
-    Give each member to one thread or process before its first use. A member joins when it arrives in another
-    process, enters ``with``, or calls its first operation.
+    Pass each member to one thread or process before using it. A member joins the group when it arrives in
+    another process, when its ``with`` block is entered, or with its first operation.
 
     Args:
         size: Number of members, at most 1024.
         name: Name of the group in messages.
 
     Returns:
-        The members in the order of their ranks.
+        The members in rank order.
 
     Raises:
         TypeError: ``size`` is not an int.

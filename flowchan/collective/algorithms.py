@@ -1,4 +1,4 @@
-"""Algorithms of the operations: the choice of one, by a group or by its user."""
+"""Choice of the algorithm for each operation, by the group or by its user."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from flowchan.collective.operations import COMBINING, MOVING, NAMES, REDUCE_SCAT
 from flowchan.items.tracebacks import ends_at_caller
 
 BACKENDS = ("gloo", "mpi", "nccl")
-"""Backends of torch.distributed."""
+"""Backends that torch.distributed provides."""
 BY_DEVICE = {"cuda": "nccl"}
 """Backend for the tensors of each device type."""
 COMBINED = (*COMBINING, NAMES[REDUCE_SCATTER])
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
-    """Return the names that ``set_algorithm`` accepts for an operation."""
+    """Return the algorithm names that ``set_algorithm`` accepts for an operation."""
     if operation in COMBINING:
         return ("exchange", "slices", *BACKENDS)
     if operation in MOVING:
@@ -46,10 +46,10 @@ class AlgorithmChoice:
 
         Args:
             operation: Name of an operation, such as ``"allreduce"``.
-            x: The value for the operation (default None).
+            x: The value that would be passed to the operation (default None).
 
         Returns:
-            The sentence. If the operation does not accept ``x``, it gives the reason.
+            The sentence. If the operation does not accept ``x``, the sentence gives the reason.
 
         Raises:
             ValueError: The group has no such operation.
@@ -72,19 +72,19 @@ class AlgorithmChoice:
                 return self._explain(operation, x)
         except TypeError as error:
             return f"{operation}: not possible: {error}"
-        return f"{operation}: {backend} of torch.distributed, among all {self.size} members"
+        return f"{operation}: torch.distributed's {backend}, among all {self.size} members"
 
     @ends_at_caller
     def set_algorithm(self, operation: str, name: str | None) -> None:
-        """Select the algorithm of an operation on arrays of any size. All members must make the same call.
+        """Select an operation's algorithm for arrays of any size. All members must make the same call.
 
         Args:
             operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
                 ``"gather"`` or ``"alltoall"``.
-            name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` have ``"exchange"``
-                and ``"slices"``. The other operations have ``"chunks"`` and, if members may read each other's
-                memory, ``"direct"`` (not ``reduce_scatter``). All of them have ``"gloo"``, ``"mpi"`` and
-                ``"nccl"`` of torch.
+            name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` accept ``"exchange"``
+                and ``"slices"``. The other operations accept ``"chunks"`` and, if members may read each
+                other's memory, ``"direct"`` (not ``reduce_scatter``). All of them also accept torch's
+                ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:
             ValueError: The operation has no such algorithm, or the backend is not available.
@@ -112,12 +112,13 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        self._queue(bool(self._chosen_backends) - before)  # the core then leaves every operation to Python
+        # while any are chosen, the core leaves all calls to Python
+        self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:
-        """Return the backend of torch that runs the operation, or None.
+        """Return the torch backend that runs the operation, or None.
 
-        A tensor on a device uses the backend of that device.
+        Unless the user chose another backend, a tensor on a device uses that device's backend.
         """
         chosen = self._chosen_backends.get(doing)
         if chosen is None and not array_access.is_here(x):
@@ -125,13 +126,13 @@ class AlgorithmChoice:
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Return the object that runs the operation: this group or a backend of torch."""
+        """Return the object that runs the operation: this group or a torch backend."""
         name = self._backend_for(doing, x)
         if name is None:
             return self
         if name == "nccl" and array_access.is_here(x):
             raise TypeError(
-                f"{NAMES[doing]} by nccl: x must be a CUDA tensor, got "
+                f"{NAMES[doing]} with nccl: x must be a CUDA tensor, got "
                 f"{array_access.described(x)}; move it to a "
                 "device, or set another algorithm"
             )
@@ -148,7 +149,7 @@ class AlgorithmChoice:
 
 
 def wrong_device_message(call: str, x: Any) -> str:
-    """Return the error message for a tensor that is neither in memory nor on a CUDA device."""
+    """Return the error message for a tensor that is neither in main memory nor on a CUDA device."""
     remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     return (
         f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
@@ -157,16 +158,16 @@ def wrong_device_message(call: str, x: Any) -> str:
 
 
 def check_combined(x: Any) -> None:
-    """Raise ``TypeError`` if arrays of this type can be moved but not combined."""
+    """Raise ``TypeError`` if the element type of ``x`` supports no reduction."""
     one = array_access.contiguous(x[(*[slice(1)] * x.ndim, ...)])
     try:
         _core._combine(one, [], "min")
-    except TypeError:  # such as for complex numbers
+    except TypeError:  # complex numbers, for example, have no order
         _core._combine(one, [], "sum")
 
 
 def number_of(call: str, operation: str) -> int:
-    """Return the number of a public operation in :data:`NAMES`."""
+    """Return the index of a public operation in :data:`NAMES`."""
     known = [name for number, name in enumerate(NAMES) if number not in (0, TELL)]
     if operation not in known:
         raise ValueError(f"{call}: operation must be one of {', '.join(map(repr, known))}, got {operation!r}")
@@ -174,7 +175,7 @@ def number_of(call: str, operation: str) -> int:
 
 
 def check_backend(name: str) -> None:
-    """Raise ``ValueError`` with the remedy if the backend is not available."""
+    """Raise ``ValueError`` with a remedy if the backend is not available."""
     try:
         from flowchan.collective.torch_algorithms import check
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Access to NumPy arrays and torch tensors for groups, without importing either library."""
+"""Uniform access to NumPy arrays and torch tensors, without importing either library."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 
 def is_tensor(x: Any) -> bool:
-    """Tell whether ``x`` is a torch tensor, without importing torch."""
+    """Return whether ``x`` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_numpy(x: Any) -> bool:
-    """Tell whether ``x`` is a NumPy array without Python objects in it."""
+    """Return whether ``x`` is a NumPy array whose elements are not Python objects."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(x, numpy.ndarray) and not x.dtype.hasobject
 
 
 def is_array(x: Any) -> bool:
-    """Return whether the contents of ``x`` are moved as they are in memory."""
+    """Return whether ``x`` is sent as raw memory, which means an array or a tensor."""
     return is_tensor(x) or is_numpy(x)
 
 
 def is_dense(x: Any) -> bool:
-    """Return whether ``x`` is an array or tensor that groups can move.
+    """Return whether ``x`` is an array or tensor that groups can send.
 
     Args:
         x: Any value.
@@ -40,13 +40,13 @@ def is_dense(x: Any) -> bool:
     if is_tensor(x):
         if x.is_nested:
             raise TypeError(
-                f"x must be a dense tensor, got a nested tensor of {_type_of(x)}; pass its .values() and "
+                f"x must be a dense tensor, got a nested {_type_of(x)} tensor; pass its .values() and "
                 ".offsets(), or .to_padded_tensor(…)"
             )
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
             raise TypeError(
-                f"x must be a dense tensor, got {described(x)} in the layout {kind}; convert it, "
+                f"x must be a dense tensor, got {described(x)} with layout {kind}; convert it, "
                 "for example with "
                 ".to_dense()"
             )
@@ -57,7 +57,7 @@ def is_dense(x: Any) -> bool:
             )
         if not _has_memory(x):
             raise TypeError(
-                f"x must be a tensor with memory, got {described(x)} of the type "
+                f"x must be a tensor with memory, got {described(x)} of type "
                 f"{type(x).__name__}, which has "
                 "none; pass the tensor that it wraps, for example .to_local()"
             )
@@ -74,7 +74,7 @@ def _has_memory(x: Any) -> bool:
     """Return False for wrappers around tensors and for tensors whose memory was freed."""
     try:
         return x.device.type == "meta" or not x.nbytes or bool(x.data_ptr())
-    except (RuntimeError, AttributeError):  # torch raises these for some wrappers
+    except (RuntimeError, AttributeError):  # torch raises these errors for some wrappers
         return False
 
 
@@ -98,7 +98,7 @@ def described(x: Any) -> str:
 
 
 def kind(x: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the element type and the shape, written in the same way for arrays and tensors."""
+    """Return the element type and the shape, spelled in the same way for arrays and tensors."""
     return _type_of(x), tuple(x.shape)
 
 
@@ -118,32 +118,32 @@ def check_out(call: str, x: Any, out: Any, parts: int = 1) -> None:
 
 
 def check_type(call: str, x: Any, other: Any) -> None:
-    """Raise ``ValueError`` unless both have the same element type."""
+    """Raise ``ValueError`` unless ``x`` and ``other`` have the same element type."""
     type_of_x, its = kind(x)[0], kind(other)[0]
     if its != type_of_x:
         raise ValueError(
-            f"{call}: inputs and outputs must have one element type, got {type_of_x} and {its}; convert "
+            f"{call}: inputs and outputs must have the same element type, got {type_of_x} and {its}; convert "
             "one of them"
         )
 
 
 def check_place(call: str, x: Any, out: Any) -> None:
-    """Raise ``ValueError`` unless both are on the same device."""
+    """Raise ``ValueError`` unless ``x`` and ``out`` are on the same device."""
     device_text, has = (str(place_of(one) or "cpu") for one in (x, out))
     if has != device_text:
         raise ValueError(f"{call}: out must be on {device_text} like the input, got {has}")
 
 
 def check_overlap(call: str, x: Any, out: Any) -> None:
-    """Raise ``ValueError`` if writing ``out`` would overwrite elements of ``x`` that are still to be read.
+    """Raise ``ValueError`` if writing to ``out`` would overwrite elements of ``x`` that are still needed.
 
-    Both are contiguous. ``out`` may be ``x`` itself or one of its parts of that size.
+    Both must be contiguous. ``out`` may be ``x`` itself, or one of the equal parts of ``x``.
     """
     begins, of_out = _address(x), _address(out)
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
     if overlap and (of_out - begins) % out.nbytes:
         raise ValueError(
-            f"{call}: x and out must not overlap unless they begin at the same element; pass a copy of one"
+            f"{call}: x and out must not overlap unless out is x or one of its parts; pass a copy of one"
         )
 
 
@@ -152,7 +152,7 @@ def _address(x: Any) -> int:
 
 
 def check_size(call: str, rank: int, given: int, size: int) -> None:
-    """Raise ``ValueError`` unless the bytes from that member fill its part of ``out``."""
+    """Raise ``ValueError`` unless the ``given`` bytes from ``rank`` fill its part of ``out`` exactly."""
     if given != size:
         raise ValueError(
             f"{call}: out must have room for the {given} bytes from rank {rank}, got room for {size}"
@@ -160,7 +160,7 @@ def check_size(call: str, rank: int, given: int, size: int) -> None:
 
 
 def check_writable(call: str, argument: str, x: Any) -> None:
-    """Raise ``ValueError`` for an array that is read-only or has elements that share memory."""
+    """Raise ``ValueError`` if the array is read-only or some of its elements share memory."""
     if is_numpy(x) and not x.flags.writeable:
         raise ValueError(f"{call}: {argument} must be writable, got a read-only {described(x)}; pass a copy")
     strides = x.stride() if is_tensor(x) else x.strides
@@ -172,16 +172,19 @@ def check_writable(call: str, argument: str, x: Any) -> None:
 
 
 def contiguous(x: Any) -> Any:
-    """Return ``x`` if it is contiguous, else a contiguous copy, which :func:`give_back` copies back."""
+    """Return ``x`` if it is contiguous, else a contiguous copy.
+
+    :func:`give_back` copies the copy's contents back into ``x``.
+    """
     if is_tensor(x):
         return x.detach().contiguous().resolve_conj().resolve_neg()
     return x if x.flags.c_contiguous else sys.modules["numpy"].ascontiguousarray(x)
 
 
 def give_back(flat: Any, x: Any) -> Any:
-    """Copy ``flat`` into ``x`` if it is other memory, and return ``x``.
+    """Return ``x``, after copying ``flat`` into it if they do not share memory.
 
-    :func:`contiguous` made ``flat`` of ``x``.
+    ``flat`` is the array that :func:`contiguous` returned for ``x``.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -204,16 +207,16 @@ def fill(x: Any, value: Any) -> Any:
 
 
 def of_library(like: Any, x: Any) -> Any:
-    """Return ``x`` as an array of the library of ``like``."""
+    """Convert ``x`` to an array of the library that ``like`` belongs to."""
     if is_tensor(like) and is_numpy(x):
-        return sys.modules["torch"].from_numpy(x.copy())  # torch warns about read-only memory
+        return sys.modules["torch"].from_numpy(x.copy())  # a copy, because torch warns about read-only memory
     if is_numpy(like) and is_tensor(x):
         return contiguous(x).cpu().numpy()
     return x
 
 
 def memory(x: Any) -> memoryview:
-    """Return a writable view of the bytes of a contiguous array, or a view of a bytes object."""
+    """Return a writable view of the bytes in a contiguous array, or a view of a bytes object."""
     if is_tensor(x):
         if not is_here(x):
             raise TypeError(
@@ -221,7 +224,7 @@ def memory(x: Any) -> memoryview:
             )
         if not x.nbytes:
             return memoryview(bytearray())
-        # A view made by numpy() would prevent later resizing, which FSDP does.
+        # A view from numpy() would prevent resizing the tensor later, and FSDP resizes tensors.
         lent: Any = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())
         lent.tensor = x
         return memoryview(lent).cast("B")
@@ -231,9 +234,9 @@ def memory(x: Any) -> memoryview:
 
 
 def widened(x: Any) -> Any:
-    """Return a half-precision array as float32 and any other as it is.
+    """Convert a half-precision array to float32, and return any other array unchanged.
 
-    Sums are computed in float32.
+    Sums of half-precision arrays are computed in float32.
     """
     if is_tensor(x):
         torch = sys.modules["torch"]
@@ -242,7 +245,7 @@ def widened(x: Any) -> Any:
 
 
 def narrow(x: Any, wide: Any) -> None:
-    """Round a float32 result once into the half-precision array ``x``.
+    """Round a float32 result into the half-precision array ``x``.
 
     Values that are too large become infinite.
     """
@@ -255,12 +258,12 @@ def narrow(x: Any, wide: Any) -> None:
 
 
 def is_here(x: Any) -> bool:
-    """Return whether ``x`` is in this machine's memory."""
+    """Return whether ``x`` is in main memory rather than on a device."""
     return not is_tensor(x) or x.device.type == "cpu"
 
 
 def empty_like(x: Any) -> Any:
-    """Create an empty array of the type, shape and device of ``x``."""
+    """Create an empty array with the type, shape and device of ``x``."""
     return make(like(x))
 
 
@@ -273,7 +276,7 @@ def divide(x: Any, by: int) -> None:
 
 
 def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:
-    """Describe ``x`` such that :func:`make` can create an array of the same library, type and shape."""
+    """Describe the library, type and shape of ``x``; :func:`make` creates an array from the description."""
     if is_tensor(x):
         return "torch", str(x.dtype).removeprefix("torch."), tuple(x.shape)
     return "numpy", x.dtype if x.dtype.kind == "V" else x.dtype.str, tuple(x.shape)
@@ -285,22 +288,22 @@ def place_of(x: Any) -> Any:
 
 
 def finish(x: Any) -> None:
-    """Wait until the device has finished its queued work on ``x``.
+    """Wait until the device has finished the work on ``x`` that the current CUDA stream has queued.
 
-    Another thread, which uses another CUDA stream, can then use the tensor.
+    After that, another thread, which has its own CUDA stream, can use the tensor.
     """
     if is_tensor(x) and x.is_cuda:
         sys.modules["torch"].cuda.current_stream(x.device).synchronize()
 
 
 def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any:
-    """Create an empty array from the description that :func:`like` returned.
+    """Create an empty array from a description that :func:`like` returned.
 
-    A tensor is created on ``device_text``.
+    A tensor is created on the device ``device_text``.
     """
     library, dtype, shape = made
     if library == "torch":
-        import torch  # another member passed a tensor
+        import torch  # needed if only another member has imported torch
 
         return torch.empty(shape, dtype=getattr(torch, dtype), device=device_text)
     import numpy
@@ -309,7 +312,7 @@ def make(made: tuple[str, Any, tuple[int, ...]], device_text: Any = None) -> Any
 
 
 def part_like(call: str, x: Any, parts: int) -> Any:
-    """Create an empty array for one of ``parts`` equal parts of ``x`` along the first dimension."""
+    """Create an empty array for one of ``parts`` equal parts of ``x``, divided along the first dimension."""
     if not x.shape or x.shape[0] % parts:
         raise ValueError(
             f"{call}: x must have a first dimension that is divisible by {parts}, the number of members, "
@@ -320,7 +323,7 @@ def part_like(call: str, x: Any, parts: int) -> Any:
 
 
 def parts_of(call: str, x: Any, parts: int) -> list[Any]:
-    """Divide ``x`` into equal parts in memory order."""
+    """Divide ``x`` into ``parts`` equal flat parts, in memory order."""
     count = math.prod(x.shape)
     if count % parts:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Checks of the arguments of a group's calls, and their text in messages.
+"""Checks of the arguments in a group's calls, and text for calls in messages.
 
-All checks run before anything is sent. So an invalid argument raises on one member only, and the other
-members wait for its next call.
+All checks run before anything is sent, so an invalid argument raises on one member only. The other members
+keep waiting until that member makes its next call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowchan.items.text import shown
 
 
 def called(call: str, x: Any, more: Any) -> str:
-    """Return the text of a call, such as ``allreduce(float64[3], 'sum')``.
+    """Return a call as text, such as ``allreduce(float64[3], 'sum')``.
 
-    ``more`` is one further argument or a tuple of them.
+    ``more`` is one further argument or a tuple of further arguments.
     """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
@@ -32,29 +32,31 @@ def called(call: str, x: Any, more: Any) -> str:
 
 
 def op_argument(call: str, op: Any) -> None:
-    """Raise unless ``op`` is the name of an operation or callable."""
+    """Raise unless ``op`` is callable or the name of an operation."""
     if isinstance(op, str) and op in OPERATIONS:
         return
     if isinstance(op, str) or not callable(op):
         error = ValueError if isinstance(op, str) else TypeError
         names = ", ".join(map(repr, OPERATIONS))
-        raise error(f"{call}: op must be one of {names} or a function of two values, got {shown(op)}")
+        raise error(
+            f"{call}: op must be one of {names} or a function that takes two arguments, got {shown(op)}"
+        )
 
 
 def function_argument(call: str, function: Any) -> None:
-    """Raise ``TypeError`` for a function argument that cannot be called."""
+    """Raise ``TypeError`` unless ``function`` is callable."""
     if not callable(function):
-        raise TypeError(f"{call}: fn must be a function of two values, got {shown(function)}")
+        raise TypeError(f"{call}: fn must be a function that takes two arguments, got {shown(function)}")
 
 
 def array_argument(call: str, argument: str, x: Any) -> None:
-    """Raise ``TypeError`` unless ``x`` is an array or tensor that groups can move."""
+    """Raise ``TypeError`` unless ``x`` is an array or tensor that groups can send."""
     if not array_access.is_dense(x):
         raise TypeError(f"{call}: {argument} must be an array or a tensor, got {shown(x)}")
 
 
 def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any]:
-    """Raise unless ``xs`` is a list with one part for each member; return it."""
+    """Return ``xs``, or raise unless it is a list with one part for each member."""
     if not isinstance(xs, Sized) or not hasattr(xs, "__getitem__"):
         raise TypeError(
             f"{call}: {argument} must be a list with one part for each of the {size} members, got {shown(xs)}"
@@ -70,8 +72,8 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
     """Describe the first pair of ranks whose sizes differ, or return an empty string.
 
-    ``sizes`` holds for each rank the bytes that it sends to every rank, and the bytes that it has room for
-    from every rank.
+    ``sizes`` holds two lists for each rank: how many bytes it sends to each rank, and how many it has room
+    for from each rank.
     """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
@@ -81,7 +83,7 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
 
 
 def received(x: Any, source: int, out: Any, rank: int) -> Any:
-    """Return the value that rank ``rank`` received from ``source``, copied into ``out`` if given.
+    """Return the value that this member received from ``source``, copied into ``out`` if given.
 
     Args:
         x: The received value.
@@ -111,9 +113,9 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
 
 
 def seconds_argument(call: str, argument: str, value: Any) -> float:
-    """Raise unless ``value`` is a finite number of seconds of at least 0; return it as a float."""
+    """Return ``value`` as a float, or raise unless it is a finite, non-negative number of seconds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{call}: {argument} must be a number of seconds, got {shown(value)}")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{call}: {argument} must be a finite number of at least 0 seconds, got {value}")
+        raise ValueError(f"{call}: {argument} must be a finite, non-negative number of seconds, got {value}")
     return float(value)

@@ -1,6 +1,6 @@
-"""Operations of a group that move arrays, or combine them into parts.
+"""Group operations that move arrays, or that combine arrays and scatter the result.
 
-Each checks its arguments before anything is sent, and chooses the memory for the result.
+Each operation checks its arguments before it sends anything, and chooses the memory for its result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowchan.collective.value_bytes import dumps, loads
 
 
 class Moving(AlgorithmChoice):
-    """Methods of a group that move data."""
+    """Methods of a group that move data between members."""
 
     if TYPE_CHECKING:
 
@@ -115,7 +115,7 @@ class Moving(AlgorithmChoice):
         timeout: float | None,
         root: int | None = None,
     ) -> None:
-        """Exchange arrays of one type between all members."""
+        """Exchange arrays of the same element type between all members."""
         parts_argument(NAMES[doing], "xs", xs, self.size)
         for x in parts_argument(NAMES[doing], "out", out, self.size):
             array_access.check_place(NAMES[doing], xs[0], x)
@@ -130,7 +130,7 @@ class Moving(AlgorithmChoice):
             array_access.give_back(flat, x)
 
     def _swap(self, doing: int, parts: list[bytes], timeout: float | None, root: int = 0) -> list[bytes]:
-        """Send bytes to each member and return the bytes that each member sent to this one."""
+        """Send bytes to each member, and return the bytes that this member received from each."""
         lengths, remaining = dumps([len(part) for part in parts]), countdown(timeout)
         more = root if doing == SCATTER else None
         lengths_of_all = self._exchange(doing, VALUES + 4 * root, lengths, -1, remaining(), parts, more)

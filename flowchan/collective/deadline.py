@@ -1,4 +1,4 @@
-"""The remaining time of a call that has several steps."""
+"""Time that remains for a call with several steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""A function that returns the remaining seconds for the next step, or None without a limit."""
+"""Function that returns the seconds that remain for the next step, or None if there is no limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:
-    """Start a countdown of ``timeout`` seconds.
+    """Return a function that returns how many of the ``timeout`` seconds remain.
 
-    An invalid ``timeout`` is passed on unchanged, so that the next step raises the error.
+    If ``timeout`` is invalid, the function returns it unchanged, and the next step of the call raises the
+    error.
     """
     try:
         give_up = time.monotonic() + timeout
-    except TypeError:  # usually None
+    except TypeError:  # most often None
         return lambda: timeout
     return lambda: min(timeout, max(0.0, give_up - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The rank and size of this process, from the environment variables of its launcher."""
+"""Rank and size of this process, read from its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flowchan.errors import GroupError
 
 
 class Launched(NamedTuple):
-    """A process as its launcher numbers it.
+    """The rank of a process, its job and the job's size, according to its launcher.
 
-    ``job`` is equal for all members, and differs between jobs of this host. ``local_size`` is the number of
-    members on this host.
+    ``job`` is equal for all members of a job, and differs between jobs on this host. ``local_size`` is the
+    number of members on this host.
     """
 
     rank: int
@@ -24,10 +24,10 @@ class Launched(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """The environment variables of a launcher.
+    """Names of the environment variables that a launcher sets.
 
     They hold the rank, the size, the number of members on this host (``local``) and the parts of the job's
-    name (``job``). ``ppid`` is true if the launcher's processes on a host have one parent.
+    name (``job``). ``ppid`` is true if all processes that the launcher starts on a host have the same parent.
     """
 
     name: str
@@ -50,13 +50,13 @@ LAUNCHERS = (
 
 
 def place(environ: Mapping[str, str] = os.environ) -> Launched:
-    """Find the rank and size of this process in the variables of its launcher.
+    """Read the rank and size of this process from its launcher's variables.
 
     Args:
         environ: The environment variables (default: those of this process).
 
     Returns:
-        The rank and size. Without a launcher this process is the only member.
+        The rank and size. Without a launcher, this process is the only member.
 
     Raises:
         GroupError: The variables are not numbers, or the rank is out of range.
@@ -85,9 +85,9 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int:
-    """Return the number of tasks that Slurm started on this node for its step.
+    """Return how many tasks of this job step Slurm started on this node.
 
-    Slurm lists the counts of all nodes, such as ``2(x3),1``.
+    Slurm lists the task counts of all nodes, for example ``2(x3),1``.
     """
     counts = []
     for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_NTASKS"]).split(","):

@@ -1,9 +1,9 @@
-"""One step of an operation among the leaders of a group's hosts.
+"""One step of an operation: an exchange of messages between the leaders of a group's hosts.
 
-Each leader sends one message to every other leader and receives one from each, all at the same time, so the
-leaders cannot deadlock. A message names its sender's call, so all leaders detect mismatches, and all notice a
-death. Data from one leader to all, or from all to one, follows a tree; messages between leaders that the tree
-does not connect are empty.
+In a step, each leader exchanges one message with every other leader, all at the same time, so the leaders
+cannot deadlock. Each message identifies its sender's call. All leaders therefore detect a mismatch, and all
+notice a death. Data from one leader to all, or from all to one, follows a tree. Leaders that are not
+neighbours in the tree exchange empty messages.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flowchan.collective.value_bytes import loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
-HEADER = struct.Struct("<BIQQ")  # kind, operation, key of the call, length of the data
-SEGMENT = struct.Struct("<IQ")  # part of a gathered message: host, length of its data
+HEADER = struct.Struct("<BIQQ")  # kind, number of the operation, key of the call, length of the data
+SEGMENT = struct.Struct("<IQ")  # header of a segment in a gathered message: host, length of its data
 DATA, FAILED, LEFT = range(3)
 STALLED = 10.0
-"""Seconds of waiting after which a log record names the missing members."""
-PIECE = 1 << 20  # bytes per system call
+"""Seconds of waiting after which a warning that names the missing members is logged."""
+PIECE = 1 << 20  # most bytes passed to one system call
 
 log = logging.getLogger("flowchan.collective")
 
@@ -37,21 +37,21 @@ Call = tuple[str, int, int]
 
 
 class Differs(Exception):
-    """The calls of the leaders differ."""
+    """Raised when the leaders did not make the same call."""
 
 
 @dataclass(slots=True)
 class ConnectionStats:
-    """Traffic of the connection between the leaders of two hosts.
+    """Traffic on the connection between the leaders of two hosts.
 
     Attributes:
         sent: Bytes sent.
         received: Bytes received.
-        steps: Steps of operations; an operation has one or more.
+        steps: Number of completed steps; each operation consists of one or more steps.
         seconds: Total duration of these steps, measured on this side.
-        delay: Seconds until one byte arrives. It is measured when a group on more than two hosts forms, else
-            None.
-        bytes_per_second: Throughput, measured in the same way.
+        delay: Time until one byte arrives, in seconds. It is measured when a group on more than two hosts
+            forms; otherwise None.
+        bytes_per_second: Throughput, measured at the same time as ``delay``; otherwise None.
 
     Example:
         >>> from flowchan.collective import group
@@ -69,9 +69,9 @@ class ConnectionStats:
 
 
 class Connections:
-    """The connections of the leader of ``host`` to the other leaders.
+    """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` and ``ranks`` hold, by host, the connection to its leader and that leader's rank.
+    ``sockets`` and ``ranks`` map each host to the connection to its leader and to that leader's rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -80,25 +80,26 @@ class Connections:
         self.host = host
         self.edges_by_host = {host: ConnectionStats() for host in self.sockets}
         self.leaves = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC), "r+b", 0)
-        """Becomes readable once this member is about to leave."""
+        """Becomes readable once another thread closes this member."""
         for sock in self.sockets.values():
             sock.setblocking(False)
 
     def death_error(self, host: int, call: str, why: str) -> MemberDied:
-        """Return the error for a lost leader of that host."""
+        """Return the error for a lost leader of ``host``."""
         rank = self.ranks[host]
         return MemberDied(
-            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is out "
-            f"of reach ({why})",
+            f"{call} failed: rank {rank}, which connects its host to the others, died, gave up, or is "
+            f"unreachable ({why})",
             (rank,),
             call,
         )
 
 
 class LeaderPeer:
-    """The messages to and from one leader in one step.
+    """The messages to and from one other leader in one step.
 
-    ``out`` are the parts of the message to it, or None if they depend on a message that has not arrived.
+    ``out`` holds the parts of the message to that leader, or is None if the message depends on one that has
+    not arrived yet.
     """
 
     def __init__(self, call: Call, out: Sequence[Any] | None, kind: int = DATA) -> None:
@@ -118,7 +119,7 @@ class LeaderPeer:
 
     @property
     def is_right(self) -> bool:
-        """Return whether its message carries data of the same call."""
+        """Return whether the leader's message carries data for the same call."""
         return self.kind == DATA and not self.differs
 
     @property
@@ -131,37 +132,37 @@ class LeaderPeer:
 
     @property
     def is_partially_sent(self) -> bool:
-        """Return whether only a part of this leader's message has been sent."""
+        """Return whether only a part of the message to the leader has been sent."""
         return bool(self.sent and not self.is_sent)
 
     def set_message(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
-        """Queue a whole message to it."""
+        """Queue a complete message to the leader."""
         pieces = [memoryview(part).cast("B") for part in parts if len(part)]
         self.begin(call, sum(map(len, pieces)), kind)
         self.out += pieces
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return the buffers for the next system call; a second buffer follows only a complete first one."""
+        """Return the buffers for the next system call: one piece, or a buffer's rest and the next piece."""
         first = self.out[0]
         return [first[:PIECE]] if len(first) > PIECE else [first, *(part[:PIECE] for part in self.out[1:2])]
 
     def begin(self, call: Call, length: int, kind: int = DATA) -> None:
-        """Queue the header of a message whose parts follow."""
+        """Queue the header of a message whose data follows later."""
         _, doing, key = call
         self.out.append(memoryview(HEADER.pack(kind, doing, key, length)))
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error is unrelated to the operation.
+    """Return whether the error came from outside the operation.
 
-    Such an error is a Ctrl-C or an exception from a signal handler.
+    Examples are Ctrl-C and an exception from a signal handler.
     """
     return not isinstance(error, GroupError | TimeoutError | MemoryError) or is_interrupt(error)
 
 
 class Leaves(Exception):
-    """This member is about to leave."""
+    """Raised in a step when another thread of this process is closing the member."""
 
 
 class ExchangeStep:
@@ -186,7 +187,7 @@ class ExchangeStep:
         Raises:
             TimeoutError: The step took longer than its timeout.
             MemberDied: Another leader is lost.
-            Leaves: This member is about to leave.
+            Leaves: This member is being closed.
         """
         reported = False
         for host in self.peers:
@@ -206,7 +207,7 @@ class ExchangeStep:
                 raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} did not arrive")
             if passed > STALLED and not ready and not reported:
                 reported = True
-                log.warning("%s has waited %.0f s for %s", self.call[0], passed, self._absent())
+                log.warning("%s has been waiting %.0f s for %s", self.call[0], passed, self._absent())
 
     def _done(self, host: int) -> None:
         self._waiting.discard(host)
@@ -215,13 +216,13 @@ class ExchangeStep:
         edge.seconds += time.monotonic() - self._begun
 
     def _ready(self) -> list[tuple[int, int]]:
-        """Wait until connections can continue; return their hosts and poll events."""
+        """Wait until some connections are ready, and return their hosts and poll events."""
         poll, host_of = select.poll(), {}
         poll.register(self._links.leaves, select.POLLIN)
         for host in self._waiting:
             sock, peer = self._links.sockets[host], self.peers[host]
             wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
-            if wanted:  # otherwise this message depends on others
+            if wanted:  # otherwise the message to this host depends on messages from others
                 poll.register(sock, wanted)
                 host_of[sock.fileno()] = host
         passed = time.monotonic() - self._begun
@@ -254,7 +255,7 @@ class ExchangeStep:
     def _receive_last_message(self, host: int, error: OSError) -> None:
         """Receive the last message of a leader that no longer accepts data.
 
-        The message may give the reason.
+        That message may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
@@ -265,7 +266,7 @@ class ExchangeStep:
                 raise self._death_error(host, error.strerror or "") from error
 
     def _receive(self, host: int, keeps: bool = True) -> None:
-        """Receive from a leader. If ``keeps`` is false, the data is discarded."""
+        """Receive from a leader. If ``keeps`` is false, discard the data."""
         sock, peer = self._links.sockets[host], self.peers[host]
         try:
             while peer.into is None:
@@ -288,7 +289,7 @@ class ExchangeStep:
         self._links.edges_by_host[host].received += count
 
     def _begin(self, host: int, keeps: bool) -> None:
-        """Handle a complete header."""
+        """Handle a header that has arrived completely."""
         peer = self.peers[host]
         peer.kind, doing, key, length = HEADER.unpack(peer.header)
         if peer.kind == LEFT:
@@ -301,7 +302,7 @@ class ExchangeStep:
         self._pass_on(host, peer.into[:0])
 
     def _pass_on(self, host: int, piece: memoryview) -> None:
-        """Handle received data; an empty ``piece`` means that the length is known."""
+        """Handle data from ``host``; an empty ``piece`` means that only the length is known so far."""
 
     # --- errors ---
 
@@ -325,13 +326,13 @@ class ExchangeStep:
         return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Describe the hosts that the step waits for, except those that only wait for others of them."""
+        """Describe the hosts that the step is waiting for, except those that wait for another late host."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
         names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
-        return " and ".join(f"rank {rank} with its host" for rank in names)
+        return " and ".join(f"the host of rank {rank}" for rank in names)
 
     def _needs_hosts(self, host: int) -> Sequence[int]:
-        """Return the hosts on whose messages that host's message depends."""
+        """Return the hosts whose messages ``host`` needs before it can send its own."""
         return ()
 
 
@@ -359,7 +360,8 @@ class Gathering(ExchangeStep):
             return
         below = [self.peers[child] for child in self._children]
         parts = [*self._bundle, *(peer.into for peer in below)]
-        # After a failure below, all leaders receive the error from the leader where it happened.
+        # After a failure further down the tree, all leaders still receive the error directly from the leader
+        # where it happened.
         self.peers[self._parent].set_message(self.call, parts if all(peer.is_right for peer in below) else [])
         self._send(self._parent)
 
@@ -368,7 +370,7 @@ class Gathering(ExchangeStep):
 
 
 class Spreading(ExchangeStep):
-    """Send the data of a tree's root to all leaders; each forwards it while it arrives."""
+    """Send the data of a tree's root to all leaders; each leader forwards the data while receiving it."""
 
     def __init__(
         self, links: Connections, call: Call, memory: Any, tree: Tree, timeout: float | None
@@ -387,7 +389,7 @@ class Spreading(ExchangeStep):
         for child in self._children:
             peer = self.peers[child]
             if not parent.is_right:
-                if peer.waits:  # all leaders receive the error from the leader where it happened
+                if peer.waits:  # all leaders receive the error directly from the leader where it happened
                     peer.set_message(self.call, [])
             elif piece:
                 peer.out.append(piece)
@@ -401,7 +403,7 @@ class Spreading(ExchangeStep):
 
 
 def segments(bundles: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the hosts and their data from the messages that arrived at the root of a tree."""
+    """Yield each host and its data from the messages that arrived at the root of a tree."""
     for bundle in bundles:
         while bundle:
             host, length = SEGMENT.unpack_from(bundle)

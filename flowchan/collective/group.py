@@ -1,7 +1,8 @@
-"""Operations of a group for arrays, tensors, scalars and any Python object.
+"""Operations of a group on arrays, tensors, scalars and any other Python object.
 
-They build on a few operations on bytes and contiguous arrays. A group in shared memory (``one_host.py``) and
-a group over several hosts (``many_hosts.py``) each implement these.
+They are built on a few basic operations on bytes and contiguous arrays. Groups in shared memory
+(``one_host.py``) and groups that span several hosts (``many_hosts.py``) implement these basic operations
+differently.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from flowchan.errors import MemberDied
 
 
 class Group(GroupSteps):
-    """One member of a group of processes or threads, made by :func:`group` or :func:`members`.
+    """One member of a group of processes or threads, created by :func:`group` or :func:`members`.
 
     All members call the same operations in the same order. An operation returns when this member's part is
-    done. As a context manager, the group closes this member at the end of the block.
+    done. Used as a context manager, a member closes when its block ends.
 
     Attributes:
         rank: Number of this member, from 0.
         size: Number of members.
         name: Name of the group in messages; may be empty.
-        leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all parts; else
-            None.
+        leaders: On rank 0 of a group that :meth:`split` created, the group of the first members of all parts;
+            else None.
 
     Raises:
-        MemberDied: A member died before it completed its part. On one host all survivors raise, or none does.
-            The group cannot be used after that.
-        MemberLeft: A member that has closed the group is missing. The group cannot be used after that.
+        MemberDied: A member died before it completed its part. On one host, either all survivors raise this
+            error or none does. The group cannot be used after that.
+        MemberLeft: A member that the call needs has closed the group. The group cannot be used after that.
         Mismatch: The members did not make the same call. The group can still be used.
         TimeoutError: The call took longer than its ``timeout`` (seconds; None by default, which means no
             limit). The group cannot be used after that.
@@ -57,8 +58,8 @@ class Group(GroupSteps):
 
     name: str
     leaders: Group | None = None
-    """On rank 0 of a group made by ``split``, the group of the first members of all parts, in the order of
-    their ranks; else None. Closing this member also closes that one."""
+    """On rank 0 of a group that ``split`` created, the group of the first members of all parts, in rank
+    order; else None. Closing this member also closes its member of that group."""
 
     def _begin(self, name: str) -> None:
         self.name = name
@@ -69,10 +70,10 @@ class Group(GroupSteps):
     _loads = staticmethod(loads)
 
     _make_all: ClassVar[Callable[[int, str], Sequence[Group]]]
-    """Make all members of a new group of threads or processes (a graph calls it for a gang)."""
+    """Create all members of a new group of threads or processes (a graph calls this for a gang)."""
 
     _membership: ClassVar[Callable[..., Any]]
-    """Make a membership in a new group over hosts (a graph calls it for a gang)."""
+    """Create a membership in a new group over several hosts (a graph calls this for a gang)."""
 
     if TYPE_CHECKING:  # implemented by SharedGroup and LinkedGroup
         _messages: Messages
@@ -89,21 +90,24 @@ class Group(GroupSteps):
         def _abandon(self) -> None: ...
         def _disbanding(self) -> Callable[[], None]: ...
 
-    # --- collectives; the native core overrides those that it runs faster ---
+    # --- collectives; the native core overrides those that it can run faster ---
 
     def allreduce(
         self, x: Any, op: Op = "sum", out: Any = None, timeout: float | None = None, wait: bool = True
     ) -> Any:
-        """Combine the values of all members element by element, in the order of the ranks.
+        """Combine the values of all members element by element, in rank order.
 
-        All members get the same bits.
+        The results on all members are bit-identical.
 
         Args:
-            x: An array or tensor, which is overwritten with the result, or any other value, which Python's
-                operators combine.
+            x: An array or tensor, which is overwritten with the result, or any other value, which is combined
+                with
+                Python's operators.
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"`` or
-                ``"xor"``; for values also a function of two values, which rank 0 runs for all members.
-            out: Array of the same type and number of elements for the result; ``x`` then stays unchanged.
+                ``"xor"``. For other values also a function that takes two values; rank 0 runs it for all
+                members.
+            out: Array for the result, with the type and number of elements of ``x``; ``x`` then stays
+                unchanged.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -111,7 +115,7 @@ class Group(GroupSteps):
             ``out`` if given, else ``x`` if it is an array or tensor, else the combined value.
 
         Raises:
-            TypeError: Elements of this type have no such operation.
+            TypeError: The operation is not defined for elements of this type.
             ValueError: ``out`` does not fit.
 
         Example:
@@ -128,17 +132,17 @@ class Group(GroupSteps):
         return self._allreduce(x, op, out, timeout, wait)
 
     def broadcast(self, x: Any = None, root: int = 0, timeout: float | None = None, wait: bool = True) -> Any:
-        """Copy the value of ``root`` to all members.
+        """Copy a value from ``root`` to all members.
 
         Args:
             x: An array or tensor of the same type and shape on all members, or any other value on ``root``.
-                An array is overwritten on all members but ``root``.
+                An array is overwritten on all members except ``root``.
             root: Rank of the member whose value is sent (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            ``x`` if it is an array or tensor, else the value of ``root``.
+            ``x`` if it is an array or tensor, else the value from ``root``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -150,7 +154,7 @@ class Group(GroupSteps):
         return self._broadcast(x, root, timeout, wait)
 
     def barrier(self, timeout: float | None = None, wait: bool = True) -> Any:
-        """Wait until all members have called it.
+        """Wait until all members have called ``barrier``.
 
         Args:
             timeout: Seconds; None means no limit.
@@ -172,17 +176,18 @@ class Group(GroupSteps):
         """Gather one value from each member on all members.
 
         Args:
-            x: Any value. Arrays and tensors may differ in shape; with ``out`` they must have its type.
-            out: One array of ``size`` times as many elements, or a list of one array for each member, for the
-                result.
+            x: Any value. Arrays and tensors may differ in shape between members. If ``out`` is given, ``x``
+                must be an array or tensor with the element type of ``out``.
+            out: For the result: one array with ``size`` times as many elements as ``x``, or a list with one
+                array for each member.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            ``out`` if given, else the list of the values in the order of the ranks.
+            ``out`` if given, else the list of the values in rank order.
 
         Raises:
-            ValueError: The array of a member does not fit into its part of ``out``.
+            ValueError: A member's array does not fit into its part of ``out``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -200,17 +205,17 @@ class Group(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Send one value to each member and receive one from each.
+        """Send one value to each member and receive one value from each.
 
         Args:
             xs: The values; ``xs[i]`` goes to rank i.
-            out: One array for each member, to receive into; all of ``xs`` must then be arrays of the same
-                type.
+            out: One array for each member to receive into. All of ``xs`` must then be arrays of the same
+                element type.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            The list of the values for this member, in the order of the ranks.
+            The list of the values that this member received, in rank order.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -229,14 +234,15 @@ class Group(GroupSteps):
         """Combine the arrays of all members, and return this member's part of the result.
 
         Args:
-            x: An array or tensor. Rank i gets part i of ``size`` equal parts along the first dimension.
+            x: An array or tensor. Its first dimension is divided into ``size`` equal parts; rank i gets part
+                i of the result.
             op: Name of the operation, as in :meth:`allreduce`.
             out: Array for this member's part (default: a new one).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            This member's part.
+            This member's part of the result.
 
         Raises:
             ValueError: ``x`` cannot be divided into ``size`` equal parts, or ``out`` does not fit.
@@ -261,10 +267,10 @@ class Group(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members as ``allreduce`` does, for ``root`` only.
+        """Combine the values of all members as ``allreduce`` does, but return the result only on ``root``.
 
         Args:
-            x: A value as in :meth:`allreduce`. Only ``root`` overwrites its array.
+            x: A value, as in :meth:`allreduce`. An array is overwritten only on ``root``.
             root: Rank of the member that gets the result (default 0).
             op: Operation, as in :meth:`allreduce`.
             out: Array for the result on ``root``.
@@ -293,13 +299,13 @@ class Group(GroupSteps):
         """Gather one value from each member on ``root``.
 
         Args:
-            x: Any value. Arrays and tensors may differ in shape.
+            x: Any value. Arrays and tensors may differ in shape between members.
             root: Rank of the member that gets the list (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
         Returns:
-            The list of the values in the order of the ranks on ``root``, None on the other members.
+            On ``root``, the list of the values in rank order; None on the other members.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -317,8 +323,7 @@ class Group(GroupSteps):
         """Send one value from ``root`` to each member.
 
         Args:
-            xs: The values on ``root``, one for each member; ``xs[i]`` goes to rank i. The other members pass
-                None.
+            xs: On ``root``, one value for each member; ``xs[i]`` goes to rank i. None on the other members.
             root: Rank of the sender (default 0).
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
@@ -351,15 +356,16 @@ class Group(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members that contribute, by a function of two values.
+        """Combine the values of all members that still have one, with a function that takes two values.
 
-        The function is applied leaf by leaf through dictionaries, lists and tuples, in the order of the
-        ranks. Rank 0 runs it for all members, and an exception is raised on all of them. Python's named
-        operators, ``min`` and ``max`` run on each member, which saves one step.
+        The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
+        runs it for all members; if it raises, all members raise. If ``fn`` is ``min``, ``max``, or ``add``,
+        ``mul``, ``and_``, ``or_`` or ``xor`` from the ``operator`` module, each member runs it instead, which
+        saves one step.
 
         Args:
             value: The value of this member.
-            fn: A function of two values. It may change its first argument.
+            fn: A function that takes two values. It may change its first argument.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
 
@@ -379,7 +385,7 @@ class Group(GroupSteps):
     def join(
         self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """Take part in ``allreduce_with`` without a value, until all members have run out of values.
+        """Take part in ``allreduce_with`` without a value, until no member contributes any more.
 
         Args:
             fn: The function that the other members pass to :meth:`allreduce_with`.
@@ -407,8 +413,8 @@ class Group(GroupSteps):
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
         """Send a value to one member, without waiting until it is received.
 
-        ``send`` waits only while 64 messages to that member, or messages of half of the machine's memory, are
-        unread.
+        The call blocks only while 64 messages to that member are unread, or while the unread messages fill
+        half of the machine's memory.
 
         Args:
             x: Any value.
@@ -416,8 +422,8 @@ class Group(GroupSteps):
             timeout: Seconds; None means no limit.
 
         Raises:
-            MemberDied: The receiver is gone. It is :class:`MemberLeft` if it closed the group.
-            TimeoutError: The receiver has too many unread messages.
+            MemberDied: The receiver is gone. The error is :class:`MemberLeft` if it closed the group.
+            TimeoutError: The receiver still has too many unread messages when the time is up.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -439,7 +445,7 @@ class Group(GroupSteps):
     def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
         """Receive the next value that one member has sent to this one.
 
-        If Ctrl-C ends the call, the next call returns the value.
+        If Ctrl-C interrupts the call, the value is not lost: the next call returns it.
 
         Args:
             source: Rank of another member.
@@ -450,10 +456,10 @@ class Group(GroupSteps):
             ``out`` if given, else the value.
 
         Raises:
-            MemberDied: The sender is gone, and all its messages have been received. It is :class:`MemberLeft`
-                if the sender closed the group.
+            MemberDied: The sender is gone, and all its messages have been received. The error is
+                :class:`MemberLeft` if the sender closed the group.
             Mismatch: The value does not fit into ``out``.
-            TimeoutError: No message has arrived in time.
+            TimeoutError: No message arrived in time.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -471,13 +477,13 @@ class Group(GroupSteps):
         """
         self._check_receive(source, out)
         self._take_slot()
-        # No call follows, so Ctrl-C loses no message.
+        # Return the call itself: a statement after it would let Ctrl-C lose the message.
         return self._messages.receive(source, timeout, lambda x: received(x, source, out, self.rank))
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """Receive the next value that any other member has sent to this one.
 
-        If Ctrl-C ends the call, a later call returns the value.
+        If Ctrl-C interrupts the call, the value is not lost: a later call returns it.
 
         Args:
             timeout: Seconds; None means no limit.
@@ -486,10 +492,10 @@ class Group(GroupSteps):
             The value, and the rank of its sender.
 
         Raises:
-            MemberDied: All messages that arrived have been received, and one member died. A remote member
-                that was gone before this one first looked for it counts as one that left.
+            MemberDied: All messages that arrived have been received, and one member died. If a remote member
+                ended before this member first used its connection, it counts as a member that left.
             MemberLeft: All messages that arrived have been received, and all other members left.
-            TimeoutError: No message has arrived in time.
+            TimeoutError: No message arrived in time.
             ValueError: The group has no other member.
 
         Example:
@@ -545,16 +551,16 @@ class Group(GroupSteps):
     # --- groups within the group ---
 
     def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
-        """Divide the group into one new group for each key. All members call it.
+        """Divide the group into one new group for each key. All members must call it.
 
         Args:
-            key: Members with equal keys form a group, in the order of their ranks.
+            key: Members with equal keys form a group and keep their order.
             name: Name of the new groups in messages.
             timeout: Seconds; None means no limit.
 
         Returns:
-            This member of its new group, or None if ``key`` is None. Rank 0 of each new group also gets
-            ``leaders``, the group of all these first members.
+            This process's member of its new group, or None if ``key`` is None. On rank 0 of each new group,
+            ``leaders`` is the group of all these first members.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -574,28 +580,28 @@ class Group(GroupSteps):
             part.leaders = leaders
         return part
 
-    # --- failures and the end of a member ---
+    # --- failures and closing ---
 
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
-        """Return a new group of the members that are left, after others died or left.
+        """Return a new group of the remaining members, after others died or left.
 
-        All members that are left call it and keep their order. This group is closed: members that still use
-        it get :class:`MemberDied`. A member that dies during the call is left out.
+        All remaining members must call it; they keep their order. The old group is closed: members that still
+        use it get :class:`MemberDied`. A member that dies during the call is left out.
 
-        Over several hosts the members meet again at the address (``at=``) of the old group, and rank 0
-        decides which members are left.
+        If the group spans several hosts, the members reconnect at the old group's address (``at=``), and rank
+        0 decides which members remain.
 
         Args:
             name: Name of the new group (default: the name of this one).
             timeout: Seconds; None means no limit.
 
         Returns:
-            This member of the new group.
+            This process's member of the new group.
 
         Raises:
-            GroupError: Over several hosts: this member cannot reach rank 0, rank 0 is gone, or the group did
-                not meet at an address.
-            TimeoutError: A member that is left did not call ``shrink`` in time.
+            GroupError: On several hosts: this member cannot reach rank 0, rank 0 is gone, or the old group
+                was created without an address.
+            TimeoutError: A remaining member did not call ``shrink`` in time.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -617,9 +623,9 @@ class Group(GroupSteps):
         return self._shrunk(name or self.name, give_up)
 
     def _has_met(self, timeout: float | None) -> bool:
-        """Return True once all members have joined this new group, or False if one died first.
+        """Return True once all members have joined this new group, or False if one dies before joining.
 
-        The group is closed on False and on any exception.
+        This member is closed if the method returns False or raises.
         """
         try:
             self._wait_for_all(timeout)
@@ -642,10 +648,10 @@ class Group(GroupSteps):
         self.close()
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """Return the traffic of each connection between hosts, by the rank at its other end.
+        """Return the traffic on each connection between hosts, keyed by the rank at the other end.
 
         Returns:
-            The statistics. Only the first member of each host has connections; the others get an empty
+            The statistics. Only the first member on each host has connections; the other members get an empty
             dictionary.
 
         Example:

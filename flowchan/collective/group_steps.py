@@ -1,4 +1,4 @@
-"""Steps of a group's operations, which the public methods and the native core call."""
+"""Steps of a group's operations, called by the public methods and by the native core."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from flowchan.items.combining import OPERATIONS, combined, of_one_shape
 Op = str | Callable[[Any, Any], Any]
 
 _NUMBERS = {op: number for number, op in enumerate(OPERATIONS)}
-"""Numbers by which members compare named operations on values; functions that all members run have numbers
-after these."""
+"""Numbers with which members compare named operations on values; functions that all members run have the next
+higher numbers."""
 
 
 class GroupSteps(Moving, Starting):
-    """Checks of arguments and the steps of each operation, on any kind of group."""
+    """Argument checks and the steps of each operation, for every kind of group."""
 
     name: str
     _failure: BaseException | None
@@ -52,7 +52,7 @@ class GroupSteps(Moving, Starting):
         def _reduce(self, doing: int, x: Any, out: Any, op: str, root: int, timeout: float | None) -> Any: ...
         def _wait_for_all(self, timeout: float | None) -> None: ...
 
-    # --- targets of the native methods, with every argument ---
+    # --- Python implementations that the native methods call, with all arguments given ---
 
     def _allreduce(self, x: Any, op: Op | None, out: Any, timeout: float | None, wait: bool | None) -> Any:
         op = "sum" if op is None else op
@@ -216,9 +216,9 @@ class GroupSteps(Moving, Starting):
             array_access.check_writable("receive", "out", out)
 
     def _failed_before(self, call: str) -> BaseException:
-        """Return the error for a call on a group that failed before."""
+        """Return the error for a call on a group that has already failed."""
         assert self._failure is not None
-        again = type(self._failure)(f"{self!r} has failed before: {self._failure}; create a new group")
+        again = type(self._failure)(f"{self!r} failed earlier: {self._failure}; create a new group")
         if isinstance(self._failure, MemberDied) and isinstance(again, MemberDied):
             again.ranks, again.operation = self._failure.ranks, call
         return again

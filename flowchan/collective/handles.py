@@ -1,4 +1,4 @@
-"""Operations that run while their caller does something else."""
+"""Operations that run in the background, while their caller continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Handle:
-    """Operation that was started with ``wait=False``.
+    """An operation that was started with ``wait=False``.
 
     Example:
         >>> from flowchan.collective import group
@@ -43,7 +43,8 @@ class Handle:
             The result of the operation.
 
         Raises:
-            TimeoutError: The operation is not done in time. It continues, and ``wait`` may be called again.
+            TimeoutError: The operation did not finish in time. It continues, and ``wait`` may be called
+                again.
             Exception: The exception that the operation raised.
         """
         return self._future.result(timeout)
@@ -52,23 +53,23 @@ class Handle:
         """Return whether the operation has ended.
 
         Returns:
-            True also if the operation has ended by an exception.
+            True if the operation returned or raised.
         """
         return self._future.done()
 
 
 class HandleOwner(Protocol):
-    """The owner of started operations. ``_queue`` reports changes of the number that is not done yet."""
+    """A member that starts operations. ``_queue`` is passed each change in the number of unfinished ones."""
 
     def _queue(self, change: int) -> None: ...
     def close(self) -> None: ...
 
 
 class Later:
-    """The thread of a member that runs started operations one after the other."""
+    """A member's background thread, which runs started operations one at a time."""
 
     def __init__(self, member: HandleOwner) -> None:
-        self._member = weakref.proxy(member)  # dropping a member must close it at once
+        self._member = weakref.proxy(member)  # weak, so that an unused member is closed at once
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flowchan-collective")
         self._last: Future[Any] | None = None
         end_before_threads(self, Later.leave)
@@ -76,8 +77,8 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` are the call's arrays. For arrays on a device, the caller's stream finishes before the call
-        starts, and the thread's stream finishes before the call counts as done.
+        ``given`` holds the call's arrays. For arrays on a device, the caller's stream finishes before the
+        call is queued, and the thread's stream finishes before the call counts as done.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 
@@ -96,20 +97,20 @@ class Later:
         return Handle(future)
 
     def settle(self, timeout: float | None) -> None:
-        """Wait until all started operations have ended; their handles report their errors."""
+        """Wait until all started operations have ended. Their errors are raised from their handles."""
         if self._last is not None:
             try:
                 self._last.exception(timeout)
             except unless_interrupted(TimeoutError):
                 raise TimeoutError(
-                    "close: operations that were started with wait=False did not end in time"
+                    "close: operations that were started with wait=False did not finish in time"
                 ) from None
             self._last = None
 
     def leave(self) -> None:
         """Close the member if an exception ended the program.
 
-        Its thread would wait for other members, which may wait for this one.
+        Otherwise the thread could wait for other members while they wait for this one.
         """
         if hasattr(sys, "last_value"):
             with contextlib.suppress(ReferenceError):
@@ -123,9 +124,9 @@ _ends: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakr
 
 
 def end_before_threads(owner: T, end: Callable[[T], None]) -> None:
-    """Call ``end(owner)`` at the end of the program, before Python joins the threads of its pools.
+    """Call ``end(owner)`` when the program exits, before Python joins the threads of its pools.
 
-    A forked process does not call it, because it has none of these threads.
+    A forked child does not call ``end``, because it has none of these threads.
     """
     _ends[owner] = os.getpid(), end
 
@@ -140,7 +141,7 @@ threading._register_atexit(_end_all)  # type: ignore[attr-defined]
 
 
 class Starting:
-    """Methods of a member that run operations now or in its thread."""
+    """Methods of a member that run an operation now or in the member's thread."""
 
     _later: Later | None
 
@@ -152,9 +153,9 @@ class Starting:
     def _do(
         self, call: Callable[[float | None], Any], timeout: float | None, wait: bool | None, *given: Any
     ) -> Any:
-        """Run ``call`` after the operations that were started before, or start it and return its handle.
+        """Run ``call`` after all operations that were started earlier, or queue it and return its handle.
 
-        ``call`` gets the remaining seconds; ``given`` are its arrays.
+        ``call`` is passed the remaining seconds; ``given`` holds its arrays.
         """
         if wait is not False:
             try:
@@ -171,9 +172,9 @@ class Starting:
         return self._later.start(call, given)
 
     def _settle(self, timeout: float | None = None) -> float | None:
-        """Wait for the operations that were started before, because operations keep their order.
+        """Wait for all operations that were started earlier, and return the remaining seconds.
 
-        Return the remaining seconds.
+        Waiting keeps the operations in order.
         """
         if self._later is None:
             return timeout

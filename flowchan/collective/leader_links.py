@@ -1,4 +1,4 @@
-"""Connections of the leader of one host to the leaders of the other hosts of a group."""
+"""Connections from the leader of one host to the leaders of the group's other hosts."""
 
 from __future__ import annotations
 
@@ -44,49 +44,49 @@ from flowchan.collective.value_bytes import dumps
 from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
-"""Seconds to wait for the rest of a last message."""
+"""Seconds to wait until a leader's last message has arrived completely."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
-"""Largest arrays in bytes that leaders exchange as a whole; for larger ones each leader combines one slice.
-Two hosts send the same amount in both cases, and the exchange takes one step instead of two."""
+"""Largest arrays, in bytes, that leaders exchange whole; for larger ones, each leader combines one slice.
+Two hosts send the same amount either way, but exchanging whole arrays takes one step instead of two."""
 BLOCK = 8 << 20
-"""Bytes that are sliced at a time, so that received data is combined while it is still in the caches."""
+"""Bytes that are sliced at a time; received data is then combined while it is still in the CPU's caches."""
 _BETWEEN_HOSTS = {
-    NAMES[BARRIER]: "a word of each",
-    NAMES[BROADCAST]: "what the root has",
-    NAMES[SCATTER]: "to each what is for it",
-    NAMES[ALLTOALL]: "to each what is for it",
+    NAMES[BARRIER]: "one word from each host",
+    NAMES[BROADCAST]: "the data of the root",
+    NAMES[SCATTER]: "the data for each host",
+    NAMES[ALLTOALL]: "the data for each host",
 }
 
 
 def whole(hosts: int) -> int:
-    """Return the size in bytes up to which this number of hosts combines whole arrays."""
+    """Return the largest array size, in bytes, that the leaders of this many hosts exchange whole."""
     return WHOLE_OF_TWO if hosts == 2 else WHOLE
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe the data that goes over the connections without a tree.
+    """Describe the data that leaders exchange when they use no tree.
 
-    ``size`` is that of an array in bytes.
+    ``size`` is the size of the array in bytes, or None for other values.
     """
     if operation in (*COMBINING, NAMES[REDUCE_SCATTER]) and size is not None and size > whole(hosts):
-        return "a slice for each"
-    return _BETWEEN_HOSTS.get(operation, "all that each has")
+        return "one slice for each host"
+    return _BETWEEN_HOSTS.get(operation, "all data from each host")
 
 
 class Links(Connections):
-    """The connections of this leader, with the operations that use them."""
+    """The connections of this leader, and the operations that use them."""
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
         super().__init__(sockets, ranks, host)
         self._table: Table = trees.alike(len(self.sockets) + 1)
         self._trees: dict[tuple[int, bool], Tree] = {}
-        self._partially_sent: set[int] = set()  # hosts to which only a part of a message was sent
+        self._partially_sent: set[int] = set()  # hosts that were sent only a part of a message
         self._leaving = self._closed = False
         self._in_use = threading.RLock()
 
     @property
     def edges(self) -> dict[int, ConnectionStats]:
-        """Return the traffic of each connection by the rank of the other leader."""
+        """Return the traffic of each connection, keyed by the rank of the other leader."""
         return {self.ranks[host]: replace(edge) for host, edge in self.edges_by_host.items()}
 
     def swap(
@@ -99,16 +99,16 @@ class Links(Connections):
         """Exchange messages with each host in one step.
 
         Args:
-            call: The call of this leader, which is compared with those of the others.
-            out: Returns the parts of the message to a host.
-            into: Returns the memory for the data of a host, or None for new memory (default).
+            call: This leader's call, which is compared with the calls of the others.
+            out: Returns the parts of the message for a host.
+            into: Returns the memory for the data from a host, or None for new memory (default).
             timeout: Seconds; None means no limit.
 
         Returns:
             The data from each host.
 
         Raises:
-            Differs: The calls of the leaders differ.
+            Differs: The leaders did not make the same call.
             TimeoutError: The step took longer than ``timeout`` seconds.
             MemberDied: Another leader is lost.
             Exception: The error that another leader reported.
@@ -117,9 +117,9 @@ class Links(Connections):
         return self._run_step(ExchangeStep(self, call, peers, into, timeout))
 
     def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
-        """Combine ``total``, the result of this host, with those of the other hosts, in place.
+        """Combine ``total``, the result of this host, with the results of the other hosts, in place.
 
-        Small arrays are exchanged as a whole; of large ones each leader combines one slice for all.
+        Small arrays are exchanged whole; for large ones, each leader combines one slice on behalf of all.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
@@ -144,7 +144,7 @@ class Links(Connections):
     def _add_others(
         self, call: Call, out: Callable[[int], Any], own: Any, op: str, remaining: RemainingTime
     ) -> None:
-        """Send ``out(host)`` to each host, and combine ``own`` with the hosts' data in their order."""
+        """Send ``out(host)`` to each host, and combine ``own`` with the received data, in host order."""
         found = {host: array_access.empty_like(own) for host in self.sockets}
         self.swap(
             call,
@@ -155,9 +155,10 @@ class Links(Connections):
         _core._combine(own, [found.get(host, own) for host in range(len(found) + 1)], op)
 
     def gather(self, call: Call, own: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
-        """Run one step: return the data of every other leader at the root of the tree, by host.
+        """Gather the data of all leaders at the root of the tree in one step.
 
-        It raises the same errors as :meth:`swap`.
+        At the root, return the data of the other leaders by host; elsewhere return an empty dictionary. It
+        raises the same errors as :meth:`swap`.
         """
         found = self._run_step(Gathering(self, call, own, tree, timeout))
         if tree.root != self.host:
@@ -165,22 +166,22 @@ class Links(Connections):
         return dict(segments(found[child] for child in tree.children[self.host]))
 
     def spread(self, call: Call, memory: Any, tree: Tree, timeout: float | None) -> memoryview:
-        """Run one step: send ``memory`` of the tree's root to the other leaders.
+        """Send ``memory`` from the tree's root to the other leaders in one step.
 
-        They receive into their ``memory``, or into new memory if it is None. It raises the same errors as
-        :meth:`swap`.
+        The other leaders receive into their ``memory``, or into new memory if it is None. It raises the same
+        errors as :meth:`swap`.
         """
         found = self._run_step(Spreading(self, call, memory, tree, timeout))
         return memory if tree.root == self.host else found[tree.parent[self.host]]
 
     def tree(self, root: int, small: bool = False) -> Tree:
-        """Return the tree with that root, for small or large messages; it is equal on all leaders."""
+        """Return the tree with this root for small or large messages; all leaders get the same tree."""
         if (root, small) not in self._trees:
             self._trees[root, small] = trees.grown(len(self.sockets) + 1, root, self._table, small)
         return self._trees[root, small]
 
     def measure(self, timeout: float | None) -> None:
-        """Measure the connections, as a basis for the trees. All leaders call it at the same time.
+        """Measure the connections, from which the trees are then built. All leaders call it at the same time.
 
         It raises the same errors as :meth:`swap`.
         """
@@ -214,27 +215,28 @@ class Links(Connections):
         return {host: peer.into for host, peer in step.peers.items() if peer.into is not None}
 
     def fail(self, error: BaseException, call: Call, goes_on: bool) -> None:
-        """Report an error to the other leaders in place of this step's message.
+        """Report an error to the other leaders instead of sending this step's message.
 
-        If ``goes_on`` is true, the messages of the others are received, so that the next operation can
-        follow.
+        If ``goes_on`` is true, also receive the messages of the others, so that the group can run its next
+        operation.
         """
         if self._leaving:
-            return  # the others receive that message instead
+            return  # the others receive the message that this member leaves
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
             self._go(ExchangeStep(self, call, peers, lambda _: None, None))
             return
         for host, peer in peers.items():
-            with contextlib.suppress(OSError):  # a leader that is gone or blocked sees the connection end
+            # a blocked leader will find the connection closed
+            with contextlib.suppress(OSError):
                 self.sockets[host].sendmsg(peer.out)
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Run a step. If it raises, the connections are closed or about to be.
+        """Run a step. If it raises, the connections are closed, or another thread is about to close them.
 
-        After an error, the position within the messages is unknown.
+        After an error it is not known how much of each message was transferred.
         """
         with self._in_use:
             if self._closed:
@@ -252,7 +254,7 @@ class Links(Connections):
                 raise
 
     def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
-        """Report to the others which leader died, so that they do not blame this one."""
+        """Report to the other leaders which leader died, so that they do not take this one for dead."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:
@@ -261,7 +263,10 @@ class Links(Connections):
         self.close()
 
     def ended(self) -> int | None:
-        """Return a host whose leader will not take part in the next step, or None. Call it between steps."""
+        """Return a host whose leader will not take part in the next step, or None.
+
+        Call it between two steps.
+        """
         for host, sock in self.sockets.items():
             try:
                 word = sock.recv(1, socket.MSG_PEEK)
@@ -274,7 +279,7 @@ class Links(Connections):
         return None
 
     def last_message(self, host: int, call: str) -> BaseException:
-        """Return the error by which the leader of that host ended; :meth:`ended` returned the host.
+        """Return the error with which the leader of ``host`` ended; ``host`` comes from :meth:`ended`.
 
         The connections cannot be used after that.
         """
@@ -289,19 +294,22 @@ class Links(Connections):
         return self.death_error(host, call, "its last message has not arrived")
 
     def interrupt(self) -> None:
-        """Interrupt the step of another thread, before :meth:`leave`."""
+        """Interrupt the step that another thread is running, before :meth:`leave` is called."""
         self._leaving = True
-        with contextlib.suppress(ValueError, OSError):  # that step has failed and closed the event
+        with contextlib.suppress(ValueError, OSError):  # that step failed and closed the event
             os.eventfd_write(self.leaves.fileno(), 1)
 
     def cut(self) -> None:
-        """Interrupt the step of another thread; this and all later steps raise :class:`MemberDied`."""
+        """Interrupt the step that another thread is running, and make all later steps fail.
+
+        That step and the later ones raise :class:`MemberDied`.
+        """
         for sock in self.sockets.values():
             with contextlib.suppress(OSError):  # the socket is closed
                 sock.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """Tell the other leaders that this host's members leave, and close the connections."""
+        """Notify the other leaders that the members on this host are leaving, and close the connections."""
         with self._in_use:
             for host, sock in self.sockets.items():
                 if host not in self._partially_sent:

@@ -1,12 +1,12 @@
-"""A group over several hosts.
+"""A group that spans several hosts.
 
-The members of each host share memory and form a *node*. The first member of each node is its leader, and the
+The members on each host share memory and form a *node*. The first member of each node is its leader, and the
 leaders are connected.
 
-An operation runs in the nodes, then once over the connections, and then in the nodes again. Each node
-combines arrays in the order of the ranks. Each leader then combines these results in the order of the hosts,
-so all members get the same bits. Data from one member to all, or from all to one, follows a tree. A leader
-reports failures of the other hosts to its node, and failures of its node to the other leaders.
+An operation runs within the nodes, then once over the connections, and then within the nodes again. Each node
+combines arrays in rank order. Each leader then combines the nodes' results in host order, so all members get
+the same bits. Data from one member to all, or from all to one, follows a tree. A leader reports failures on
+other hosts to its node, and failures in its node to the other leaders.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ T = TypeVar("T")
 
 
 class LinkedGroup(Group):
-    """A member of a group over several hosts.
+    """A member of a group that spans several hosts.
 
     ``hosts`` lists the ranks on each host, leaders first, and ``host`` is the index of this one. ``links``
-    are the leader's connections, None on other members. ``link_up`` connects the members of a group within
-    this one.
+    holds the leader's connections; it is None on other members. ``link_up`` connects the members of a group
+    that is split off from this one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class LinkedGroup(Group):
             return local.peer(ours.index(rank)) if rank in ours else remote.peer(rank)
 
         self._messages = Messages(self._rank, self._size, peer)
-        weakref.finalize(self, remote.drop).atexit = False  # dropping a member must close it at once
+        weakref.finalize(self, remote.drop).atexit = False  # a finalizer closes an unused member at once
 
     @property
     def rank(self) -> int:
@@ -91,12 +91,12 @@ class LinkedGroup(Group):
         return self._size
 
     def close(self) -> None:
-        """Leave the group, as on one host."""
+        """Leave the group, as for a group on one host."""
         if self.leaders is not None:
             self.leaders.close()
         if self._links is not None:
             self._links.interrupt()
-        self._node._leave()  # started operations that wait end now
+        self._node._leave()  # started operations that are still waiting end now
         if self._later is not None:
             self._later.close()
             self._later = None
@@ -116,21 +116,21 @@ class LinkedGroup(Group):
             if self._links is not None:
                 small = operation == NAMES[BROADCAST] and size is not None and size <= leader_links.WHOLE
                 tree = self._links.tree(0, small).shown([ranks[0] for ranks in self._hosts])
-                how += f" by what was measured: {tree}"
+                how += f" chosen from measurements: {tree}"
         return f"{local_plan}; over connections between the {hosts} hosts' leaders, {how}"
 
     def _set_algorithm(self, doing: int, name: str | None) -> None:
-        """Select the algorithm within each node."""
+        """Select the algorithm that each node uses."""
         self._node._set_algorithm(doing, name)
 
     def stats(self) -> dict[int, ConnectionStats]:
-        """Return the traffic of the leader's connections; see :meth:`Group.stats`."""
+        """Return the traffic on the leader's connections; see :meth:`Group.stats`."""
         return {} if self._links is None else self._links.edges
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(f"{self!r} cannot be sent to another process, because it is in use on several hosts")
+        raise TypeError(f"{self!r} cannot be sent to another process, because its group spans several hosts")
 
-    # --- operations on which the others build ---
+    # --- operations from which the others are built ---
 
     def _take_slot(self) -> None:
         self._node._take_slot()
@@ -139,7 +139,7 @@ class LinkedGroup(Group):
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
-        """Form the part of the group with this member's key. Its members on one host share memory."""
+        """Form the part of the group that has this member's key. Its members on one host share memory."""
         remaining = countdown(timeout)
         part = self._on_node(
             (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, remaining()), first=True
@@ -149,7 +149,7 @@ class LinkedGroup(Group):
     def _shrunk(self, name: str, give_up: float) -> Group:
         if self._meet_again is None:
             raise GroupError(
-                f"{self!r} cannot be shrunk: its members did not meet at an address (at=); create a "
+                f"{self!r} cannot be shrunk: it was created without an address (at=); create a "
                 "new group, or run a graph with an elastic gang"
             )
         if self._node._see(self._node.rank)[-1]:
@@ -161,12 +161,15 @@ class LinkedGroup(Group):
             self.close()
 
     def _abandon(self) -> None:
-        """Leave the group after a failure, as on one host."""
+        """Leave the group after a failure, as for a group on one host."""
         self._let_go_of_all()
         self.close()
 
     def _let_go_of_all(self) -> None:
-        """Close node, connections and messages, so that members that still use the group raise an error."""
+        """Close the node, the connections and the messages.
+
+        Members that still use the group then raise an error.
+        """
         self._node._give_up()
         self._node._local.close(wait=False)
         if self._links is not None:
@@ -274,7 +277,8 @@ class LinkedGroup(Group):
                 parts, other_sizes = pickle.loads(received)
                 found |= parts
                 all_sizes |= other_sizes
-            if why := sizes_differ(call[0], all_sizes):  # all leaders know the sizes, so all raise or none
+            # all leaders know all sizes, so either all of them raise or none
+            if why := sizes_differ(call[0], all_sizes):
                 raise Mismatch(f"the calls of {self._title()} do not match: {why}")
             return pickle.dumps(found, 5)
 
@@ -329,7 +333,8 @@ class LinkedGroup(Group):
         if own:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, remaining()), first=True)
-        elif self._node.size > 1:  # checks before the data arrives that all members call it
+        # before any data arrives, checks that all members on this host make the same call
+        elif self._node.size > 1:
             self._first(call, b"", 0, remaining, (x, root))
 
         def spread(links: Links) -> bytes:
@@ -343,19 +348,19 @@ class LinkedGroup(Group):
             self._on_node(call, lambda: self._node._spread(x, 0, remaining()))
         return x
 
-    # --- steps of these operations ---
+    # --- steps of the operations above ---
 
     def _first(
         self, call: Call, data: Any, only: int, remaining: RemainingTime, given: tuple[Any, Any]
     ) -> list[bytes]:
-        """Run the first step of an operation: collect the data of this host's members."""
+        """Run the first step of an operation: collect the data of the members on this host."""
         _, doing, key = call
         return self._on_node(
             call, lambda: self._node._exchange(doing, key, data, only, remaining(), *given), first=True
         )
 
     def _by_rank(self, packed: bytes) -> list[bytes]:
-        """Return the data of each member by rank, from the data of each host."""
+        """Return the data of each member in rank order, unpacked from the data of each host."""
         found, parts = pickle.loads(packed), [b""] * self.size
         for host, ranks in enumerate(self._hosts):
             for rank, part in zip(ranks, pickle.loads(found[host]), strict=True):
@@ -371,11 +376,11 @@ class LinkedGroup(Group):
             memory[:] = part
 
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
-        """Run a step in the node; on failure the leader reports the error to the other hosts.
+        """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
-        If the calls of the members differ, the group can still be used. If a later step than the ``first``
-        finds the difference, other hosts have completed the operation already. Then messages could no longer
-        be matched to operations, so the group fails.
+        If the ``first`` step finds that the members' calls differ, the group can still be used. In a later
+        step, other hosts have already completed the operation. Messages could then no longer be matched to
+        operations, so the group fails.
         """
         if self._failure is not None:
             raise self._failed_before(call[0]) from self._failure
@@ -396,9 +401,9 @@ class LinkedGroup(Group):
     def _over_links(
         self, call: Call, step: Callable[[Links], bytes], given: tuple[Any, Any], remaining: RemainingTime
     ) -> bytes:
-        """Run the leader's ``step`` and send its result or its exception to all members of this host.
+        """Run the leader's ``step`` and send its result or its exception to all members on this host.
 
-        ``given`` are the arguments of the call, for messages.
+        ``given`` holds the arguments of the call, for messages.
         """
         word = b""
         if self._links is not None:
@@ -421,7 +426,7 @@ class LinkedGroup(Group):
             raise raised
         return word[1:]
 
-    # --- methods for a backend of torch during an operation ---
+    # --- methods that torch backends call during an operation ---
 
     def _reached_at(self) -> str:
         return split(self._remote.addresses[self.rank])[0]
@@ -430,9 +435,9 @@ class LinkedGroup(Group):
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
 
     def _cut_off(self, call: str) -> None:
-        """Give up if another host has ended its connection.
+        """Make the node give up if another host has ended its connection.
 
-        The members of this host do not notice that, so their leader gives up for them.
+        The other members on this host do not notice the lost connection, so their leader gives up for them.
         """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:

@@ -1,11 +1,11 @@
 """Messages to members on other hosts, over one connection for each pair and direction in use.
 
-Every member listens in a thread. A sent message waits in a channel for a thread that connects and forwards
-it. A thread of the receiver puts it into the channel from which ``receive`` reads. So a sender does not wait
-for the receiver until these channels are full.
+Every member has a listening thread. A message that is sent waits in a channel until another thread has
+connected to the receiver and forwards the message. On the receiving side, a thread puts it into the channel
+that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
 
-A member *watches* a peer from which it expects a first message. That connection only carries the news that
-the peer leaves.
+A member *watches* a peer from which it expects a first message. A watching connection carries only the news
+that the peer leaves.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, joined, listen
 
 SIZE = struct.Struct("<q")
-LEFT_WORD = -1  # in place of a message's size: its sender has left
-SENT_AT_ONCE = 16 * 1024  # bytes of a message that is sent without the thread if no other message waits
-READ_AHEAD = 8  # messages that the receiver's thread reads in advance
+LEFT_WORD = -1  # sent instead of a message's size when the sender leaves
+# largest message, in bytes, that the caller sends itself if no other message is waiting
+SENT_AT_ONCE = 16 * 1024
+READ_AHEAD = 8  # number of messages that the receiving thread reads in advance
 BUFFER = 1 << 16
 PAUSE_S, TRY_S = 0.01, 5.0
-"""Seconds between two attempts to connect, and the limit of one attempt."""
+"""Seconds between two attempts to connect, and the time limit for one attempt."""
 REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""If a peer rejects each attempt within ``REFUSED_QUICKLY_S`` seconds, for ``REJECTION_TIMEOUT_S`` seconds,
-it is another program. A member also rejects attempts while too many peers dial at once."""
+"""If a peer rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, and continues to do so for
+``REJECTION_TIMEOUT_S`` seconds, it is another program. A member also rejects attempts, but only while too
+many peers dial at once."""
 POLL_INTERVAL_S, LISTENER_INTERVAL_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
-"""How a peer has ended. ``UNKNOWN``: it was already gone when this member first looked."""
+"""How a peer has ended. ``UNKNOWN``: the peer was already gone when this member first tried to connect."""
 
 
 Framed = tuple[bytes, bytes]
@@ -56,7 +58,7 @@ Framed = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class Connector:
-    """Addresses and secret by which members on several hosts connect.
+    """Secret and listening address with which members on several hosts connect.
 
     Each member listens at ``listen_at`` on a free port.
     """
@@ -66,7 +68,7 @@ class Connector:
     tls: bool = False
 
     def listen(self, hello: Hello) -> AuthenticatedListener:
-        """Listen for other members."""
+        """Start listening for other members."""
         return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
 
     def connect(
@@ -76,16 +78,16 @@ class Connector:
 
         Args:
             address: The address.
-            hello: The hello of this member.
+            hello: The hello message of this member.
             wanted: Returns whether the connection is still needed.
-            give_up: Monotonic time at which the call ends (default: never).
+            give_up: Monotonic time at which the call stops trying (default: never).
 
         Returns:
             The connection.
 
         Raises:
-            ConnectionRefusedError: The member is gone, or another program has its port.
-            OSError: The member can't be reached, the timeout has expired, or ``wanted`` returns False.
+            ConnectionRefusedError: The member is gone, or another program uses its port.
+            OSError: The member can't be reached, the time is up, or ``wanted`` returns False.
         """
         refused_since = math.inf
         while wanted() and (remaining := give_up - (begun := time.monotonic())) > 0:
@@ -96,7 +98,7 @@ class Connector:
             try:
                 within = min(TRY_S, remaining)
                 return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            # The peer is gone or rejected us, or another program has its port.
+            # The peer is gone or rejected us, or another program uses its port.
             except unless_interrupted(OSError) as error:
                 is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
                 refused_since = min(refused_since, begun) if is_quick else math.inf
@@ -110,7 +112,7 @@ class Connector:
 class RemotePeers:
     """The members on other hosts, as peers of member ``rank``.
 
-    It listens at ``listener``, the others at ``addresses``.
+    Member ``rank`` listens with ``listener``; the others listen at ``addresses``.
     """
 
     def __init__(
@@ -121,8 +123,9 @@ class RemotePeers:
         self.leaders: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         self._listener = listener
         self._peers: dict[int, RemotePeer] = {}
-        self._watchers: list[socket.socket] = []  # connections over which others watch this member
-        self._lock = threading.RLock()  # the garbage collector may drop these while the lock is held
+        self._watchers: list[socket.socket] = []  # connections over which other members watch this one
+        # reentrant, because the garbage collector may drop instances while the lock is held
+        self._lock = threading.RLock()
         self._wake = os.fdopen(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), "r+b", 0)
         self._thread = start("listener", self._serve)
 
@@ -135,7 +138,7 @@ class RemotePeers:
             return self._peers[rank]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
-        """Take a connection of a peer that sends to this member, watches it, or is a leader."""
+        """Take over a connection from a sending or watching peer, or from another leader."""
         if "host" in hello:
             self.leaders.put((hello["host"], sock))
         elif "watches" in hello:
@@ -144,7 +147,7 @@ class RemotePeers:
             self.peer(hello["rank"]).attach(sock)
 
     def next_leader(self, missing: Sequence[int], give_up: float) -> tuple[int, socket.socket]:
-        """Wait for the connection of one of the ``missing`` leaders.
+        """Wait until one of the ``missing`` leaders has connected.
 
         Args:
             missing: Hosts of the leaders.
@@ -154,8 +157,8 @@ class RemotePeers:
             The host of the leader, and the connection to it.
 
         Raises:
-            MemberDied: One of them is gone.
-            TimeoutError: None of them has connected in time.
+            MemberDied: One of the leaders is gone.
+            TimeoutError: None of the leaders connected in time.
         """
         watch_at = time.monotonic() + WATCH_AFTER_S
         while True:
@@ -172,7 +175,7 @@ class RemotePeers:
                     peer.incoming()
 
     def _serve(self) -> None:
-        """Accept connections, and notice the end of watched peers."""
+        """Accept connections, and notice when watched peers end."""
         while not self.is_closed:
             peers = [*self._peers.values()]
             watched = {peer.watch.fileno(): peer for peer in peers if peer.watch is not None}
@@ -188,7 +191,7 @@ class RemotePeers:
                     self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # all earlier connections have been accepted by now
+            for peer in ended:  # all connections that these peers opened earlier have been accepted by now
                 peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
@@ -215,8 +218,8 @@ class RemotePeers:
     def close(self, wait: bool = True) -> None:
         """Leave the group.
 
-        If ``wait`` is true, return once all sent messages have been received or their receiver is gone.
-        Otherwise drop messages that have not been sent.
+        If ``wait`` is true, return once all sent messages have been received or their receivers are gone.
+        Otherwise drop messages that have not been sent yet.
         """
         with self._lock:
             self._is_leaving = True
@@ -238,23 +241,23 @@ class RemotePeers:
 
 
 class RemotePeer:
-    """Member ``rank`` on another host, as seen by ``owner``."""
+    """Member ``rank`` on another host, from the view of ``owner``."""
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
-        self.was_refused = False  # when this member tried to watch it
+        self.was_refused = False  # an attempt to watch this peer was refused
         self._owner, self._rank = owner, rank
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
-        self._again: list[bytearray] = []  # messages of interrupted calls
+        self._again: list[bytearray] = []  # messages that interrupted calls have put back
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
-        self._waiting = 0  # messages that the thread has not sent
+        self._waiting = 0  # number of messages that the thread still has to send
         self._incoming: socket.socket | None = None
-        self._sock: socket.socket | None = None  # the connection to it
+        self._sock: socket.socket | None = None  # the connection over which this member sends
         self._ended = ""
         self.wants_watch = self._is_watched = self._sends_no_more = self._is_abandoned = (
             self._receives_no_more
         ) = False
-        self._lock = threading.Lock()  # guards the flags: there is one connection in each direction
+        self._lock = threading.Lock()  # guards the flags, so that each direction has at most one connection
 
     # --- sending ---
 
@@ -270,8 +273,7 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel()
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # One assignment: if Ctrl-C comes before it, the thread ends because its channel has no
-                # writer.
+                # One assignment: if Ctrl-C comes before it, the channel has no writer, and the thread ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:
@@ -284,13 +286,14 @@ class RemotePeer:
             raise
 
     def _send_now(self, data: bytes) -> bool:
-        """Send the bytes that the kernel accepts at once, and let the thread send the rest.
+        """Send as many bytes as the kernel accepts at once, and let the thread send the rest.
 
         Return whether the kernel accepted any bytes.
         """
         if self._sock is None or self._out is None:
             return False
-        sent: list[int] = []  # Ctrl-C is raised before the bytes are sent, or after their count is stored
+        # Ctrl-C is raised either before the bytes are sent or after their count is stored
+        sent: list[int] = []
         try:
             sent.extend(map(self._sock.send, (data,), (socket.MSG_DONTWAIT,)))
             if rest := data[sent[0] :]:
@@ -298,15 +301,15 @@ class RemotePeer:
                 self._out[0].put((b"", rest), 0.0)
         except BaseException as error:
             if sent and sent[0] < len(data):
-                _shut_down(self._sock)  # the message would end in the middle
+                _shut_down(self._sock)  # only a part of the message was sent
             if sent or not isinstance(error, OSError) or is_interrupt(error):
                 raise
         return bool(sent)
 
     def _pass_on(self, messages: Channel[Framed]) -> None:
-        """Send queued messages.
+        """Connect when the first message arrives, and send all queued messages.
 
-        It dials only for the first one, because there must be no second connection.
+        The thread connects only once, because a second connection would confuse the receiver.
         """
         try:
             first = messages.get()
@@ -323,7 +326,7 @@ class RemotePeer:
         except OSError as error:
             messages.abort(error)
         except ChannelError:
-            pass  # nothing was sent, or its receiver is not to be waited for
+            pass  # nothing was sent, or the queued messages were dropped
 
     def _connect(self, hello: Hello, wanted: Callable[[], bool]) -> socket.socket:
         return self._owner.connector.connect(self._owner.addresses[self._rank], hello, wanted)
@@ -354,7 +357,7 @@ class RemotePeer:
             self._out[0].close()
 
     def abandon(self) -> None:
-        """Drop the messages that wait to be sent."""
+        """Drop the messages that are waiting to be sent."""
         self._is_abandoned = True
         self.send_no_more()
         if self._out is not None:
@@ -362,23 +365,24 @@ class RemotePeer:
         _shut_down(self._sock)
 
     def join(self) -> None:
-        """Wait until all messages are sent or cannot be."""
+        """Wait until all messages have been sent or can no longer be sent."""
         if self._out is not None and not self._is_abandoned:
             self._out[2].join()
 
     # --- receiving ---
 
     def incoming(self) -> Channel[bytearray]:
-        """Return the channel of its messages, and watch a peer that has sent nothing yet."""
+        """Return the channel of messages from this peer; watch the peer if it has sent nothing yet."""
         if not self.wants_watch and self._incoming is None and not self._ended:
             self.wants_watch = True
             self._owner.wake_thread()
         return self._in
 
     def begin_watch(self) -> None:
-        """Start to watch it.
+        """Start to watch this peer, if requested.
 
-        Only the serving thread calls this, because Ctrl-C could interrupt the start of a thread.
+        Call this only from the serving thread: in the main thread, Ctrl-C could interrupt the start of the
+        new thread.
         """
         if self.wants_watch and not self._is_watched:
             self._is_watched = True
@@ -401,7 +405,7 @@ class RemotePeer:
                 time.sleep(LISTENER_INTERVAL_S)
 
     def receive_end(self) -> None:
-        """Handle the end of a watched peer, once all earlier connections have been accepted."""
+        """Record how a watched peer ended, once all its earlier connections have been accepted."""
         watch, self.watch, self.was_refused = self.watch, None, False
         how = DIED if watch is not None else UNKNOWN
         if watch is not None:
@@ -411,7 +415,7 @@ class RemotePeer:
             self._end(how)
 
     def attach(self, sock: socket.socket) -> None:
-        """Receive its messages over this connection."""
+        """Receive messages from this peer over ``sock``."""
         self._incoming = sock
         start("receive", self._read, sock)
 
@@ -434,7 +438,10 @@ class RemotePeer:
         return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
-        """End calls that wait for a message. Later messages are dropped, so that their sender can end."""
+        """End calls that are waiting for a message, and drop later messages.
+
+        Dropping them lets their sender end.
+        """
         self._receives_no_more = True
         self._in.abort()
 
@@ -444,16 +451,13 @@ class RemotePeer:
         if self.watch is not None:
             self.watch.close()
 
-    # --- the end of a peer ---
+    # --- when a peer has ended ---
 
     def has_ended(self) -> bool:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer may have left.
-
-        That is so if it did, or if it was already gone when this member first looked.
-        """
+        """Return whether the peer has left, or was already gone when this member first connected."""
         return self._ended in (LEFT, UNKNOWN)
 
     def death_error(self, call: str) -> GroupError:
@@ -461,7 +465,7 @@ class RemotePeer:
             return GroupError(f"{call} failed: this member has left the group")
         has_left = self._ended == LEFT or (self._ended == UNKNOWN and call == "receive_any")
         kind, word = (
-            (MemberLeft, "has left") if has_left else (MemberDied, "died, has left, or is out of reach")
+            (MemberLeft, "has left") if has_left else (MemberDied, "died, has left, or is unreachable")
         )
         rank = self._rank
         return kind(f"{call} failed: rank {rank}, on another host, {word}", (rank,), call)
@@ -475,7 +479,7 @@ def start(what: str, work: Callable[..., None], *given: Any) -> threading.Thread
 
 
 def _shut_down(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends calls that wait for it.
+    """Shut down a socket, which ends calls that are waiting for it.
 
     The method of a TLS socket would continue in plain text.
     """

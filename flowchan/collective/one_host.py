@@ -1,7 +1,7 @@
-"""A group on one host, whose members share memory.
+"""A group whose members are on one host and share memory.
 
 The core runs the rounds over that memory and the operations on contiguous arrays (``_core/group*.cpp``). This
-module adds messages between members, groups within a group, and the text of errors.
+module adds messages between members, splitting and shrinking, and error messages.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
 MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
-"""Codes that the core returns for the end of an operation."""
+"""Codes with which the core reports how an operation ended."""
 
 PRESENT, LEFT, _GAVE_UP = range(3)
 
 Gather = Callable[[Any], list[Any]]
-"""Sends a JSON value to all members and returns the values of all members, by rank."""
+"""Function that sends a JSON value to all members and returns the values of all members, in rank order."""
 
 _HOW = {
     "exchange": "each member reads the inputs of the others",
     "slices": "each member combines a part of each chunk and reads the other parts",
-    "chunks": "the members read one chunk after the other from the memory of its writer",
+    "chunks": "the members read one chunk at a time from the memory of the member that wrote it",
     "direct": "each member reads directly from the memory of the others",
 }
 _OF_PARTS = "each member combines its own part of all inputs"
@@ -48,19 +48,19 @@ _OF_VALUES = {
     "scatter": "the root serializes the values, and each member reads its own",
     "alltoall": "the members serialize their values, and each reads those for it",
     "reduce_scatter": "only arrays and tensors are allowed",
-    "allreduce_with": "the members serialize their values, and each reads those of the others; with a "
-    "function of yours, rank 0 combines them and sends the result",
+    "allreduce_with": "the members serialize their values, and each reads those of the others; with your "
+    "own function, rank 0 combines them and sends the result",
 }
 _OF_ANY_VALUE = "the members serialize their values, and each reads those of the others"
 _ALGORITHMS = ("", *_HOW)
-"""Names of the algorithms, in the order of the core."""
+"""Names of the algorithms, in the order in which the core numbers them."""
 
 
 def _plan(algorithm: int, piece: int, shows_past: bool, keeps_past: bool, by_two: bool) -> str:
-    """Describe a plan of the core."""
+    """Describe a plan that the core has chosen."""
     if _ALGORITHMS[algorithm] == "direct":
-        return "direct" + " by two threads" * by_two
-    past = " shown past the caches" * shows_past + " received past the caches" * keeps_past
+        return "direct" + " with two threads" * by_two
+    past = " sent past the caches" * shows_past + " received past the caches" * keeps_past
     return f"{_ALGORITHMS[algorithm]} of {piece >> 10} KB{past}"
 
 
@@ -68,14 +68,14 @@ log = logging.getLogger("flowchan.collective")
 
 
 _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
-"""Members that this process made for threads or other processes, and that have not joined."""
+"""Members that this process created for threads or other processes and that have not joined yet."""
 
 
 class SharedGroup(_core.Group, Group):
     """A member of a group on one host.
 
-    ``_ranks`` are the ranks that messages show. They differ from the core's ranks if this group is the part
-    of a larger group on one host.
+    ``_ranks`` holds the ranks that messages show. They differ from the core's ranks if this group is the node
+    of a larger group.
     """
 
     def __init__(self, fd: int, rank: int, name: str = "") -> None:
@@ -88,10 +88,10 @@ class SharedGroup(_core.Group, Group):
         self._ranks: Sequence[int] = range(self.size)
         self._chosen: dict[int, str | None] = {}
         self._original_call: tuple[Any, Any] | None = None
-        """Arguments of the call over several hosts, while this group runs a part of it with other
+        """Arguments of a call on several hosts, while this group runs a step of that call with other
         arguments."""
 
-    # --- groups within it, and the group of the survivors ---
+    # --- groups split off from this one, and the group of the survivors ---
 
     def _shrunk(self, name: str, give_up: float) -> SharedGroup:
         def member(fd: int, rank: int) -> SharedGroup:
@@ -108,13 +108,13 @@ class SharedGroup(_core.Group, Group):
         members = [rank for rank, other in enumerate(gather(key)) if other == key and key is not None]
         return share(gather, self.rank, members, name)
 
-    # --- joining, leaving and sending a member ---
+    # --- joining, leaving, and sending a member to another process ---
 
     def close(self) -> None:
         """Leave the group. Members may close in any order, and closing again has no effect.
 
         Later calls of the other members raise :class:`MemberLeft`. If this member was sent to another
-        process, only this copy is closed.
+        process, only this process's copy is closed.
         """
         if not self._joined:
             self._let_go()
@@ -135,13 +135,13 @@ class SharedGroup(_core.Group, Group):
         self.close()
 
     def _overseer(self) -> Overseer:
-        """Return an overseer, for the process that made this member and sends it to another process."""
+        """Return an overseer for the process that created this member and sends it to another process."""
         return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def _disbanding(self) -> Callable[[], None]:
         """Return a function that ends the group while another thread uses it.
 
-        Calls of that thread then raise :class:`MemberDied`.
+        Calls that the other thread is making then raise :class:`MemberDied`.
         """
         return self._overseer().disband
 
@@ -178,12 +178,12 @@ class SharedGroup(_core.Group, Group):
     # --- methods that the core calls ---
 
     def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
-        """Raise the error for the end code of an operation."""
+        """Raise the error for the code with which an operation ended."""
         call = NAMES[doing]
         if end == MISMATCH:
             x, more = self._original_call or (x, more)
             chosen = self._chosen.get(doing) or self._chosen_backends.get(doing)
-            own = dumps(called(call, x, more) + (f" by {chosen}" if chosen else ""))
+            own = dumps(called(call, x, more) + (f" with {chosen}" if chosen else ""))
             descriptions = [loads(b) for b in self._exchange(TELL, 0, own, -1, None, None, None)]
             calls = "; ".join(
                 f"rank {rank} called {text}" for rank, text in zip(self._ranks, descriptions, strict=True)
@@ -202,7 +202,8 @@ class SharedGroup(_core.Group, Group):
             )
         if end == BUSY:
             raise TimeoutError(
-                f"{call} of {self._title()} timed out before it began: another thread was in an operation"
+                f"{call} of {self._title()} timed out before it began: another thread was running an "
+                "operation"
             )
         if self._failure is None:
             self._failure = self._late(call) if end == TIMED_OUT else self._death(call)
@@ -210,9 +211,9 @@ class SharedGroup(_core.Group, Group):
         raise self._failed_before(call) from self._failure
 
     def _stalled(self, doing: int, seconds: float) -> None:
-        """Log once which members an operation waits for."""
+        """Log once which members an operation is waiting for."""
         log.warning(
-            "%s of %s has waited %.0f s for these members: %s",
+            "%s of %s has been waiting %.0f s for these members: %s",
             NAMES[doing],
             self._title(),
             seconds,
@@ -224,15 +225,16 @@ class SharedGroup(_core.Group, Group):
             return
         if self._join():
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
-        if self._maker not in (None, os.getpid()):  # a forked process also inherits the others' descriptors
+        # a forked process also inherits the other members' descriptors
+        if self._maker not in (None, os.getpid()):
             for other in list(_unused):
                 if other is not self and other._family == self._family and not other._joined:
                     os.dup2(self._fd, other._fd, inheritable=False)
 
     def _hold_slot(self) -> None:
-        """Lock the descriptor of this member until a process joins as this member.
+        """Lock this member's descriptor until a process joins as this member.
 
-        The lock shows the other members whether any process can still join as this member.
+        From the lock, the other members see that a process can still join as this member.
         """
         self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
         _unused.add(self)
@@ -240,10 +242,10 @@ class SharedGroup(_core.Group, Group):
             self._hold()
 
     def _let_go(self) -> bool:
-        """Replace this descriptor by one without the lock that the other members see.
+        """Replace this member's descriptor with one that does not hold the lock.
 
-        Return False if the system refuses. A mapping would keep the lock of the descriptor that created it;
-        this descriptor is not mapped.
+        Return False if the system refuses. A memory mapping would keep the lock of the descriptor that it was
+        made from, so the locked descriptor is never mapped.
         """
         try:
             other = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)
@@ -254,14 +256,14 @@ class SharedGroup(_core.Group, Group):
         return True
 
     def _absent(self) -> str:
-        """Describe the members that the current operation waits for, and their last operations."""
+        """Describe the members that the current operation is waiting for, and their last operations."""
         return "; ".join(
             f"rank {self._ranks[rank]} {_state(*self._see(rank)[:6])}"
             for rank in range(self.size)
             if rank != self.rank and not self._see(rank)[6]
         )
 
-    # --- methods for a backend of torch during an operation ---
+    # --- methods that torch backends call during an operation ---
 
     def _reached_at(self) -> str:
         return "127.0.0.1"
@@ -269,14 +271,14 @@ class SharedGroup(_core.Group, Group):
     def _has_lost_any(self) -> bool:
         """Return whether a member is gone that has not completed the current operation.
 
-        A member that has completed it is already in the next round.
+        A member that has completed the operation is already in a later round.
         """
         begun = self._see(self.rank)[2]
         states = (self._see(rank) for rank in range(self.size) if rank != self.rank)
         return any(state[2] <= begun and (state[1] != PRESENT or not state[5]) for state in states)
 
     def _cut_off(self, call: str) -> None:
-        pass  # the next round finds it
+        pass  # the next round finds the lost member
 
     def _give_up_all(self) -> None:
         self._give_up()
@@ -291,7 +293,7 @@ class SharedGroup(_core.Group, Group):
             states_text = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
                 f"{call} of {self._title()} failed: the group was ended, because a member on another host "
-                f"died or the gang forms a new group{states_text}",
+                f"died or the gang is forming a new group{states_text}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
@@ -323,9 +325,9 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that the process of this member has ended.
+        """Report that the process of a member has ended.
 
-        If it never joined, the others stop waiting for it.
+        If that member never joined, the others stop waiting for it.
         """
         self._group._count_out(rank)
 
@@ -335,9 +337,7 @@ class Overseer:
 
 
 def _state(pid: int, status: int, operation: int, doing: int, inside: bool, alive: bool) -> str:
-    last = (
-        f"{NAMES[doing]}, its operation {operation}" if doing < len(NAMES) and operation else "no operation"
-    )
+    last = f"{NAMES[doing]} (operation {operation})" if doing < len(NAMES) and operation else "no operation"
     if not pid:
         return "has not joined" if alive else "ended before it joined"
     if status == LEFT:
@@ -346,7 +346,7 @@ def _state(pid: int, status: int, operation: int, doing: int, inside: bool, aliv
         return f"(process {pid}) gave up in {last}"
     if not alive:
         return f"(process {pid}) died {'in' if inside else 'after'} {last}"
-    return f"(process {pid}) {'is in' if inside else 'is outside an operation, after'} {last}"
+    return f"(process {pid}) {'is in' if inside else 'is between operations, after'} {last}"
 
 
 def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> SharedGroup:
@@ -359,7 +359,7 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
 def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> SharedGroup | None:
     """Form a group of the ``members`` in shared memory.
 
-    All processes that ``gather`` connects call it.
+    All processes that ``gather`` connects must call it.
 
     Args:
         gather: Exchanges a value with all these processes.
@@ -368,10 +368,10 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         name: Name of the group in messages.
 
     Returns:
-        The member of this process, or None if it has no mates.
+        The member of this process, or None if ``members`` is empty.
 
     Raises:
-        GroupError: A process cannot create or open the memory. All of them raise it.
+        GroupError: A process cannot create or open the memory. All processes raise it.
     """
     member, place, error = None, None, ""
     try:
@@ -390,7 +390,8 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         except OSError as failed:
             error = f"rank {rank} cannot open the memory of rank {members[0]}: {failed}"
         if member is not None:
-            member._take_slot()  # before the others rely on this member; from now on they notice its end
+            # must precede the last gather: from now on the others notice if this process ends
+            member._take_slot()
         if errors := [text for text in gather(error) if text]:
             raise GroupError("; ".join(errors))
     except BaseException:
@@ -401,7 +402,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
 
 
 def make_all(size: int, name: str) -> list[Group]:
-    """Make all members of a new group."""
+    """Create all members of a new group."""
     made = _core.Group._make(size)
     try:
         members = [SharedGroup(os.dup(made), rank, name) for rank in range(size)]

@@ -1,4 +1,4 @@
-"""The operations of groups, and the keys by which members compare their calls."""
+"""Numbers and names of the group operations, and the keys with which members compare their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMES = (
     "nothing", "barrier", "broadcast", "reduce", "allreduce", "reduce_scatter", "allgather", "gather",
     "scatter", "alltoall", "split", "comparing the calls", "allreduce_with",
 )  # fmt: skip
-"""Names by the numbers that the core uses."""
+"""Names of the operations; the index of a name is the number that the core uses."""
 BARRIER, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, GATHER, SCATTER, ALLTOALL = range(1, 10)
 SPLIT, TELL, ALLREDUCE_WITH = 10, 11, 12
 
@@ -20,14 +20,14 @@ ALONG_TREES = (NAMES[BROADCAST], NAMES[GATHER], NAMES[ALLREDUCE_WITH])
 MOVING = (NAMES[BROADCAST], NAMES[ALLGATHER], NAMES[GATHER], NAMES[ALLTOALL])
 
 TYPED, VALUES, ARRAYS, KNOWN = range(4)
-"""Inputs of an operation: arrays of one type whose sizes all members know, Python values, arrays of any size
-and type, or arrays whose sizes the members have exchanged. The key of a call is one of these plus four times
-a number for its other arguments."""
+"""Kinds of input: arrays of one type whose sizes all members know, Python values, arrays of any size and
+type, or arrays whose sizes the members have exchanged. The key of a call is one of these kinds plus four
+times a number for the call's other arguments."""
 
 
 def key_of(key: int, x: Any) -> int:
-    """Return ``key``, with the element type included for arrays of one type.
+    """Return the key of a call; for ``TYPED`` arrays, the key also depends on the element type.
 
-    In shared memory the core does this.
+    In shared memory the core includes the element type.
     """
     return key if key % 4 != TYPED else zlib.crc32(repr((key, array_access.kind(x)[0])).encode())

@@ -1,9 +1,9 @@
 """Messages between two members, received in the order in which they were sent.
 
-The first message from one member to another creates a channel for all messages that follow. On one host the
-sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts a
-connection joins two channels (``messages_remote.py``). Both kinds are received in the same way, so a member
-can wait for all others.
+The first message from one member to another creates a channel, which also carries all later messages. On one
+host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts,
+a connection joins two channels (``messages_remote.py``). A member receives from both kinds in the same way,
+so it can wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flowchan.transport.interrupts import append_result, is_interrupt
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
 _PACKED = 1 << 32
-_LEFT = 1  # number in the core
-_random = random.Random()  # leaves the program's random state unchanged
+_LEFT = 1  # status that the core gives a member that has left
+_random = random.Random()  # separate, so that the program's random state stays unchanged
 
 
 Use = Callable[[Any], Any]
-"""Function of a received value. If Ctrl-C interrupts it, the next call receives the value again."""
+"""Function that takes a received value. If Ctrl-C interrupts it, the next call receives that value again."""
 
 
 def unchanged(x: Any) -> Any:
@@ -42,27 +42,27 @@ def unchanged(x: Any) -> Any:
 
 
 class Peer(Protocol):
-    """Another member, as the sender or receiver of messages."""
+    """Another member, to which this member sends messages or from which it receives them."""
 
     def send(self, x: Any, timeout: float | None) -> None: ...
     def incoming(self) -> Any:
-        """Return the channel of its messages, or None if it has sent none."""
+        """Return the channel of messages from the peer, or None if it has sent none."""
 
     def take(self, channel: Any, timeout: float | None, use: Use) -> Any:
-        """Receive a value from that channel, and return what ``use`` returns for it."""
+        """Receive a value from the channel, and return the result of ``use`` for that value."""
 
     def has_ended(self) -> bool:
-        """Return whether its channel will get no further messages."""
+        """Return whether the peer's channel will get no further messages."""
 
     def has_left(self) -> bool:
-        """Return whether a member that is gone left the group, as far as this member knows."""
+        """Return whether a peer that is gone has left the group, as far as this member knows."""
 
     def death_error(self, call: str) -> GroupError:
-        """Return the error for a call with a member that is gone."""
+        """Return the error for a call with a peer that is gone."""
 
 
 class Messages:
-    """The messages of member ``rank`` of ``size``. ``peer`` makes the object for another member."""
+    """The messages of member ``rank`` of ``size``. ``peer`` creates the object for another member."""
 
     def __init__(self, rank: int, size: int, peer: Callable[[int], Peer]) -> None:
         self._rank, self._size, self._peer_of = rank, size, peer
@@ -80,7 +80,10 @@ class Messages:
         peer.send(x, timeout)
 
     def receive(self, source: int, timeout: float | None, use: Use = unchanged) -> Any:
-        """Return what ``use`` returns for the next value. If Ctrl-C ends the call, the next returns it."""
+        """Return the result of ``use`` for the next value.
+
+        If Ctrl-C interrupts the call, the next call gets that value.
+        """
         peer = self._peers.get(source) or self.peer(source)
         try:
             if (channel := peer.incoming()) is not None:
@@ -105,13 +108,14 @@ class Messages:
         remaining = countdown(timeout)
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
-            # they have sent all their messages
+            # members that have sent all their messages
             ended = {rank for rank, peer in others.items() if peer.has_ended()}
             died = {rank for rank in ended if not others[rank].has_left()}
             over = died or (ended if len(ended) == len(others) else set())
             opened = self._opened(others)
             wait = 0.0 if over else remaining()
-            if not others.keys() <= opened.keys() | ended:  # one of these may open its channel
+            # one of the remaining members may open its channel
+            if not others.keys() <= opened.keys() | ended:
                 wait = POLL_INTERVAL_S if wait is None else min(POLL_INTERVAL_S, wait)
             if (found := self._from_one(opened, opened.keys() - ended, wait)) is not None:
                 return found
@@ -132,9 +136,9 @@ class Messages:
     def _from_one(
         self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return a message that any of the channels has, or wait until a channel of ``local`` has one."""
+        """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            try:  # the end of a ``with`` block would be a call, in which Ctrl-C would lose the message
+            try:  # no ``with`` block, because leaving it is a call, in which Ctrl-C would lose the message
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
                 continue
@@ -142,23 +146,23 @@ class Messages:
         if ranks:
             with contextlib.suppress(NothingReady, Broken):
                 wait = wait if len(ranks) == len(local) else POLL_INTERVAL_S
-                # A select that took the message would lose it to a Ctrl-C just after it.
+                # Only wait here: if select took a message, a Ctrl-C right after it would lose the message.
                 found = select(ready=[_channel(channels[rank]) for rank in ranks], timeout=wait)
                 if not found.channel.drained:
-                    return None  # the next call takes the message
+                    return None  # the caller's next round takes the message
         if wait != 0:
-            time.sleep(POLL_INTERVAL_S)  # until a member is gone or sends its first message
+            time.sleep(POLL_INTERVAL_S)  # until a member ends or sends its first message
         return None
 
 
 def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any:
-    """Receive a message, return what ``use`` returns for it, and lose no message to a Ctrl-C.
+    """Receive a message and return the result of ``use`` for it, without losing the message to a Ctrl-C.
 
-    If an interrupt or a lack of memory ends the call, a message that it has taken is put back to ``again``.
-    The callers return the result without another call, because Python handles signals only at calls.
+    If an interrupt or a lack of memory ends the call, the message is put back into ``again``. Callers must
+    return the result without making another call, because Python handles signals only at calls.
 
     Args:
-        again: Messages that are received before those of the channel.
+        again: Messages that are received before those in the channel.
         channel: A channel or port.
         timeout: Seconds; None means no limit.
         use: Called with the message.
@@ -169,7 +173,7 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
     taken: list[Any] = []
     try:
         if again:
-            with contextlib.suppress(IndexError):  # another thread was quicker
+            with contextlib.suppress(IndexError):  # another thread was faster
                 append_result(taken, again.pop, 0)
         if not taken:
             append_result(taken, channel.get, timeout)
@@ -185,7 +189,7 @@ def _channel(end: In[Any] | Channel[Any]) -> Channel[Any]:
 
 
 class SharedMember(Protocol):
-    """The methods of a member on one host that messages use. ``_ranks`` are the ranks in errors."""
+    """The methods of a member on one host that messages use. ``_ranks`` holds the ranks that errors show."""
 
     _ranks: Sequence[int]
 
@@ -197,32 +201,33 @@ class SharedMember(Protocol):
 
 
 class LocalPeers:
-    """The other members on one host, by their number in the group's memory."""
+    """The other members on one host, by their index in the group's memory."""
 
     def __init__(self, member: SharedMember) -> None:
-        self._member = weakref.proxy(member)  # dropping a member must close it at once
+        self._member = weakref.proxy(member)  # weak, so that an unused member is closed at once
         self._known: dict[int, SameHostPeer] = {}
 
     def peer(self, index: int) -> SameHostPeer:
         return self._known.setdefault(index, SameHostPeer(self._member, index))
 
     def close(self, wait: bool = True) -> None:
-        """Close the channels, after waiting for live receivers that have not opened theirs."""
+        """Close the channels, after waiting until live receivers have opened theirs."""
         for peer in [*self._known.values()]:
             peer.close(wait)
 
 
 class SameHostPeer:
-    """Another member on this host, number ``index`` in the group of ``member``."""
+    """Another member on this host; ``index`` is its index in the group of ``member``."""
 
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
         self._out: Out[Any] | None = None  # the same port, once the channel is published
-        self._is_found = False  # the receiver has opened the channel, so its end breaks the channel
+        # true once the receiver has opened the channel; from then on, its end breaks the channel
+        self._is_found = False
         self._in: list[In[Any]] = []
-        self._again: list[Any] = []  # messages of interrupted calls
-        self._lock = threading.Lock()  # a channel is created once and opened once
+        self._again: list[Any] = []  # messages that interrupted calls have put back
+        self._lock = threading.Lock()  # a channel is created only once and opened only once
 
     def send(self, x: Any, timeout: float | None) -> None:
         port = self._out or self._show()
@@ -238,7 +243,7 @@ class SameHostPeer:
     def _show(self) -> Out[Any]:
         """Create and publish the channel.
 
-        If Ctrl-C comes before it is published, the next send publishes it.
+        If Ctrl-C interrupts the call before the channel is published, the next send publishes it.
         """
         with self._lock:
             if self._made is None:
@@ -253,8 +258,9 @@ class SameHostPeer:
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
         """Put a message for a receiver that has not opened the channel.
 
-        The end of such a receiver does not break the channel, so its state is checked. If the channel is
-        full, wait until the receiver opens it, because each try to put would serialize the item again.
+        If such a receiver ends, the channel does not break, so the receiver's state is checked here. If the
+        channel is full, wait until the receiver opens it, because each attempt to put would serialize the
+        message again.
         """
         remaining = countdown(timeout)
         if self.has_ended():
@@ -274,10 +280,10 @@ class SameHostPeer:
         port.put(x, remaining())
 
     def incoming(self) -> In[Any] | None:
-        """Open the channel of its messages.
+        """Open the channel of messages from this peer.
 
         Returns:
-            The reading end, or None if it has sent nothing.
+            The reading port, or None if the peer has sent nothing.
 
         Raises:
             MemberDied: The channel can no longer be opened.
@@ -291,8 +297,8 @@ class SameHostPeer:
                 try:
                     if not self._in:
                         channel = arrive(Borrowed(pid, fd, socket - 1, inode), "")
-                        # Store the port in the same call that creates it: a port dropped by Ctrl-C would
-                        # break the sender's channel.
+                        # Store the port in the call that creates it: if Ctrl-C dropped the port, the sender's
+                        # channel would break.
                         append_result(self._in, In, channel)
                 except (Broken, OSError) as error:
                     raise self.death_error("receive") from error

@@ -1,4 +1,4 @@
-"""Combination of the values of all members by a function of the user.
+"""Combination of the members' values with a user's function.
 
 Rank 0 runs the function and sends the result to all members. If each member ran it, a function that draws
 random numbers or reads the clock would return different results.
@@ -16,19 +16,17 @@ from flowchan.items.combining import OPERATIONS
 from flowchan.run.policy.failures import Portable
 
 _COLLECT_KEY, _TELL_KEY = 4, 8
-"""Keys of its two steps, distinct from those in ``operations.py``."""
+"""Keys of the two steps, distinct from the keys in ``operations.py``."""
 
 REPEATABLE = (*OPERATIONS.values(), min, max)
-"""Named operators of Python. They return the same result on each member, so all members may run them."""
+"""Functions that return the same result on each member, so each member may run them itself."""
 
 
 def number_of_function(function: Any) -> int:
-    """Return the position of ``function`` in :data:`REPEATABLE`.
+    """Return the position of ``function`` in :data:`REPEATABLE`, or the length of that tuple.
 
-    Any other function gets the length of that tuple.
-
-    Members compare their calls by this number. Each process may create its own copy of a user's function, so
-    all these functions share one number.
+    Members compare their calls by this number. Each process may have its own copy of a user's function, so
+    all such functions share one number.
     """
     return next((number for number, one in enumerate(REPEATABLE) if function is one), len(REPEATABLE))
 
@@ -56,7 +54,7 @@ def run_once(
     x: Any,
     function: Any,
 ) -> Any:
-    """Run ``run`` on rank 0 with the values of all members, and return its result on all of them.
+    """Call ``run`` on rank 0 with the values of all members, and return its result on all of them.
 
     If ``run`` raises, all members raise. ``x`` and ``function`` are the arguments of the operation, for
     messages.
@@ -69,10 +67,10 @@ def run_once(
             result = run(found)
             outcome = dumps((result, None))
         except Exception as raised:
-            raised.add_note(f"raised at rank 0, which runs the function of {NAMES[doing]} for all")
+            raised.add_note(f"raised on rank 0, which runs the function of {NAMES[doing]} for all members")
             error = raised
-            outcome = dumps((None, Portable(raised, "at rank 0")))
-        except BaseException:  # Ctrl-C: the others wait for this member
+            outcome = dumps((None, Portable(raised, "on rank 0")))
+        except BaseException:  # Ctrl-C; the other members are waiting for this one
             group._give_up_all()
             raise
     outcome = group._tell(doing, _TELL_KEY, outcome, 0, remaining(), x, function)

@@ -1,9 +1,9 @@
-"""Formation of a smaller group by the survivors of a group on one host.
+"""Shrinking of a group on one host to its surviving members.
 
-Each survivor publishes that it has come and waits for an offer. Once all survivors have come, the first of
-them creates the memory of a new group and offers it to each. The new group is valid once all members have met
-in it; its rounds make all of them agree on that. If another member dies in the meantime, the survivors try
-again.
+Each survivor publishes that it has arrived, and waits for an offer. Once all survivors have arrived, the
+first of them creates the memory of a new group and offers it to each of the others. The new group is valid
+once all its members have completed a round in it, so all of them agree on that. If another member dies before
+that, the survivors try again.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flowchan.errors import GroupError
 from flowchan.transport.descriptors import Borrowed, take_over
 
 COME = 1
-"""In place of the inode of an offer: the member has come, but offers nothing."""
+"""Published instead of the inode of an offer: the member has arrived, but offers nothing."""
 _PLACE = 1 << 32
 _PAUSE, _LONGEST_PAUSE = 0.001, 0.02
 _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM}
 
 
 class ShrinkMember(Protocol):
-    """The methods of a member on one host that shrinking uses."""
+    """The methods that shrinking uses of a member on one host."""
 
     _ranks: Sequence[int]
     _local: LocalPeers
@@ -54,10 +54,10 @@ M = TypeVar("M", bound=ShrinkMember)
 
 
 class Shrinking(Generic[M]):
-    """The part of one member of ``old`` in shrinking the group.
+    """The part that one member of ``old`` takes in shrinking the group.
 
-    ``member(fd, rank)`` makes a member of a new group. ``give_up`` is the time at which ``TimeoutError`` is
-    raised.
+    ``member(fd, rank)`` creates a member of a new group. ``give_up`` is the monotonic time after which
+    ``run`` raises ``TimeoutError``.
     """
 
     def __init__(self, old: M, member: Callable[[int, int], M], give_up: float) -> None:
@@ -69,7 +69,7 @@ class Shrinking(Generic[M]):
     def run(self) -> M:
         """Form the new group and close the old one.
 
-        A member that gives up or is interrupted counts as left for the others.
+        If this member gives up or is interrupted, the others treat it as a member that left.
         """
         old = self._old
         *_, over = old._see(old.rank)
@@ -78,7 +78,7 @@ class Shrinking(Generic[M]):
         old._take_slot()
         try:
             old._give_up()  # members that still use the old group raise MemberDied
-            old._local.close(wait=False)  # so do members that wait in a channel of this one
+            old._local.close(wait=False)  # so do members that are waiting for messages from this one
             for member in self._others:
                 old._publish_channel(member, 0, COME, True)
             while (new := self._try()) is None:
@@ -98,7 +98,7 @@ class Shrinking(Generic[M]):
         return new if new._has_met(None if endless else max(0.0, self._give_up - time.monotonic())) else None
 
     def _is_survivor(self, member: int) -> bool:
-        """Return whether the member is alive or may still join, and has not left."""
+        """Return whether the member has not left and either is alive or may still join."""
         *_, alive, _, over = self._old._see(member)
         return alive and not over
 
@@ -109,12 +109,12 @@ class Shrinking(Generic[M]):
         if time.monotonic() > self._give_up:
             absent = [self._old._ranks[member] for member in survivors if member in self._others]
             late = [rank for rank in absent if not self._has_come(rank)] or absent
-            raise TimeoutError(f"shrink of {self._old._title()} timed out: {late} did not arrive")
+            raise TimeoutError(f"shrink of {self._old._title()} timed out: ranks {late} did not arrive")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _lead(self, survivors: list[int]) -> M | None:
-        """Create the group once all survivors have come, and wait until each has joined or is gone."""
+        """Create the group once all survivors have arrived, and wait until each has joined or is gone."""
         old = self._old
         if not all(self._has_come(member) for member in survivors if member != old.rank):
             return None
@@ -130,7 +130,7 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([survivors[place] for place in absent])
         except BaseException:
-            new.close()  # members that have joined wait in it
+            new.close()  # members that have joined are waiting in the new group
             raise
         return new
 
@@ -148,7 +148,7 @@ class Shrinking(Generic[M]):
             except OSError as error:
                 if error.errno in _NOT_ALLOWED and self._is_survivor(member):
                     raise
-                continue  # the offering member is gone or has withdrawn the group
+                continue  # the member that made the offer is gone or has withdrawn it
             new._take_slot()
             return new
         return None

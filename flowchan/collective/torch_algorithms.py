@@ -1,12 +1,12 @@
-"""Backends of torch.distributed (gloo, MPI and NCCL) as algorithms of a group.
+"""Use of torch.distributed's backends (gloo, MPI and NCCL) as algorithms of a group.
 
-The members create a backend together at the first operation that uses it; torch's own groups are not
+The first operation that uses a backend makes the members create it together; torch's own groups are not
 affected. Each operation begins and ends with a round of the group. The first round detects calls that do not
-match. After the last round all members return, or all raise. A member that a backend has lost is missing in
-the group, and an error of one member fails all of them.
+match. After the last round, all members return or all raise. That round finds members that are lost, and it
+raises one member's error on all members.
 
-A member that fails destroys its backend before the last round. Its connections end, so the others do not wait
-for it. The creation of a backend has a time limit.
+A member that fails destroys its backend before the last round. This ends its connections, so the others do
+not wait for it. Creating a backend has a time limit.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from flowchan.transport.interrupts import unless_interrupted
 from flowchan.transport.tcp import joined, split
 
 POLL_INTERVAL_S = 0.02
-"""Seconds between two looks at the other members, while this one waits for its backend."""
+"""Seconds between two checks of the other members, while this one is waiting for its backend."""
 GRACE = 1.0
-"""Seconds in which a backend may notice a lost member before it is aborted; it does if connections end."""
+"""Seconds that a backend has to notice a lost member from its closed connections, before it is aborted."""
 WITHIN = timedelta(seconds=60)
-"""Time limit for the creation of a backend, once all members have agreed to it."""
+"""Time limit for creating a backend, once all members have agreed to create it."""
 ENDLESS = timedelta(days=20)
-"""In place of torch's timeouts, because a member may be slow. Its milliseconds must fit into torch's type."""
+"""Replaces torch's timeouts, because a member may be slow. In milliseconds, it must fit into torch's type."""
 
-# Their types differ between versions of torch.
+# The types of these objects differ between versions of torch.
 _dist: Any = dist
 _Ended = Callable[[float], bool]
-"""Waits up to that number of seconds, and returns whether the operation has ended."""
+"""Function that waits up to the given seconds and returns whether the operation has ended."""
 
 
 class StuckBackend(Exception):
@@ -54,7 +54,7 @@ class StuckBackend(Exception):
 
 
 def check(name: str) -> None:
-    """Raise ``ValueError`` with the remedy if torch lacks this backend or the machine lacks its device."""
+    """Raise ``ValueError`` with a remedy if torch lacks this backend or the machine lacks its device."""
     lacks = {
         "gloo": "" if dist.is_gloo_available() else "torch was built without it",
         "mpi": "" if dist.is_mpi_available() else "torch was built without it, as its wheels are",
@@ -79,7 +79,7 @@ def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> A
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
         raise GroupError(
-            "mpi: the group must have all processes that mpirun started, in the same order; set another "
+            "mpi: the group must contain all processes that mpirun started, in the same order; set another "
             "algorithm"
         )
     return backend
@@ -89,25 +89,25 @@ def _nccl(store: Any, rank: int, size: int, host: str, device: torch.device) -> 
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = ENDLESS
     backend = _dist.ProcessGroupNCCL(store, rank, size, options)
-    backend.allreduce([torch.zeros(1, device=device)]).wait()  # it connects at its first operation
+    backend.allreduce([torch.zeros(1, device=device)]).wait()  # NCCL connects during its first operation
     return backend
 
 
 MAKERS = {"gloo": _gloo, "mpi": _mpi, "nccl": _nccl}
-"""Functions that create one member's part of a backend; each waits for the other members."""
+"""Functions that create one member's part of a backend. Each of them waits for the other members."""
 
 
 class TorchAlgorithm:
-    """One backend for one member, with the operations on which those of a group build."""
+    """One backend for one member, with the operations from which the group builds all others."""
 
     def __init__(self, name: str, group: Any) -> None:
         self.name = name
-        self._group: Any = weakref.proxy(group)  # dropping a member must close it at once
+        self._group: Any = weakref.proxy(group)  # weak, so that an unused member is closed at once
         self._backend: Any = None
         self._store: Any = None
 
     def close(self) -> None:
-        """Close the backend, between two operations or after a failure of this member."""
+        """Close the backend, between two operations or after this member failed."""
         self._backend = self._store = None
 
     # --- operations ---
@@ -201,7 +201,7 @@ class TorchAlgorithm:
         _tensor(out).copy_(part.reshape(tuple(out.shape)))
         return out
 
-    # --- common steps ---
+    # --- steps that all operations share ---
 
     def _do(
         self,
@@ -216,9 +216,9 @@ class TorchAlgorithm:
     ) -> None:
         """Run one operation of the backend between two rounds of the group.
 
-        ``what`` must be equal on all members; ``given`` are the arguments of the call, for messages. Each
+        ``what`` must be equal on all members; ``given`` holds the arguments of the call, for messages. Each
         member contributes ``contribution`` in the first round. ``on_values`` gets the values of all members
-        before ``start``.
+        before ``start`` is called.
         """
         remaining, key = countdown(timeout), zlib.crc32(repr((self.name, what)).encode())
 
@@ -229,7 +229,7 @@ class TorchAlgorithm:
             if failed is not None:
                 raise failed
             if on_values is not None:
-                # an error here would end connections, so it comes before them
+                # an error here closes connections, so raise it before any are made
                 on_values([word for _, word in values])
             if self._backend is None:
                 self._connect(values[0][0], device, remaining)
@@ -238,7 +238,7 @@ class TorchAlgorithm:
         failed: Exception | None = None
         try:
             address = self._address()
-        except Exception as error:  # the others receive it in the last round
+        except Exception as error:  # the other members receive this error in the last round
             address, failed = "", error
         values = exchange((address, contribution))
         failed = self._failure_of(act, doing)
@@ -246,14 +246,14 @@ class TorchAlgorithm:
         self._judge(exchange(word), doing, failed)
 
     def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
-        """Run ``act``, and return its exception after ending the backend."""
+        """Run ``act``. If it raises, end the backend and return the exception."""
         try:
             act()
         except unless_interrupted(Exception) as error:  # torch raises many types; all are reported
             self._end(stuck=isinstance(error, StuckBackend | TimeoutError))
             if isinstance(error, StuckBackend):
                 self._group._cut_off(NAMES[doing])
-            return error.with_traceback(None)  # its frames would keep the connections
+            return error.with_traceback(None)  # the traceback's frames would keep the connections open
         except BaseException:
             self._give_up()
             raise
@@ -271,7 +271,7 @@ class TorchAlgorithm:
             (rank, (differ, words)), *_ = failures.items()
             if differ:
                 raise Mismatch(f"the calls of {self._group._title()} do not match: {words}")
-            raise GroupError(f"{NAMES[doing]} by {self.name} failed at rank {rank}: {words}") from failed
+            raise GroupError(f"{NAMES[doing]} with {self.name} failed on rank {rank}: {words}") from failed
 
     def _address(self) -> str | None:
         """Return the address where rank 0 serves the store of the backend, or None."""
@@ -280,7 +280,7 @@ class TorchAlgorithm:
         if self._store is None:
             own_address = self._group._reached_at()
             family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-            # torch's own would listen on any address
+            # a listener that torch creates would accept connections at any address
             with socket.create_server((own_address, 0), family=family) as listener:
                 port = listener.getsockname()[1]
                 self._store = _dist.TCPStore(
@@ -294,10 +294,7 @@ class TorchAlgorithm:
         return joined((self._store.host, self._store.port))
 
     def _connect(self, address: str, device: torch.device, remaining: RemainingTime) -> None:
-        """Create the backend in a thread.
-
-        Creating it cannot be interrupted if a member is missing.
-        """
+        """Create the backend in a thread: if a member is missing, creating it cannot be interrupted."""
         group, made = self._group, Future[Any]()
         rank, size, own_address = group.rank, group.size, group._reached_at()
 
@@ -315,7 +312,7 @@ class TorchAlgorithm:
         self._backend = made.result()
 
     def _finish(self, work: Any, device: torch.device, remaining: RemainingTime) -> None:
-        """Wait for an operation; one of NCCL ends when its device has done it."""
+        """Wait for an operation. An operation of NCCL has ended once the device has run it."""
         pause = 1e-5
 
         def ended(seconds: float) -> bool:
@@ -327,7 +324,7 @@ class TorchAlgorithm:
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
-                    pass  # it timed out, or it failed, which is_completed and wait report later
+                    pass  # timed out or failed; a failure is reported below
             return bool(work.is_completed())
 
         self._until(ended, remaining)
@@ -349,19 +346,19 @@ class TorchAlgorithm:
     def _end(self, stuck: bool) -> None:
         """Destroy the backend.
 
-        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying another backend
-        would wait for the operation, so that backend is kept until the process ends.
+        If ``stuck`` is true, an operation is still running. NCCL can abort it. Destroying any other backend
+        would wait for the operation, so such a backend is kept until the process ends.
         """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
         if abort is not None:
             abort()
         elif stuck and self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-        self._backend = None  # others may still connect to the store
+        self._backend = None  # keep the store: others may still connect to it
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    """Return a tensor of the same memory, or of a copy if the memory is read-only."""
+    """Return a tensor that shares the memory of ``x``, or a copy if that memory is read-only."""
     if isinstance(x, torch.Tensor):
         return x
     found: torch.Tensor = torch.from_numpy(x if x.flags.writeable else x.copy())
@@ -369,7 +366,7 @@ def _tensor(x: Any) -> torch.Tensor:
 
 
 def _bytes(x: Any) -> torch.Tensor:
-    """Return the memory of ``x`` as bytes, which every backend can move."""
+    """Return the memory of ``x`` as a tensor of bytes, which every backend can send."""
     if isinstance(x, torch.Tensor):
         return x.reshape(-1).view(torch.uint8)
     return _tensor(x.reshape(-1).view("u1"))
@@ -378,12 +375,12 @@ def _bytes(x: Any) -> torch.Tensor:
 def _reduction(op: str, x: torch.Tensor) -> Any:
     floating = x.is_floating_point() or x.is_complex()
     if (op == "mean" and not floating) or (x.is_complex() and op not in ("sum", "mean")):
-        raise TypeError(f"elements of type {x.dtype} cannot be combined by {op!r}")
+        raise TypeError(f"elements of type {x.dtype} cannot be combined with {op!r}")
     names = {"mean": "SUM", "prod": "PRODUCT", "and": "BAND", "or": "BOR", "xor": "BXOR"}
     return getattr(_dist.ReduceOp, names.get(op, op.upper()))
 
 
 def _words(error: BaseException) -> str:
-    """Return the message of an error without the C++ stack that torch appends."""
+    """Return the message of an error without the C++ stack trace that torch appends."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, GroupError) else f"{type(error).__name__}: {text}"

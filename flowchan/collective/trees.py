@@ -1,10 +1,11 @@
-"""Trees over the hosts of a group, for data from one host to all and from all to one.
+"""Trees of a group's hosts, along which data goes from one host to all or from all to one.
 
-When the leaders of the hosts have connected, they measure for each pair the time of one byte and of
-``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. It is from
-Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed heterogeneous systems, J.
-Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is binomial if sending takes most
-of the time, and a star if the delay dominates. Connections that are much slower than the others are not used.
+When the leaders of the hosts have connected, each pair measures how long it takes to send one byte and to
+send ``REFERENCE`` bytes. A tree is built from these times with the greedy rule "earliest completion first".
+The rule is from Bhat, Raghavendra and Prasanna, Efficient collective communication in distributed
+heterogeneous systems, J. Parallel Distrib. Comput. 63 (2003). If all connections are equal, the tree is
+binomial if sending takes most of the time, and a star if the delay dominates. Connections that are much
+slower than the others are not used.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 REFERENCE = 256 * 1024
-"""Size in bytes of the message for which a tree is built; for small messages only the delay counts."""
+"""Size, in bytes, of the message for which a tree is built. For small messages, only the delay matters."""
 LEAST = 1e-4
-"""Shortest time in seconds that is distinguished; shorter times measure other load rather than the
-connection."""
+"""Shortest time, in seconds, that is distinguished. Shorter times reflect other load on the machines rather
+than the connection."""
 HARDLY = 1.25
-"""Factor by which a message may arrive later than the earliest one."""
+"""A preferred message may arrive at most this many times as late as the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a connection in seconds.
+    """Delay of a connection, and how long it takes to send ``REFERENCE`` bytes.
 
-    One is the time until one byte arrives. The other is how long sending ``REFERENCE`` bytes occupies the
-    sender.
+    ``delay`` is the time until one byte arrives. ``sending`` is the time during which the sender is busy.
+    Both are in seconds.
     """
 
     delay: float
@@ -43,14 +44,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of hosts: the parent of each host, and its children in the order of sending."""
+    """A tree of hosts: the parent of each host, and its children in the order in which they are sent to."""
 
     root: int
     parent: dict[int, int]
     children: dict[int, list[int]]
 
     def shown(self, names: Sequence[object]) -> str:
-        """Describe the tree by the names of the hosts, such as ``0 to 1 and 2, 2 to 3``."""
+        """Describe the tree with the names of the hosts, such as ``0 to 1 and 2, 2 to 3``."""
         passing = {host: children for host, children in self.children.items() if children}
         return ", ".join(
             f"{names[host]} to {' and '.join(str(names[child]) for child in children)}"
@@ -59,37 +60,37 @@ class Tree:
 
 
 Table = dict[tuple[int, int], Times]
-"""Times by pair of hosts (lower number first); equal on all leaders."""
+"""Times for each pair of hosts (lower number first); equal on all leaders."""
 
 
 def times_between(quick: float, large: float) -> Times:
-    """Compute the times of a connection from the seconds that one byte and ``REFERENCE`` bytes took."""
+    """Compute a connection's times from how long one byte and ``REFERENCE`` bytes took, in seconds."""
     return Times(quick, max(large - quick, 1e-6))
 
 
 def least(exchanges: Sequence[float]) -> float:
-    """Return the shortest time of one exchange in one direction, from the times of consecutive exchanges.
+    """Return the shortest time for one exchange, from the times of consecutive exchanges.
 
-    The side that starts later finds the data of every second exchange already there, and waits twice as long
-    in the next. So each pair of exchanges is added and halved.
+    If one side starts later, it finds the data for every second exchange already there, and waits twice as
+    long in the next one. Each pair of consecutive exchanges is therefore averaged.
     """
     return min(first + second for first, second in itertools.pairwise(exchanges)) / 2
 
 
 def alike(hosts: int) -> Table:
-    """Return equal times for all pairs, before anything has been measured."""
+    """Return equal times for all pairs, to use before anything has been measured."""
     return {(low, high): Times(LEAST, LEAST) for high in range(hosts) for low in range(high)}
 
 
 def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
-    """Build the tree of that ``root``.
+    """Build the tree with this ``root``.
 
-    The next message is the one that arrives first. One that arrives at most ``HARDLY`` times as late over a
-    faster connection is preferred, because slow connections often share a wire. If ``small`` is true, sending
-    takes no time.
+    The message that would arrive first is sent next. A message over a faster connection is preferred if it
+    arrives at most ``HARDLY`` times as late, because slow connections often share a wire. If ``small`` is
+    true, sending is assumed to take no time.
 
-    Times are rounded to powers of two, at least ``LEAST``. Among equal senders the one that was reached first
-    is used. So noise in the measurements does not change the tree.
+    Times are rounded to powers of two, at least ``LEAST``. Among equal senders, the one that was reached
+    first is used. Noise in the measurements therefore does not change the tree.
     """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}
@@ -120,10 +121,10 @@ def _rounded(seconds: float) -> float:
 
 
 def meetings(hosts: int, host: int) -> Iterator[int]:
-    """Yield the hosts that this host meets, one after the other.
+    """Yield the hosts with which this host measures its connections, one at a time.
 
-    Each pair meets once, and each host meets at most one other at a time: the circle method for round-robin
-    tournaments.
+    Each pair of hosts meets once, and each host meets at most one other at a time: the circle method for
+    round-robin tournaments.
     """
     places = hosts + hosts % 2
     for turn in range(places - 1):
@@ -145,7 +146,7 @@ def packed(measured: dict[int, Times], hosts: int) -> bytes:
 
 
 def table_of(rows: dict[int, bytes]) -> Table:
-    """Combine the measurements of all hosts; the slower of both ends counts."""
+    """Combine the measurements of all hosts; for each connection, take the longer of the two ends' times."""
     times = {host: [Times(*one) for one in _TIMES.iter_unpack(row)] for host, row in rows.items()}
     return {
         (low, high): Times(

@@ -1,4 +1,4 @@
-"""Serialization of Python values, in the format of channels between processes."""
+"""Serialization of Python values, in the format that channels between processes use."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from flowchan import _core
 from flowchan.items.codec import pack_away, unpack
 
 _WHOLE, _PARTS, _PLAIN = 0, 1, 2
-"""Last byte of the data: one pickle, a pickle with its buffers, or the core's encoding of built-in types."""
+"""Last byte of the data: one pickle, a pickle with its buffers, or the core's encoding for built-in types."""
 
 
 def dumps(value: Any) -> bytes:
-    """Serialise a value.
+    """Serialize a value.
 
     Args:
         value: Any value.
@@ -22,7 +22,7 @@ def dumps(value: Any) -> bytes:
         The bytes, for :func:`loads`.
 
     Raises:
-        TypeError: A part of the value cannot be serialised; the message names it.
+        TypeError: A part of the value cannot be serialized; the message names that part.
     """
     plain: bytes | None = _core._plain_bytes(value)
     if plain is not None:
@@ -31,12 +31,12 @@ def dumps(value: Any) -> bytes:
     if isinstance(packed, bytes):
         return packed + bytes([_WHOLE])
     if any(isinstance(part, _core.Channel) for part in packed):
-        raise TypeError("a collective operation cannot send a channel; put it into another channel")
+        raise TypeError("a collective operation cannot send a channel; send it through another channel")
     return pickle.dumps([bytes(part) for part in packed], 5) + bytes([_PARTS])
 
 
 def loads(data: bytes | bytearray) -> Any:
-    """Return the value that :func:`dumps` has made into bytes."""
+    """Restore a value that :func:`dumps` serialized."""
     kind = data[-1]
     if kind == _PLAIN:
         return _core._from_plain_bytes(data if type(data) is bytes else bytes(data))

@@ -14,9 +14,9 @@ ANYWHERE = HERE | {"hosts": over_hosts}
 
 @pytest.fixture(params=ANYWHERE.values(), ids=ANYWHERE)
 def run(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """Return a function that runs a body as every member of a group.
+    """Return a function that runs a body as each member of a group.
 
-    It returns the results in rank order.
+    The function returns the results in rank order.
     """
     return _checked(request.param)
 

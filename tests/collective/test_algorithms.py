@@ -1,7 +1,7 @@
-"""Every algorithm of an operation gives the same result, even without direct reads.
+"""Test that every algorithm of an operation gives the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types arrive
-unchanged without pickling.
+``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types are sent
+without pickling and arrive unchanged.
 """
 
 from __future__ import annotations
@@ -70,11 +70,13 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "times"), [("direct", 1), (None, 40)])
-def test_results_are_equal_without_direct_reads(algorithm: str | None, times: int) -> None:
-    """Sandboxes and Yama may forbid direct reads. A read is tried once: when selected, or in its first
-    trial."""
+def test_results_stay_the_same_without_direct_reads(algorithm: str | None, times: int) -> None:
+    """Sandboxes and Yama may forbid direct reads.
+
+    A direct read is tried only once: when the algorithm is selected, or in its first trial.
+    """
     if os.getuid():
-        pytest.skip("only root can become a user whose memory others may not read")
+        pytest.skip("needs root, to become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         for operation in ("broadcast", "allgather", "alltoall"):
@@ -110,7 +112,7 @@ def test_large_and_small_arrays_are_gathered_together() -> None:
 
 @pytest.mark.parametrize("algorithm", [None, *ALGORITHMS["alltoall"]])
 def test_alltoall_can_receive_into_its_input(algorithm: str | None) -> None:
-    """Each array is received in place, or parts of one array are received at other offsets.
+    """The test receives each array in place, and also parts of one array at other offsets.
 
     Large and small arrays are mixed.
     """
@@ -149,20 +151,20 @@ def test_alltoall_accepts_a_large_part_for_the_sender_itself(algorithm: str | No
     raised(in_processes(3, body))
 
 
-_PLAN = r"(direct(?: by two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
+_PLAN = r"(direct(?: with two threads)?|\S+ of \d+ KB(?: \w+ past the caches)?)"
 QUICKEST = re.compile(_PLAN + ": .*, as measured: (.*); shared")
 
 
 @pytest.mark.parametrize("operation", ["allreduce", "reduce_scatter", "broadcast"])
-def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: str) -> None:
-    """All members report the same times."""
+def test_fastest_plan_is_found_and_used_by_all_members(run_on_one_host: Any, operation: str) -> None:
+    """All members must report the same times."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
         before = g.explain(operation, x)
-        for _ in range(80):  # so that each plan runs several times
+        for _ in range(80):  # so often that each plan is tried several times
             g.reduce_scatter(x) if operation == "reduce_scatter" else getattr(g, operation)(x)
-        for _ in range(2):  # in the first barrier, rank 0 learns the times of the last operation
+        for _ in range(2):  # in the first barrier, rank 0 learns how long the last operation took
             g.barrier()
         found = g.explain(operation, x)
         g.barrier()
@@ -179,7 +181,7 @@ def test_fastest_plan_is_found_and_used_by_all(run_on_one_host: Any, operation: 
 
 
 @pytest.mark.each_value
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="with one core, two threads are not tried")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="reading with two threads needs two cores")
 @pytest.mark.parametrize("operation", ["broadcast", "allgather", "alltoall"])
 def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation: str) -> None:
     def given(rank: int, turn: int) -> Any:
@@ -199,7 +201,7 @@ def test_direct_read_by_two_threads_is_complete(run_on_one_host: Any, operation:
                 np.testing.assert_array_equal(x, given(sender, turn))
         return g.explain(operation, np.resize(own, 2 * own.size) if operation == "alltoall" else own)
 
-    assert "direct by two threads" in run_on_one_host(2, body)[0]
+    assert "direct with two threads" in run_on_one_host(2, body)[0]
 
 
 def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
@@ -217,7 +219,7 @@ def test_chosen_algorithm_uses_its_fastest_plan(run_on_one_host: Any) -> None:
 
 def test_fastest_plan_is_found_without_direct_reads() -> None:
     if os.getuid():
-        pytest.skip("only root can become a user whose memory others may not read")
+        pytest.skip("needs root, to become a user whose memory others may not read")
 
     def body(g: Any) -> Any:
         g.set_algorithm("broadcast", "direct")
@@ -234,7 +236,7 @@ def test_fastest_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_of_an_operation_before_a_failure_is_ignored(run_on_one_host: Any) -> None:
-    """The time is published in the next matching call, which follows a different operation."""
+    """A time is published in the next matching call, which is a different operation here."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -264,7 +266,7 @@ def test_different_algorithms_raise_mismatch() -> None:
     def body(g: Any) -> Any:
         if g.rank:
             g.set_algorithm("allreduce", "slices")
-        with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* by slices"):
+        with pytest.raises(Mismatch, match=r"rank 0 called allreduce\(.*\); rank 1 called .* with slices"):
             g.allreduce(np.ones(3))
         g.set_algorithm("allreduce", None)
         return g.allreduce(1)
@@ -311,7 +313,7 @@ def test_set_algorithm_error_lists_allowed_algorithms() -> None:
 
 
 def test_started_gathers_run_in_the_background() -> None:
-    """The arrays have unknown sizes, or the inputs are values."""
+    """The test gathers arrays whose sizes the members do not know in advance, and other values."""
 
     def body(g: Any) -> Any:
         handles = [
@@ -358,8 +360,10 @@ def test_values_arrive_unchanged(value: Any) -> None:
 
 
 def test_only_built_in_types_avoid_pickle() -> None:
-    """Very large values are pickled. So are lists and dicts without a GIL, as other threads may change
-    them."""
+    """Very large values are pickled, and so are lists and dicts on free-threaded Python.
+
+    There, other threads may change them.
+    """
     fixed = [value for value in PLAIN if not isinstance(value, list | dict)]
     without_gil = sysconfig.get_config_var("Py_GIL_DISABLED")
     assert {dumps(value)[-1:] for value in (fixed if without_gil else PLAIN)} == {b"\2"}

@@ -1,6 +1,6 @@
-"""Calls with different operations or arguments raise ``Mismatch`` on all members.
+"""Test that calls with different operations or arguments raise ``Mismatch`` on all members.
 
-The error names both calls.
+The error contains both calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from flowchan.errors import Mismatch
 def test_different_operations_or_roots_raise_mismatch(
     run: Any, first: Any, second: Any, explanation: tuple[str, str]
 ) -> None:
-    """The group can still be used."""
+    """After the error, the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -88,8 +88,8 @@ def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
     assert explanation in OverHosts("aab", body).results(3)[0]
 
 
-def test_functions_of_different_members_match(run: Any) -> None:
-    """Each process may have its own copy of the function."""
+def test_user_functions_on_different_members_match(run: Any) -> None:
+    """Each process may have its own copy of the function, so copies are not compared."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
 
@@ -116,7 +116,7 @@ def test_arrays_of_different_types_raise_mismatch(run_on_one_host: Any, call: st
 
 
 @pytest.mark.parametrize("algorithm", ["at once", "by a handle", "not in one piece"])
-def test_receive_array_must_have_the_type_of_the_sender(run: Any, algorithm: str) -> None:
+def test_out_must_have_the_element_type_of_the_sender(run: Any, algorithm: str) -> None:
     """Otherwise the bytes would be read as a different type."""
 
     def numbers(count: int, dtype: str) -> Any:
@@ -154,7 +154,7 @@ def test_receive_array_must_have_the_type_of_the_sender(run: Any, algorithm: str
     [
         (
             lambda g, x, y: g.allgather(x, out=[y, y]),
-            "allgather: inputs and outputs must have one element type",
+            "allgather: inputs and outputs must have the same element type",
         ),
         (
             lambda g, x, y: g.allgather(x, out=np.zeros(4, "i4")),

@@ -1,6 +1,6 @@
-"""Invalid arguments of group calls raise before anything is sent.
+"""Test that invalid arguments of group calls raise before anything is sent.
 
-The error names the argument, its value and the allowed values.
+The error contains the argument's name, its value and the allowed values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
     ("call", "error", "message"),
     [
         (lambda g: g.allreduce(1, op=3), TypeError,
-         f"allreduce: op must be one of {OPS} or a function of two values, got 3 (int)"),
+         f"allreduce: op must be one of {OPS} or a function that takes two arguments, got 3 (int)"),
         (lambda g: g.allreduce(np.ones(2), op=3), TypeError, "allreduce: op must be one of"),
         (lambda g: g.reduce(1, op=3), TypeError, "reduce: op must be one of"),
-        (lambda g: g.reduce(np.ones(2), op="add"), ValueError, "or a function of two values, got 'add'"),
-        (lambda g: g.allreduce_with(1, 3), TypeError, "fn must be a function of two values, got 3 (int)"),
-        (lambda g: next(g.join("sum")), TypeError, "fn must be a function of two values, got 'sum' (str)"),
+        (lambda g: g.reduce(np.ones(2), op="add"), ValueError,
+         "or a function that takes two arguments, got 'add'"),
+        (lambda g: g.allreduce_with(1, 3), TypeError,
+         "fn must be a function that takes two arguments, got 3 (int)"),
+        (lambda g: next(g.join("sum")), TypeError,
+         "fn must be a function that takes two arguments, got 'sum' (str)"),
         (lambda g: g.scatter(5, g.rank), TypeError,
          "scatter: xs must be a list with one part for each of the 2 members, got 5 (int)"),
         (lambda g: g.scatter(None, g.rank), TypeError, "scatter: xs must be a list"),
@@ -78,7 +81,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
 def test_invalid_argument_error_names_value_and_allowed_values(
     call: Any, error: type[Exception], message: str
 ) -> None:
-    """The group can still be used."""
+    """After the error, the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(error) as info:
@@ -109,7 +112,7 @@ GIVEN: dict[str, Any] = {"rank": 1, "size": 2, "at": "127.0.0.1:9", "secret": b"
         ({"at": 4711}, TypeError, "group: at must be a string, got 4711 (int)"),
         ({"timeout": "soon"}, TypeError, "group: timeout must be a number of seconds, got 'soon' (str)"),
         ({"timeout": None}, TypeError, "group: timeout must be a number of seconds, got None"),
-        ({"timeout": -1}, ValueError, "group: timeout must be a finite number of at least 0 seconds"),
+        ({"timeout": -1}, ValueError, "group: timeout must be a finite, non-negative number of seconds"),
     ],
 )  # fmt: skip
 def test_group_checks_arguments_before_it_connects(

@@ -1,6 +1,6 @@
-"""Problems that users of other libraries report, and the tests that show how flowchan behaves.
+"""Problems reported by users of other libraries, and the tests that show how flowchan behaves.
 
-Each problem lists tests as ``file::name``; this file checks that the tests exist. The last test covers a
+For each problem, tests are listed as ``file::name``; this file checks that they exist. The last test covers a
 problem that no other file tests.
 """
 
@@ -18,61 +18,61 @@ TESTS = Path(__file__).parents[1]
 
 COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan#1790, returnn#1484": (
-        "a rank dies, and the others hang",
+        "the other ranks hang after one has died",
         (
             "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
             "collective/test_linked_groups.py::test_death_raises_on_all_hosts",
         ),
     ),
     "nccl#1417": (
-        "different shapes hang, or give wrong sums",
+        "calls with different shapes hang or return wrong sums",
         (
             "collective/test_group_failures.py::test_mismatch_lists_the_calls_of_all_members",
             "collective/test_calls_that_differ.py::test_different_operations_or_roots_raise_mismatch",
         ),
     ),
     "horovod#2564": (
-        "stalls say nothing",
+        "a stall is not reported",
         (
             "collective/test_group_failures.py::test_stall_is_logged_once",
             "collective/test_group_failures.py::test_timeout_names_absent_member_and_its_last_operation",
         ),
     ),
     "pytorch#38174": (
-        "an uneven last batch hangs",
+        "ranks hang if only some have a last batch",
         (
             "collective/test_combining.py::test_members_combine_values_until_all_have_run_out",
             "forerunners/test_torch_ipc_trees.py::test_uneven_number_of_steps",
         ),
     ),
     "ray#36317": (
-        "a barrier gives up on a slow rank",
-        ("collective/test_linked_groups.py::test_waiting_call_ends_only_by_its_own_timeout",),
+        "a barrier fails because a rank is slow",
+        ("collective/test_linked_groups.py::test_waiting_call_ends_only_at_its_own_timeout",),
     ),
     "ray#60670, #50132": (
-        "a rendezvous is stale, or two of them race",
+        "a rendezvous uses stale data or races with another one",
         (
             "collective/test_group_rendezvous.py::test_concurrent_jobs_form_separate_groups",
             "collective/test_group_rendezvous.py::test_member_joins_next_group_if_rank_0_is_killed",
         ),
     ),
     "pytorch#150798, #145965, vllm#4440": (
-        "collectives of objects are slow, for their sizes are told as tensors on a device first",
+        "collectives on objects are slow, because their sizes are first sent as device tensors",
         (
             "collective/test_algorithms.py::test_only_built_in_types_avoid_pickle",
             "collective/test_operations.py::test_gather_scatter_and_alltoall_accept_any_size",
         ),
     ),
     "nccl#342, #853": (
-        "64 MB of /dev/shm end in a bus error",
+        "a /dev/shm of only 64 MB causes a bus error",
         ("collective/test_collective_complaints.py::test_all_members_raise_memory_error_and_continue",),
     ),
     "pytorch#75097": (
-        "the end of a group hangs or warns",
+        "closing a group hangs or prints a warning",
         ("collective/test_group_failures.py::test_groups_free_all_resources_in_any_close_order",),
     ),
     "gloo#458": (
-        "shared memory is chosen by an environment variable",
+        "shared memory must be enabled with an environment variable",
         ("collective/test_linked_groups.py::test_explain_describes_operations_over_hosts",),
     ),
 }
@@ -113,7 +113,7 @@ print(*sorted(found, key=str), sep="\\n")
     platform.machine() != "x86_64", reason="the test blocks system calls by their x86-64 numbers"
 )
 def test_all_members_raise_memory_error_and_continue() -> None:
-    """An allocation that does not fit fails early, as in a container with 64 MB of shared memory."""
+    """An allocation that does not fit fails early, for example in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     why = "allreduce of group 'full' failed: the system refused more shared memory"

@@ -1,4 +1,4 @@
-"""Members combine nested values with any function, even if some members have run out of values."""
+"""Test that members can combine nested values with any function, even when some have run out of values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def add(a: Any, b: Any) -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
 def test_members_combine_values_until_all_have_run_out(size: int) -> None:
-    """There are as many rounds as the longest member has values; the other members take part with
-    ``join``."""
+    """The member with the most values determines the number of rounds.
+
+    Members that have run out of values take part with ``join``.
+    """
 
     def body(g: Any) -> Any:
         weights, counts = np.zeros(3), []
@@ -41,8 +43,8 @@ def test_members_combine_values_until_all_have_run_out(size: int) -> None:
     assert found[0][1] == [sum(rank % 4 > step for rank in range(size)) for step in range(min(size - 1, 3))]
 
 
-def test_random_function_gives_one_result_to_all_members(run: Any) -> None:
-    """Rank 0 runs the function for all members."""
+def test_random_function_gives_all_members_the_same_result(run: Any) -> None:
+    """Only rank 0 runs the function."""
 
     def body(g: Any) -> Any:
         def draw(a: Any, b: Any) -> Any:
@@ -56,7 +58,7 @@ def test_random_function_gives_one_result_to_all_members(run: Any) -> None:
 
 
 def test_function_error_is_raised_on_all_members(run: Any) -> None:
-    """Members whose own call would have succeeded also raise."""
+    """All members raise, even those on which the function would have succeeded."""
 
     def body(g: Any) -> Any:
         def broken(a: int, b: int) -> int:
@@ -65,7 +67,7 @@ def test_function_error_is_raised_on_all_members(run: Any) -> None:
         for call in (g.allreduce_with, g.allreduce):
             with pytest.raises(ZeroDivisionError) as info:
                 call(g.rank, broken)
-            assert info.value.__notes__[0].startswith("raised at rank 0, which runs the function of ")
+            assert info.value.__notes__[0].startswith("raised on rank 0, which runs the function of ")
         with pytest.raises(TypeError, match="lock"):
             g.allreduce_with(g.rank, lambda a, b: threading.Lock())
         return g.allreduce_with(str(g.rank), lambda a, b: a + b)
@@ -85,8 +87,8 @@ def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
     assert run(2, body) == [None, (0,)]
 
 
-def test_operator_and_function_raise_mismatch() -> None:
-    """All members apply Python's operators themselves, in one step."""
+def test_operator_and_user_function_raise_mismatch() -> None:
+    """Every member applies Python's operators itself, in one step; only rank 0 runs a user's function."""
 
     def body(g: Any) -> str:
         with pytest.raises(Mismatch) as info:

@@ -1,4 +1,4 @@
-"""NumPy's dates and time spans are combined as in NumPy: NaT stays NaT, and meaningless operations raise."""
+"""Test that dates and time spans are combined as in NumPy; NaT stays NaT, and invalid operations raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BY_NUMPY = {"sum": np.add, "mean": np.add, "min": np.minimum, "max": np.maximum}
 
 
 def given(rank: int, dtype: str, length: int) -> Any:
-    """Return dates, some of them negative or before 1970; at all indexes but one, one member has NaT."""
+    """Return dates, some of them negative or before 1970; at every index except one, one member has NaT."""
     found = np.random.default_rng((rank, length)).integers(-(10**6), 10**6, length).astype(dtype)
     found[rank::4] = "NaT"
     return found

@@ -1,4 +1,4 @@
-"""The engine trains replicas like one module, calls its hooks in order, and resumes from a checkpoint."""
+"""Test that replicas learn like one module, that hooks run in order, and that training can resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def engine(group: Any = None, hooks: Any = (), seed: int = 0) -> Engine:
 
 
 class Curve:
-    """Hook that records the loss of each step over all replicas."""
+    """Hook that records the loss of each step, averaged over all replicas."""
 
     def __init__(self, group: Any = None) -> None:
         self.group, self.losses = group, []  # type: ignore[var-annotated]
@@ -54,7 +54,7 @@ class Curve:
 
 
 def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
-    """In float64, the mean of two halves differs from the mean of the whole only by rounding.
+    """In float64, the mean over two halves differs from the mean over the whole batch only by rounding.
 
     A graph prepares the samples.
     """
@@ -65,7 +65,8 @@ def test_engine_with_two_replicas_matches_one_replica(batches: Batches) -> None:
 
     def train(g: Any) -> tuple[list[float], float]:
         curve = Curve(g)
-        made = engine(g, [curve], seed=g.rank)  # all members get the parameters of rank 0
+        # different seeds, because all members get the parameters of rank 0
+        made = engine(g, [curve], seed=g.rank)
         made.train(lambda epoch: half(g, epoch), epochs=2)
         check_equal(made.module, g)
         return curve.losses, made.test(batches)
@@ -135,7 +136,7 @@ def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -
 
 
 def test_hook_can_test_during_training(batches: Batches) -> None:
-    """A layer that was put into eval mode keeps this mode."""
+    """A layer that is in eval mode during training stays in eval mode."""
     seen = []
 
     def validate(state: Any) -> None:
@@ -178,7 +179,7 @@ def test_mean_does_not_keep_the_computation_graph() -> None:
 
 def test_train_rejects_an_iterator_for_several_epochs(batches: Batches) -> None:
     made = engine()
-    with pytest.raises(ValueError, match="batches must be iterable for each of 2 epochs"):
+    with pytest.raises(ValueError, match="batches must be iterable 2 times"):
         made.train(iter(batches), epochs=2)
     assert made.state.step == 0
     made.train(iter(batches), epochs=1)

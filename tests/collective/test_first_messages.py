@@ -1,4 +1,4 @@
-"""The first message from one member to another creates the channel for all later ones."""
+"""Test that the first message from one member to another creates the channel for all later ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = tuple[Any, Any]
 
 
 def near(stack: ExitStack) -> Pair:
-    """Make the messages of two members on one host."""
+    """Create the messages of two members on one host."""
     own, other = (stack.enter_context(member) for member in members(2))
     own._take_slot()
     other._take_slot()
@@ -31,7 +31,7 @@ def near(stack: ExitStack) -> Pair:
 
 
 def remote(stack: ExitStack) -> Pair:
-    """Make the messages of two members on two hosts."""
+    """Create the messages of two members on two hosts."""
     listeners = [CONNECTOR.listen({"rank": rank}) for rank in (0, 1)]
     both = [
         RemotePeers(rank, listeners[rank], [listener.address for listener in listeners], CONNECTOR)
@@ -48,7 +48,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
         yield lambda: request.param(stack)
 
 
-def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> None:
+def test_first_messages_from_several_threads_arrive(pair: Callable[[], Pair]) -> None:
     for _ in range(10):
         own, other = pair()
         together = threading.Barrier(4)
@@ -64,7 +64,7 @@ def test_first_messages_of_several_threads_arrive(pair: Callable[[], Pair]) -> N
 
 
 class Interrupted:
-    """Member whose first call to publish a channel is interrupted by Ctrl-C."""
+    """A member whose first attempt to publish a channel is interrupted before or after publishing."""
 
     def __init__(self, member: Any, when: str) -> None:
         self._member, self._when = member, when
@@ -81,7 +81,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_messages_arrive_after_ctrl_c_during_the_first(when: str) -> None:
+def test_messages_arrive_after_ctrl_c_in_first_send(when: str) -> None:
     with ExitStack() as stack:
         own, other = near(stack)
         peer = own.peer(1)
@@ -92,10 +92,10 @@ def test_messages_arrive_after_ctrl_c_during_the_first(when: str) -> None:
         assert other.receive(0, 20.0) == "next"
 
 
-def test_remote_messages_arrive_after_ctrl_c_during_the_first(
+def test_remote_messages_arrive_after_ctrl_c_in_first_send(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There must be no second connection, because the receiver might read only that one."""
+    """The sender must not connect twice, because the receiver might read only the second connection."""
     begun = messages_remote.start
 
     def cut_off(what: str, *given: Any) -> Any:
@@ -147,7 +147,7 @@ def foreign_peer() -> Iterator[AuthenticatedListener]:
 
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program has the port of a member that has ended."""
+    """The other program uses the port of a member that has ended."""
     monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
     with foreign_peer() as remote:
         own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)

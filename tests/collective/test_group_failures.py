@@ -1,6 +1,6 @@
-"""Errors in a group whose member dies, leaves, is late, or makes a different call.
+"""Test the errors in a group whose member dies, leaves, is late, or makes a different call.
 
-tests/native/test_group_walk.py checks that all survivors agree, for a death at any point.
+tests/native/test_group_walk.py checks that all survivors agree after a death at any point.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """The member dies while others run operations with it, sometimes in the middle of a large one."""
+    """The member dies while others run operations with it, sometimes in the middle of a large operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)
@@ -40,7 +40,7 @@ def test_all_survivors_name_a_killed_member() -> None:
     found = Processes(3, body).results(2)
     assert found[0][:3] == found[2][:3] == (3, (1,), "allreduce")
     assert "rank 1" in found[0][3]
-    assert "died after allreduce, its operation 3" in found[0][3]
+    assert "died after allreduce (operation 3)" in found[0][3]
 
 
 def test_every_call_raises_after_a_death() -> None:
@@ -109,12 +109,12 @@ def test_signal_handler_can_close_the_group_it_interrupts() -> None:
 
 
 def test_signal_handler_can_use_another_group() -> None:
-    """Data sent to the other group does not reach this group."""
+    """Data that is sent to the other group must not reach this group."""
 
     def body(g: Any) -> list[str]:
         if g.rank == 1:
             wait_until(lambda: bool(g._see(0)[4]))
-            for _ in range(20):  # the first signal may arrive before the thread waits
+            for _ in range(20):  # the first signal may arrive before the thread is waiting
                 os.kill(g._see(0)[0], signal.SIGUSR1)
                 called.get(timeout=60)
             g.barrier()
@@ -132,7 +132,7 @@ def test_signal_handler_can_use_another_group() -> None:
     assert Processes(2, body).results(2) == {0: ["of 0", "of 1"], 1: ["of 0", "of 1"]}
 
 
-def test_dropped_member_counts_as_left() -> None:
+def test_garbage_collected_member_counts_as_left() -> None:
     """The member leaves at once, even if it has started operations."""
     first, second = collective.members(2)
     handle = first.barrier(wait=False)
@@ -159,7 +159,7 @@ def test_dropped_member_counts_as_left() -> None:
     ],
 )  # fmt: skip
 def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, message: str) -> None:
-    """The group can still be used."""
+    """After the error, the group can still be used."""
 
     def body(g: Any) -> Any:
         with pytest.raises(Mismatch) as info:
@@ -177,7 +177,7 @@ def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, messag
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Over hosts, members whose parts fit also raise; so do members on one host."""
+    """Members whose own parts fit also raise, on one host and on several."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
@@ -195,14 +195,14 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
         g.allreduce(np.ones(3))
         if g.rank == 1:
             arrived.wait()
-            g.barrier()  # rank 0 had called it
-            with pytest.raises(MemberDied, match=r"rank 0 .*gave up in barrier, its operation 2"):
+            g.barrier()  # rank 0 had already called this barrier
+            with pytest.raises(MemberDied, match=r"rank 0 .*gave up in barrier \(operation 2\)"):
                 g.barrier()
             return None
-        with pytest.raises(TimeoutError, match=r"rank 1 .* after allreduce, its operation 1"):
+        with pytest.raises(TimeoutError, match=r"rank 1 .* after allreduce \(operation 1\)"):
             g.barrier(timeout=0.05)
         arrived.set()
-        with pytest.raises(TimeoutError, match="has failed before"):
+        with pytest.raises(TimeoutError, match="failed earlier"):
             g.barrier()
         return None
 
@@ -210,7 +210,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
 
 
 def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The stall is only logged: without ``timeout``, no operation ends because it is slow."""
+    """The stall is only logged: without ``timeout``, an operation never ends because it is slow."""
     first, second = collective.members(2)
     with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
         handle = first.barrier(wait=False)
@@ -218,7 +218,9 @@ def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         first._stalled(1, 10.0)
         second.barrier()
         handle.wait()
-    message = f"barrier of a group of 2 has waited 10 s for these members: rank 1 (process {os.getpid()})"
+    message = (
+        f"barrier of a group of 2 has been waiting 10 s for these members: rank 1 (process {os.getpid()})"
+    )
     assert message in caplog.text
 
 
@@ -230,9 +232,9 @@ first._stalled(1, 10.0)
 
 
 def test_stall_is_printed_if_logging_is_not_configured() -> None:
-    """Otherwise a user would not see why the program is waiting."""
+    """Without the message, a user would not see why the program is waiting."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
-    assert ended.stderr.startswith("barrier of a group of 2 has waited 10 s for these members: ")
+    assert ended.stderr.startswith("barrier of a group of 2 has been waiting 10 s for these members: ")
 
 
 WAITS = """
@@ -308,7 +310,7 @@ def test_invalid_argument_raises_only_on_the_calling_member() -> None:
 
 
 def test_groups_free_all_resources_in_any_close_order() -> None:
-    """The leftover check covers descriptors, mappings and threads."""
+    """The fixture that looks for leftovers checks descriptors, mappings and threads."""
     groups = [collective.members(3) for _ in range(20)]
     for number, made in enumerate(groups):
         for member in made if number % 2 else reversed(made):
@@ -319,7 +321,7 @@ def test_groups_free_all_resources_in_any_close_order() -> None:
 
 
 def test_death_is_noticed_while_another_member_is_slow() -> None:
-    """The waiting member notices the death before it waits for the slow member."""
+    """The waiting member notices the death before the slow member arrives."""
     reported = threading.Event()
     first, second, third = collective.members(3)
     pid = os.fork()
@@ -348,7 +350,7 @@ def test_death_is_noticed_while_another_member_is_slow() -> None:
 
 
 def test_member_killed_before_joining_counts_as_dead() -> None:
-    """This holds even if other children of the same parent have inherited the member."""
+    """This is so even if other children of the same parent have inherited the member."""
 
     def enter(member: Any, answers: Channel[Any]) -> None:
         if member.rank == 1:
@@ -378,14 +380,14 @@ def test_member_dropped_by_all_processes_counts_as_dead() -> None:
             first.barrier()
 
 
-def test_parent_closes_member_that_it_sent_to_a_process() -> None:
+def test_parent_can_close_a_member_sent_to_a_process() -> None:
     first, second = collective.members(2)
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     with first, pytest.raises(TimeoutError, match="has not joined"):
-        first.barrier(timeout=0.05)  # the parent can still use the group
+        first.barrier(timeout=0.05)  # raises no GroupError: the parent can still use the group
     first, second = collective.members(2)
     with first:
         second.close()
@@ -455,7 +457,7 @@ raise ValueError("a mistake")
 
 
 def test_failed_program_does_not_wait_for_started_operations() -> None:
-    """It would wait for the other member, which is waiting for it."""
+    """Otherwise the program would wait for the other member, which is waiting for it."""
     ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "ValueError: a mistake" in ended.stderr

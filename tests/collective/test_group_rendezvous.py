@@ -1,4 +1,4 @@
-"""Processes that know their ranks form a group, from a launcher's environment or from an equal ``at``."""
+"""Test that processes form a group from a launcher's environment variables or from an equal ``at``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_group_forms_from_environment_of_each_launcher(launcher: str) -> None:
 
 
 def test_concurrent_jobs_form_separate_groups() -> None:
-    """This also holds for a job that restarts at once with the same address."""
+    """The jobs stay separate even if one restarts at once with the same address."""
 
     def variables(port: str) -> Callable[[str, str], dict[str, str]]:
         return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}
@@ -81,7 +81,7 @@ def test_invalid_rank_and_size_in_environment_raise() -> None:
 @pytest.mark.parametrize(
     ("tasks", "node", "local_size"), [("2(x3),1", "0", 2), ("2(x3),1", "3", 1), ("7", "0", 7)]
 )
-def test_members_on_this_node_follow_from_slurm_task_counts(tasks: str, node: str, local_size: int) -> None:
+def test_local_size_is_derived_from_slurm_task_counts(tasks: str, node: str, local_size: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     assert place(LAUNCHERS["Slurm"]("0", "7") | step).local_size == local_size
 
@@ -100,7 +100,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
 
 @pytest.mark.parametrize("launcher", ["PMI", "torchrun"])
 def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Template) -> None:
-    """They find each other by an address and a secret in the environment, or by torchrun's store."""
+    """They find each other with an address and a secret from the environment, or with torchrun's store."""
     if launcher == "torchrun" and importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed: pip install torch")
 
@@ -164,12 +164,12 @@ with ThreadPoolExecutor(2) as pool:
 
 def test_processes_with_many_descriptors_form_a_group() -> None:
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096:
-        pytest.skip("the limit of descriptors is below 4,096: ulimit -Hn")
+        pytest.skip("the limit on descriptors is below 4,096 (see ulimit -Hn)")
     assert scripts.run_python("-c", MANY_DESCRIPTORS) == "2 2\n"
 
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Therefore a stage whose workers are replaced does not fail the run."""
+    """This lets a stage continue whose workers are replaced."""
     take_slot, seen = SharedGroup._take_slot, []
 
     def be_killed() -> None:

@@ -1,6 +1,6 @@
-"""An exception from a signal handler propagates unchanged from a group's waiting call.
+"""Test that an exception from a signal handler propagates unchanged from a group's waiting call.
 
-Even a ``TimeoutError`` is not treated as the call's own timeout or as a connection error.
+Even a ``TimeoutError`` is not mistaken for the call's own timeout or for a connection error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.collective.rendezvous.address import meet_at
 
 
 class TimeIsUp(TimeoutError):
-    """Exception that the handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def raises(*_: Any) -> None:
@@ -30,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Return a function that makes a call, which waits until the handler interrupts it."""
+    """Return a function that makes a waiting call and interrupts it with the signal handler."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -45,8 +45,7 @@ def interrupted() -> Iterator[Callable[..., None]]:
 def with_members(
     hosts: str | None, others: Callable[[Any], Any]
 ) -> tuple[Any, list[Any], Callable[[], None]]:
-    """Return rank 0 of a group, the results of ``others`` in threads, and a function that joins the
-    threads."""
+    """Return rank 0 of a group, a list of the others' results, and a function that joins their threads."""
     size, found, at = len(hosts or "aa"), [None] * len(hosts or "aa"), free_address()
     local_members = collective.members(size) if hosts is None else None
 
@@ -154,7 +153,7 @@ def test_handler_exception_propagates_from_a_torch_backend(
 
 
 class Interrupted:
-    """Connection that raises the signal in the middle of one of its methods."""
+    """A connection that raises the signal in the middle of one of its methods."""
 
     def __init__(self, sock: socket.socket, call: str) -> None:
         self._sock, self._call = sock, call

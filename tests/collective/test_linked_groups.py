@@ -1,6 +1,6 @@
-"""Groups over several hosts: how they form, their errors, and the groups split from them.
+"""Test groups that span several hosts: forming them, their errors, and the groups split from them.
 
-The other files in this folder check that their operations give the same results as on one host.
+The other files in this folder check that operations give the same results on several hosts as on one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_results_have_equal_bits_on_any_number_of_hosts(hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "abc"])
 @pytest.mark.parametrize(("whole", "block"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 1 << 16)])
-def test_sum_is_equal_for_whole_sliced_and_blocked_sending(
+def test_sum_is_equal_for_whole_sliced_and_blocked_exchange(
     hosts: str, whole: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", whole), ("WHOLE_OF_TWO", whole), ("BLOCK", block)):
@@ -56,7 +56,7 @@ def test_sum_is_equal_for_whole_sliced_and_blocked_sending(
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_death_raises_on_all_hosts(victim: int) -> None:
-    """The victim is a leader or another member."""
+    """The victim may be a leader or another member."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)
@@ -150,7 +150,7 @@ def test_mismatch_on_one_host_raises_on_all_hosts() -> None:
         assert total == 4
 
 
-def test_waiting_call_ends_only_by_its_own_timeout() -> None:
+def test_waiting_call_ends_only_at_its_own_timeout() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             with pytest.raises(MemberDied):
@@ -158,7 +158,7 @@ def test_waiting_call_ends_only_by_its_own_timeout() -> None:
             return None
         if g.rank == 1:
             return None
-        with pytest.raises(TimeoutError, match=r"barrier timed out: rank 0 with its host has not arrived"):
+        with pytest.raises(TimeoutError, match=r"barrier timed out: the host of rank 0 did not arrive"):
             g.barrier(timeout=0.3)
         return None
 
@@ -181,13 +181,13 @@ def test_subgroup_on_one_host_uses_shared_memory() -> None:
 
 
 def test_close_ends_started_operations() -> None:
-    """Operations that are waiting for another host end, on the leader and on other members.
+    """Started operations that are waiting for another host end on the leader and on other members.
 
-    A member that calls later may find its operation completed, because all its data had arrived.
+    Rank 0 can still complete the first barrier, because all data for it has already arrived.
     """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # rank 0 calls after the others have left
+        if g.rank == 0:  # rank 0 makes its calls after the others have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -196,7 +196,7 @@ def test_close_ends_started_operations() -> None:
             return left.value.ranks
         handle = g.barrier(wait=False)
         if g.rank == 1:
-            wait_until(lambda: g.stats()[0].sent > 0)  # so rank 2 has also called
+            wait_until(lambda: g.stats()[0].sent > 0)  # the leader sends only after rank 2 has also called
             g.send("both wait", 2)
         else:
             g.receive(1)
@@ -210,7 +210,7 @@ def test_close_ends_started_operations() -> None:
 
 @pytest.mark.parametrize("victim", [0, 2, 3])
 def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim is a leader that others dial or wait for, or another member."""
+    """The victim may be a leader that dials or is dialled, or another member."""
 
     def body(g: Any) -> Any:
         def die(*_: Any) -> None:
@@ -225,7 +225,7 @@ def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.M
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:
-    """A member that ended without having sent anything counts as left."""
+    """A member that ended without having sent anything counts as a member that left."""
 
     def body(g: Any) -> Any:
         if g.rank == 0:
@@ -257,7 +257,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """The sender has sent a message or none. A message that was sent earlier is received."""
+    """A message that the victim sent before its death is still received. There may be none."""
 
     def body(g: Any) -> Any:
         if g.rank:
@@ -286,7 +286,7 @@ def test_message_waits_for_receiver_and_receive_can_time_out() -> None:
         if g.rank:
             x = np.arange(1_000_000)
             for _ in range(3):
-                g.send(x, 0)  # the receiver has not called yet
+                g.send(x, 0)  # the receiver has not made its call yet
             g.barrier()
             return g.receive(0)
         g.barrier()
@@ -324,25 +324,25 @@ def test_explain_describes_operations_over_hosts() -> None:
     def body(g: Any) -> Any:
         found = (g.explain(name, 1) for name in ("scatter", "broadcast", "barrier"))
         assert [one.rpartition(", ")[2] for one in found] == [
-            "to each what is for it",
-            "what the root has",
-            "a word of each",
+            "the data for each host",
+            "the data of the root",
+            "one word from each host",
         ]
         return g.explain("allreduce", np.ones(10)), g.explain("reduce_scatter", np.ones(10**6))
 
     small, large = OverHosts("ab", body).results(2)[0]
-    assert small.endswith("over connections between the 2 hosts' leaders, all that each has")
+    assert small.endswith("over connections between the 2 hosts' leaders, all data from each host")
     assert small.startswith(
         "allreduce: exchange: each member reads the inputs of the others; shared memory, 1 member on"
     )
     assert large.startswith("reduce_scatter: slices: ")
-    assert large.endswith("over connections between the 2 hosts' leaders, a slice for each")
+    assert large.endswith("over connections between the 2 hosts' leaders, one slice for each host")
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """Each side has received the bytes that the other side sent.
+    """Each side has received as many bytes as the other side sent.
 
-    Only leaders have connections, one to each other host.
+    Only leaders have connections: one to each of the other hosts.
     """
 
     def body(g: Any) -> Any:
@@ -391,7 +391,7 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_ended_connection_reports_last_message(error: Exception) -> None:
-    """The error is the sender's, not a report that the sender died."""
+    """The error is the one that the sender reported, not a report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

@@ -1,4 +1,4 @@
-"""Messages between two members arrive complete and in order, without a waiting receiver."""
+"""Test that messages arrive complete and in order, even if the receiver is not waiting when they are sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_messages_of_all_types_arrive_in_order(run: Any) -> None:
 
 
 def test_receive_converts_between_array_and_tensor(run: Any) -> None:
-    """The types and sizes must match, as in every operation."""
+    """The element types and sizes must match, as in every operation."""
 
     def body(g: Any) -> Any:
         import torch
@@ -63,7 +63,7 @@ def test_sendreceive_shifts_along_a_ring(run: Any) -> None:
     assert run(4, body) == [3, 0, 1, 2]
 
 
-def test_receive_fills_out_and_rejects_other_sizes() -> None:
+def test_receive_fills_the_out_array_and_rejects_other_sizes() -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send(np.arange(6.0), 1)
@@ -78,7 +78,7 @@ def test_receive_fills_out_and_rejects_other_sizes() -> None:
     assert in_threads(2, body)[1] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 
 
-def test_messages_sent_before_close_arrive_after_it(run: Any) -> None:
+def test_messages_sent_before_close_arrive_after_close(run: Any) -> None:
     def body(g: Any) -> Any:
         if g.rank == 0:
             g.send("farewell", 1)
@@ -140,7 +140,7 @@ class Counted:
 
 
 def test_waiting_message_is_serialized_once() -> None:
-    """The receiver has not opened the channel."""
+    """The message waits because the receiver has not opened the channel."""
     own, other = members(2)
     item = Counted()
     with own, other:
@@ -188,10 +188,10 @@ def test_invalid_ranks_and_timeouts_raise() -> None:
 
 
 @pytest.mark.parametrize("at_once", [128, 2])
-def test_receive_any_returns_sender_and_keeps_its_order(
+def test_receive_any_returns_sender_and_keeps_message_order(
     run: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """There are more members than one ``select`` accepts."""
+    """The group has more members than one ``select`` accepts."""
     monkeypatch.setattr(point_to_point, "CHANNELS_OF_ONE_SELECT", at_once)
 
     def body(g: Any) -> Any:
@@ -211,9 +211,9 @@ def test_receive_any_returns_sender_and_keeps_its_order(
 
 
 def test_receive_any_loses_no_message_after_a_death() -> None:
-    """All messages are received before the death is raised.
+    """The death is raised only after all messages have been received.
 
-    The caller might otherwise wait for a message that is there.
+    Otherwise the caller might miss a message that has already arrived.
     """
 
     def body(g: Any) -> Any:

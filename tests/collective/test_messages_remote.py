@@ -1,4 +1,4 @@
-"""Messages between hosts: one member receives bytes that the test sends."""
+"""Test the receiving side of messages between hosts, with bytes that the test sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONNECTOR = Connector(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages of rank 0. The test sends for the other members, and one of them may have ended."""
+    """The messages of rank 0. The test sends for the other members; one of these members may have ended."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]
@@ -56,7 +56,7 @@ def sender(to_us: Received, rank: int) -> socket.socket:
 
 
 def two() -> tuple[RemotePeers, RemotePeers]:
-    """Make two members on two hosts."""
+    """Create two members on two hosts."""
     listeners = [CONNECTOR.listen({"rank": rank}) for rank in (0, 1)]
     local, remote = (
         RemotePeers(rank, listener, [listener.address for listener in listeners], CONNECTOR)
@@ -65,7 +65,7 @@ def two() -> tuple[RemotePeers, RemotePeers]:
     return local, remote
 
 
-def test_message_is_received_after_a_timeout_in_its_middle(to_us: Received) -> None:
+def test_message_is_received_after_a_timeout_midway(to_us: Received) -> None:
     message = dumps(x := bytes(range(256)) * 400)
     whole = SIZE.pack(len(message)) + message
     with sender(to_us, 1) as remote:
@@ -81,7 +81,7 @@ def test_message_is_received_after_a_timeout_in_its_middle(to_us: Received) -> N
 
 
 def interrupted(after: int, call: Callable[[], Any]) -> Any:
-    """Return the result of the call, or ``KeyboardInterrupt`` if it was raised at point ``after``.
+    """Return the result of the call, or ``KeyboardInterrupt`` if it was raised at point number ``after``.
 
     The points are the start of each Python function and the end of each system call.
     """
@@ -103,7 +103,7 @@ def interrupted(after: int, call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("how", ["receive", "receive into an array", "receive_any"])
 def test_receive_loses_no_message_to_ctrl_c(where: Any, how: str) -> None:
-    """The next call returns the message that an interrupted call has taken."""
+    """If an interrupted call has already taken a message, the next call returns that message."""
     first = np.arange(700.0)
 
     def call(g: Any) -> Any:
@@ -133,7 +133,7 @@ def test_receive_loses_no_message_to_ctrl_c(where: Any, how: str) -> None:
 
 @pytest.mark.parametrize("any_source", [False, True])
 def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None:
-    """The interrupted receive had begun to watch its sender."""
+    """The interrupted receive had already begun to watch the sender."""
     for after in range(0, 60, 3):
         local, remote = two()
         own, other = Messages(0, 2, local.peer), Messages(1, 2, remote.peer)
@@ -150,7 +150,7 @@ def test_first_message_arrives_after_ctrl_c_in_receive(any_source: bool) -> None
 
 
 class Now:
-    """Object that fails to unpickle now and succeeds later."""
+    """An object that fails to unpickle at first and succeeds later."""
 
     error: BaseException | Callable[[], BaseException] | None = None
 
@@ -208,7 +208,7 @@ def test_message_that_can_never_be_unpickled_is_skipped(to_us: Received) -> None
         assert to_us.receive(1, 60.0) == "next"
 
 
-def test_end_of_a_peer_that_never_sent_is_noticed(to_us: Received) -> None:
+def test_receive_notices_that_a_silent_peer_has_ended(to_us: Received) -> None:
     with pytest.raises(MemberDied) as died:
         to_us.receive(1, None)
     assert died.value.ranks == (1,)
@@ -217,8 +217,8 @@ def test_end_of_a_peer_that_never_sent_is_noticed(to_us: Received) -> None:
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_end_of_watched_peer_is_noticed(leaves: bool) -> None:
-    """The peer has left, or its connections were closed."""
+def test_receive_any_notices_that_a_watched_peer_has_ended(leaves: bool) -> None:
+    """The peer either leaves, or loses its connections without leaving."""
     local, remote = two()
     found = ThreadPeer(Messages(0, 2, local.peer).receive_any, None)
     wait_until(lambda: bool(remote._watchers))
@@ -255,7 +255,7 @@ def test_repr_hides_the_group_secret() -> None:
 
 
 def separate_hosts() -> tuple[str, str]:
-    """Return the identity of this host, and that of a container that shares only its network."""
+    """Return the identity of this host, and the identity of a container that shares only its network."""
     alone, user = 0x20000000, 0x10000000  # CLONE_NEWPID, CLONE_NEWUSER
     if ctypes.CDLL(None).unshare(alone | (user if os.geteuid() else 0)):
         return "", ""
@@ -267,8 +267,8 @@ def separate_hosts() -> tuple[str, str]:
     return this_host(), os.read(reader_end, 1000).decode()
 
 
-def test_processes_in_different_namespaces_count_as_hosts() -> None:
-    """In the containers of one pod, a pid may belong to another process or to none."""
+def test_processes_in_different_namespaces_count_as_different_hosts() -> None:
+    """In the containers of one pod, a process ID may belong to a different process or to none."""
     local, remote = ProcessPeer(separate_hosts).result()
     if not local:
         pytest.skip("this system does not allow new PID namespaces")
@@ -292,7 +292,7 @@ def test_processes_of_two_users_count_as_two_hosts() -> None:
         with meet_at(at, SECRET, rank, 2, 60) as g:
             return work(g)
 
-    raised(over_hosts(2, work))  # imports modules that the other user may not be able to read
+    raised(over_hosts(2, work))  # first imports modules that the other user may not be able to read
     peers = [ProcessPeer(member, rank, user) for rank, user in ((0, 0), (1, 65534))]
     assert [peer.result() for peer in peers] == [(3, "LinkedGroup")] * 2
 
@@ -323,8 +323,8 @@ def sending() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("lets_in", [False, True])
 @pytest.mark.parametrize("tls", [False, True])
-def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool) -> None:
-    """The peer never accepts the connection, or reads nothing."""
+def test_abandoning_messages_ends_the_sending_thread(lets_in: bool, tls: bool) -> None:
+    """The peer never accepts the connection, or accepts it but never reads."""
     if tls:
         pytest.importorskip("cryptography")
     connector = Connector(SECRET, "127.0.0.1", tls)
@@ -334,7 +334,7 @@ def test_abandoned_messages_leave_no_thread_that_sends(lets_in: bool, tls: bool)
         local, remote = (
             RemotePeers(rank, listener, addresses, connector) for rank, listener in enumerate(listeners)
         )
-        for _ in range(20):  # more than the peer's threads accept without a receiver
+        for _ in range(20):  # more than the peer's threads accept while nothing is received
             local.peer(1).send(bytes(4 << 20), None)
         if lets_in:
             wait_until(lambda: remote.peer(0).incoming().stats().inside == READ_AHEAD)

@@ -1,4 +1,7 @@
-"""A member runs one operation at a time. A second call waits, or raises if it would wait forever."""
+"""Test that a member runs one operation at a time.
+
+A second call waits, or raises if it would wait forever.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def members() -> Iterator[Any]:
     yield made
     for member in made:
         member.close()
-    made.clear()  # the list exists after the test
+    made.clear()  # pytest keeps the list after the test
     del member
 
 
@@ -33,7 +36,7 @@ def is_inside(member: Any) -> bool:
 
 @contextlib.contextmanager
 def inside(members: Any) -> Iterator[Any]:
-    """Yield one of the members while another of its threads is in an operation."""
+    """Yield one of the members while another thread is running an operation on it."""
     thread = threading.Thread(target=members[0].barrier)
     thread.start()
     wait_until(lambda: is_inside(members[0]))
@@ -71,7 +74,7 @@ def test_signal_handler_cannot_nest_operations(members: Any) -> None:
 
 
 def test_timeout_applies_while_another_thread_is_in_an_operation(members: Any) -> None:
-    message = "barrier of a group of 2 timed out before it began: another thread was in an operation"
+    message = "barrier of a group of 2 timed out before it began: another thread was running an operation"
     with inside(members) as member, pytest.raises(TimeoutError, match=message):
         member.barrier(timeout=0.01)
 

@@ -1,6 +1,6 @@
-"""Every operation returns the defined result, on threads and processes.
+"""Test that every operation returns the defined result, in threads and in processes.
 
-The sizes include all at which the algorithm changes. All members get the same bits.
+The sizes include every size at which the algorithm changes. All members must get the same bits.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_allreduce_supports_each_type_and_op(run: Any, dtype: str, length: int) 
             np.testing.assert_array_equal(found[op], right, err_msg=op)
 
 
-def test_float16_values_are_converted_like_in_numpy(run: Any) -> None:
+def test_float16_values_are_converted_as_in_numpy(run: Any) -> None:
     """All values are tested, including infinities and subnormals; NaN stays NaN."""
     every = np.arange(65536, dtype=np.uint16).view(np.float16)
 
@@ -231,7 +231,7 @@ def test_started_operations_keep_order_and_errors(run: Any) -> None:
     def body(g: Any) -> Any:
         many = [np.full(50_000, float(i)) for i in range(10)]
         handles = [g.allreduce(x, wait=False) for x in many]
-        total = g.allreduce(np.ones(3))  # after all started operations
+        total = g.allreduce(np.ones(3))  # runs after all started operations
         assert all(handle.done() for handle in handles)
         found = [handle.wait()[0] for handle in handles]
         wrong = g.allreduce("no number", op="min", wait=False), g.allreduce(1, op="and", wait=False)
@@ -275,7 +275,7 @@ def test_every_operation_supports_wait_false(run: Any) -> None:
     assert run(2, body) == [([*mismatches, "ZeroDivisionError"], 2)] * 2
 
 
-def test_split_makes_groups_by_key(run: Any) -> None:
+def test_split_creates_one_group_per_key(run: Any) -> None:
     """Groups may have any size and any key, and can be split again."""
 
     def body(g: Any) -> Any:
@@ -290,8 +290,8 @@ def test_split_makes_groups_by_key(run: Any) -> None:
     assert run(5, body) == [(3, [0, 3]), (5, [1, 4]), (2, [2]), (3, [0, 3]), (5, [1, 4])]
 
 
-def test_split_makes_a_group_of_leaders(run: Any) -> None:
-    """Closing a subgroup also closes its ``leaders``."""
+def test_split_creates_a_group_of_leaders(run: Any) -> None:
+    """Closing a subgroup also closes its member of ``leaders``."""
 
     def body(g: Any) -> Any:
         part = g.split(g.rank % 2 if g.rank else None)

@@ -1,4 +1,4 @@
-"""Replicas that are trained by a group's members stay equal, and learn like one module."""
+"""Test that replicas trained by a group's members stay equal and learn like one module."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def accuracy(net: Any, digits: Any) -> float:
 
 @pytest.mark.parametrize("run", [in_threads, in_processes], ids=["threads", "processes"])
 def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> None:
-    """In float64, the mean of two halves differs from the mean of the whole only by rounding."""
+    """In float64, the mean over two halves differs from the mean over the whole batch only by rounding."""
 
     def train(g: Any) -> tuple[list[float], float]:
         net = model(seed=g.rank)
@@ -144,7 +144,7 @@ def test_accumulate_blocks_can_be_nested() -> None:
 
 
 def test_gradient_buffers_start_in_equal_order_on_all_replicas() -> None:
-    """A parameter without a gradient counts as zero."""
+    """The gradient of an unused parameter counts as zero."""
 
     def train(g: Any) -> tuple[int, list[float]]:
         net = nn.ModuleList([nn.Linear(512, 512) for _ in range(4)])
@@ -237,7 +237,7 @@ def test_compression_of_complex_parameters_raises(compress: str) -> None:
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digits: Any) -> None:
-    """They match one module with the mean gradients of the members that still have a batch, bit for bit."""
+    """The replicas match, bit for bit, one module with gradients averaged over the members with a batch."""
 
     def train(g: Any) -> tuple[list[int], list[Tensor]]:
         net = model()
@@ -269,9 +269,9 @@ def test_replicas_stay_equal_with_unequal_batch_counts(run: Any, size: int, digi
 
 
 def test_mean_gradients_use_one_buffer_per_type() -> None:
-    """A parameter may have any type, no gradient, or a sparse one.
+    """A parameter may have any type, and its gradient may be missing or sparse.
 
-    Members without a batch also have the buffers.
+    Members without a batch also have these buffers.
     """
 
     def train(g: Any) -> tuple[int, list[list[float]]]:
@@ -296,7 +296,7 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
-    """The centre equals consecutive averages over all members, even with unequal numbers of batches."""
+    """The centre equals successive averages over all members, even if their numbers of batches differ."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -309,7 +309,7 @@ def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
                 optimizer.step()
                 average.step()
         average.join()
-        with pytest.raises(Mismatch, match="has other values at rank 1"):
+        with pytest.raises(Mismatch, match="has different values on rank 0 and rank 1"):
             check_equal(net, g)
         average.to_centre()
         check_equal(net, g)
@@ -320,7 +320,7 @@ def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
 
 
 def pulled(g: Any, to: float) -> tuple[Any, ElasticAverage]:
-    """Return an average whose weight was 1 and is now ``to``."""
+    """Return a module and its average; its weights were 1 at first and are now ``to``."""
     net = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         net.weight.fill_(1.0)
@@ -337,7 +337,7 @@ def test_elastic_average_follows_its_formula() -> None:
         average.to_centre()
         return [own_rows, net.weight.item()]
 
-    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved by 1 and by 2 towards a centre of 1
+    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved by 1 and by 2 towards a centre at 1
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
@@ -362,14 +362,14 @@ def other_values(net: Any, rank: int) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
-    "values": (other_values, r"'2.bias', float64\[10\], of rank 0 has other values at rank 2"),
+    "values": (other_values, r"'2.bias', float64\[10\], has different values on rank 0 and rank 2"),
     "shape": (
         lambda net, rank: rank == 1 and net.__setitem__(2, nn.Linear(32, 9).double()),
-        r"'2.weight', float64\[10, 32\], of rank 0 is '2.weight', float64\[9, 32\], at rank 1",
+        r"'2.weight', float64\[10, 32\], on rank 0 is '2.weight', float64\[9, 32\], on rank 1",
     ),
     "more": (
         lambda net, rank: rank == 1 and net.append(nn.Linear(10, 2).double()),
-        "rank 0 has 4 parameters and buffers, but that of rank 1 has 6",
+        "rank 0 has 4 parameters and buffers, but the module on rank 1 has 6",
     ),
 }
 
@@ -407,7 +407,7 @@ def test_check_equal_names_first_difference_and_rank(change: str) -> None:
 
 
 class Nothing:
-    """Code for a device without memory; it reads and writes nothing."""
+    """An encoding for a device without memory; it reads and writes nothing."""
 
     def encode(self, x: Tensor) -> Any:
         return str(x.device), x.numel()
@@ -417,7 +417,7 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each buffer is on one device, which finishes its work before other members read the buffer."""
+    """Each buffer is on one device, and the device finishes before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 
@@ -430,4 +430,5 @@ def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest
         return [str(p.grad.device) for net in (on_meta, on_cpu) for p in net.parameters()]
 
     assert ok(in_threads(2, body)) == [["meta", "meta", "cpu", "cpu"]] * 2
-    assert finished == ["meta"] * 4  # two members, each before and after
+    # each of the two members finishes the device twice: before the call and after it
+    assert finished == ["meta"] * 4

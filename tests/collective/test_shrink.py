@@ -1,6 +1,6 @@
-"""``shrink``: the survivors of a group agree on who is left and form a new group.
+"""Test that the survivors of a group agree on the remaining members and form a new group.
 
-More members may die during the call.
+More members may die during ``shrink``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_shrink_keeps_the_order_of_the_survivors(victims: set[int]) -> None:
 def test_shrink_survives_a_death_during_the_call(
     victim: int, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victim is the first survivor, which makes the group, or another survivor.
+    """The victim is the first survivor, which creates the group, or another survivor.
 
     It dies before the offer, before it joins, or before all have joined.
     """
@@ -64,7 +64,7 @@ def test_shrink_survives_a_death_during_the_call(
     before = getattr(SharedGroup, at, None)
 
     def dies(self: Any, *arguments: Any) -> Any:
-        """Die when the new group is called."""
+        """Kill this member when it calls the function."""
         if isinstance(self, SharedGroup) and self.size == 4:
             assert before is not None
             return before(self, *arguments)
@@ -75,8 +75,8 @@ def test_shrink_survives_a_death_during_the_call(
     assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
-def test_shrink_ignores_members_that_left_and_interrupts_others() -> None:
-    """The member left before the shrink, or after it gave up."""
+def test_shrink_ignores_members_that_left_and_interrupts_waiting_members() -> None:
+    """Two members have left. Other members are still waiting in an operation, which is interrupted."""
     survivors = threading.Event()
 
     def body(g: Any) -> Any:
@@ -109,11 +109,11 @@ WAITS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("call", WAITS)
 def test_shrink_interrupts_a_waiting_receive(call: str) -> None:
-    """Messages were exchanged earlier, and all members are alive."""
+    """All members are alive, and messages have already been exchanged."""
 
     def body(g: Any) -> Any:
         assert g.sendreceive(g.rank, to=1 - g.rank, source=1 - g.rank) == 1 - g.rank
-        g.barrier()  # otherwise rank 1 may still be receiving it
+        g.barrier()  # otherwise rank 1 may still be receiving the message
         if g.rank == 1:
             with pytest.raises(MemberDied):
                 WAITS[call](g)
@@ -138,7 +138,7 @@ def test_shrink_does_not_wait_for_unread_messages() -> None:
 
 
 def test_shrink_ends_started_operations_first() -> None:
-    """After that, they publish nothing more."""
+    """After a failed shrink, a started operation must not publish anything more."""
     gave_up = threading.Event()
 
     def body(g: Any) -> None:
@@ -181,7 +181,7 @@ def test_interrupted_shrink_releases_members_that_have_joined(
                 g.shrink()
             interrupted.set()
             done.wait()
-            del caught  # the exception kept everything that the leader had made
+            del caught  # the exception keeps everything that the leader created alive
             return None
         found = g.shrink().allgather(g.rank)
         done.set()
@@ -190,7 +190,7 @@ def test_interrupted_shrink_releases_members_that_have_joined(
     assert in_threads(3, body) == [None, [1, 2], [1, 2]]
 
 
-def test_shrink_raises_only_on_the_member_without_descriptors(
+def test_shrink_raises_only_on_a_member_without_free_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     take_over, at_their_limit = shrink.take_over, set()
@@ -229,7 +229,9 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
         if g.rank == 2:
             late.wait()
         if g.rank == 0:
-            with pytest.raises(TimeoutError, match=r"shrink of a group of 3 .*: \[1, 2\] did not arrive"):
+            with pytest.raises(
+                TimeoutError, match=r"shrink of a group of 3 .*: ranks \[1, 2\] did not arrive"
+            ):
                 g.shrink(timeout=0.05)
             checked = checks.count((0, 1))
             late.set()
@@ -243,7 +245,7 @@ def test_shrink_timeout_names_missing_members(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_group_can_shrink_until_one_member_is_left() -> None:
-    """Members are killed at any time. All survivors complete the same operations with all members."""
+    """Members are killed at any time. All survivors complete the same operations with each other."""
     chance = random.Random(3)
 
     def body(g: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``shrink`` over hosts: the survivors reconnect at the group's first address, and rank 0 lists them."""
+"""Test ``shrink`` on several hosts: the survivors reconnect at the group's address, and rank 0 lists them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowchan.errors import GroupError, MemberDied
 def test_shrink_keeps_the_order_of_the_survivors(
     hosts: str, victims: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The victims are on one host or on several. Waiting for a host without survivors has a time limit."""
+    """The victims are on one host or on several. The wait for a host without survivors has a time limit."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 2.0)
 
     def body(g: Any) -> Any:
@@ -45,7 +45,7 @@ def test_shrink_keeps_the_order_of_the_survivors(
 
 @pytest.mark.parametrize("at", ["meet_by", "_follow"])
 def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The victim dies before it reaches rank 0, or when all are about to connect."""
+    """The victim dies before it reaches rank 0, or when all members are about to connect."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
@@ -82,7 +82,7 @@ def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("late", "hosts"), [(0, "abb"), (2, "aab"), (3, "aaab")])
 def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late member accepts connections, so it is alive, and the members waiting for it do not give up."""
+    """A late member still accepts connections, so the members waiting for it do not give up."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 0.2)
     requests: Channel[None] = Channel(across="processes")
     is_late = address._is_late
@@ -110,7 +110,7 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
 
 
 def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a timeout, no TimeoutError is raised."""
+    """Without a timeout, ``shrink`` never raises ``TimeoutError``."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by
@@ -139,7 +139,7 @@ def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.Monke
 
 
 def test_shrink_timeout_ends_wait_for_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Members that have reached rank 0 also raise."""
+    """Members that have already reached rank 0 also raise."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")
 
@@ -173,7 +173,8 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemberDied):
             work(g)
         with pytest.raises(
-            GroupError, match=r"rank 0, which decides about the members, has not answered.*create a new group"
+            GroupError,
+            match=r"rank 0, which decides which members remain, has not answered.*create a new group",
         ):
             g.shrink()
         return True
@@ -182,7 +183,7 @@ def test_shrink_fails_without_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shrink_fails_only_on_members_cut_off_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Therefore only one part of a partitioned network continues."""
+    """This way, only one part of a partitioned network continues."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def cut(*_: Any, why: str, **__: Any) -> Any:
@@ -208,7 +209,7 @@ def test_shrink_without_address_raises_with_remedy() -> None:
     def body(g: Any) -> Any:
         with (
             g.split(0) as part,
-            pytest.raises(GroupError, match="did not meet at an address"),
+            pytest.raises(GroupError, match="was created without an address"),
         ):
             part.shrink()
         return g.allreduce(1)

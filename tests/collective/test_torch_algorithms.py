@@ -1,8 +1,8 @@
-"""Backends of torch.distributed as algorithms of a group.
+"""Test torch.distributed's backends as algorithms of a group.
 
-They give the same results as the native algorithms, and a death in them raises the usual error. CUDA tensors
-use NCCL, which needs devices. Without devices, the choice of the backend is tested with a dummy backend and
-with tensors that have no memory.
+They must give the same results as the native algorithms, and a death during their operations must raise the
+usual error. CUDA tensors use NCCL, which needs devices. Without devices, the choice of the backend is tested
+with a dummy backend and with tensors that have no memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ needs_cuda = pytest.mark.skipif(not DEVICES, reason="no CUDA device: run the tes
 
 @pytest.fixture(autouse=True, scope="module")
 def used_before(one_compute_thread: None) -> None:
-    """Create a store first, so that the resources that torch keeps do not look like leaks."""
+    """Create a store in advance, so that the resources that torch keeps do not look like leaks."""
     in_threads(2, lambda g: (by(g, "gloo"), g.allreduce(torch.ones(1))))
 
 
@@ -61,7 +61,7 @@ def all_results(g: Any, make: Callable[[Any], Any]) -> list[Any]:
 
 
 class RecordingBackend:
-    """Backend that records its calls and completes them at once, after calling ``first``."""
+    """A backend that records its calls and completes them at once, after calling ``first``."""
 
     def __init__(self, first: Callable[[], Any] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -88,7 +88,7 @@ def fail() -> None:
 
 
 def replace_backend(g: Any, backend: RecordingBackend) -> None:
-    """Replace the member's gloo by ``backend``, and keep gloo's connections open."""
+    """Replace the member's gloo with ``backend``, but keep gloo's connections open."""
     backend.before, g._backends["gloo"]._backend = g._backends["gloo"]._backend, backend
 
 
@@ -106,8 +106,8 @@ def test_gloo_matches_native_algorithms(run: Any) -> None:
         assert later == [3.0] * 3
 
 
-def test_gloo_algorithm_checks_out_before_the_operation(run: Any) -> None:
-    """All algorithms check ``out`` in the same way."""
+def test_gloo_algorithm_validates_out_before_the_operation(run: Any) -> None:
+    """Every algorithm checks ``out`` in the same way."""
 
     def body(g: Any) -> Any:
         x = np.full(4, 1.5)
@@ -144,7 +144,7 @@ def test_gloo_accepts_readonly_inputs(run: Any) -> None:
     assert run(2, body) == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
-def test_gloo_mean_of_halves_does_not_overflow(run: Any) -> None:
+def test_gloo_mean_of_float16_does_not_overflow(run: Any) -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         x = torch.ones(2) if g.rank else np.ones(2, "f4")
@@ -155,7 +155,7 @@ def test_gloo_mean_of_halves_does_not_overflow(run: Any) -> None:
     assert run(2, body) == [([2.0] * 2, [60000.0] * 3)] * 2
 
 
-def test_store_of_one_host_listens_on_loopback_only() -> None:
+def test_store_on_one_host_listens_only_on_loopback() -> None:
     def body(g: Any) -> Any:
         by(g, "gloo")
         g.allreduce(torch.ones(1))
@@ -180,7 +180,7 @@ def test_store_failure_raises_on_all_members() -> None:
         if g.rank == 0:
             algorithm._address = fail
         with pytest.raises(
-            GroupError, match=r"allreduce by gloo failed at rank 0: .*the backend fails on this member"
+            GroupError, match=r"allreduce with gloo failed on rank 0: .*the backend fails on this member"
         ):
             g.allreduce(torch.ones(1))
         vars(algorithm).pop("_address", None)
@@ -228,12 +228,12 @@ def test_backend_failure_raises_on_all_members(run: Any) -> None:
 
     def body(g: Any) -> Any:
         by(g, "gloo")
-        with pytest.raises(GroupError, match=r"allreduce by gloo failed at rank \d: "):
+        with pytest.raises(GroupError, match=r"allreduce with gloo failed on rank \d: "):
             g.allreduce(torch.zeros(3, dtype=torch.uint32))  # a type that gloo does not support
         before = g.allreduce(torch.ones(3)).tolist()
         if g.rank == 1:
             replace_backend(g, RecordingBackend(fail))
-        with pytest.raises(GroupError, match=r"reduce by gloo failed at rank \d: "):
+        with pytest.raises(GroupError, match=r"reduce with gloo failed on rank \d: "):
             g.reduce(torch.ones(100_000), root=2)
         return before, g.allreduce(torch.ones(3)).tolist()
 
@@ -256,7 +256,7 @@ def test_failure_during_connect_raises_on_all_members(monkeypatch: pytest.Monkey
             algorithm._end = lambda stuck: (end(stuck), failed.set())
         else:
             algorithm._connect = lambda *arguments: (failed.wait(), connect(*arguments))
-        with pytest.raises(GroupError, match=r"allreduce by gloo failed at rank 0: .* it can't be made"):
+        with pytest.raises(GroupError, match=r"allreduce with gloo failed on rank 0: .* it can't be made"):
             g.allreduce(torch.ones(1))
 
     raised(in_threads(2, body))
@@ -288,8 +288,7 @@ def test_death_in_backend_raises_on_all_members(step: str) -> None:
 
 
 def test_member_interrupted_in_a_backend_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C interrupts the member. Its connections stay open, so the other members' backends notice
-    nothing."""
+    """Ctrl-C interrupts the member, but its connections stay open, so the other backends notice nothing."""
     monkeypatch.setattr(torch_algorithms, "GRACE", 0.05)
     read, write = os.pipe()
 
@@ -362,7 +361,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
         g.set_algorithm("allreduce", "gloo")
         assert (
             g.explain("allreduce", torch.ones(1))
-            == "allreduce: gloo of torch.distributed, among all 1 members"
+            == "allreduce: torch.distributed's gloo, among all 1 members"
         )
         assert "serialize" in g.explain("allreduce", 1)
         g.set_algorithm("allreduce", None)
@@ -371,7 +370,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is used without being selected, but not for tensors in host memory."""
+    """A tensor on the device uses the backend even if it was not selected; one in host memory does not."""
     made: list[RecordingBackend] = []
 
     def make(*_: Any) -> RecordingBackend:
@@ -396,14 +395,14 @@ def test_device_tensors_use_the_backend_of_the_device(monkeypatch: pytest.Monkey
             g.allreduce(torch.ones(4) if g.rank else x)
         return explanation, devices, g.allreduce(torch.ones(1)).item()
 
-    expected = "allreduce: noted of torch.distributed, among all 2 members", {"meta"}, 2.0
+    expected = "allreduce: torch.distributed's noted, among all 2 members", {"meta"}, 2.0
     assert raised(in_threads(2, body)) == [expected] * 2
     calls = ["allreduce", "broadcast", "reduce", "allgather", "allreduce", "alltoall_base", "allreduce"]
     assert [one.calls for one in made] == [calls] * 2
 
 
 class Mpi(RecordingBackend):
-    """Backend that imitates one under mpirun with one process."""
+    """A backend that imitates the one under mpirun with a single process."""
 
     def rank(self) -> int:
         return 0
@@ -412,7 +411,7 @@ class Mpi(RecordingBackend):
         return 1
 
 
-def test_mpi_requires_all_processes_of_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_requires_all_processes_that_mpirun_started(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Mpi()
     monkeypatch.setattr(dist, "is_mpi_available", lambda: True)
     monkeypatch.setattr(dist, "ProcessGroupMPI", SimpleNamespace(create=lambda ranks: made), raising=False)
@@ -424,7 +423,7 @@ def test_mpi_requires_all_processes_of_mpirun(monkeypatch: pytest.MonkeyPatch) -
 
     def body(g: Any) -> None:
         g.set_algorithm("allreduce", "mpi")
-        with pytest.raises(GroupError, match="mpi: the group must have all processes that mpirun started"):
+        with pytest.raises(GroupError, match="mpi: the group must contain all processes that mpirun started"):
             g.allreduce(torch.ones(3))
 
     raised(in_threads(2, body))
@@ -441,7 +440,7 @@ def nccl_results(g: Any) -> Any:
 
 @needs_cuda
 def test_nccl_matches_native_algorithms() -> None:
-    """Each member has a CUDA device."""
+    """Each member has its own CUDA device."""
     size = min(DEVICES, 3)
     found = Processes(size, nccl_results, method="spawn").results(size)
     if size == 1:

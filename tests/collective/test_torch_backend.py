@@ -1,4 +1,4 @@
-"""Programs that use torch.distributed get the same bits with the backend ``flowchan`` as with gloo."""
+"""Test that torch.distributed programs get the same bits with the ``flowchan`` backend as with gloo."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def answers(programs: Template, backend: str, store: Path) -> list[Any]:
     found = [rank.communicate(timeout=500) for rank in ranks]
     for rank, (_, errors) in zip(ranks, found, strict=True):
         assert rank.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in found]  # torch 2.8's gloo also prints lines
+    # torch 2.8's gloo also prints lines
+    return [json.loads(output.splitlines()[-1]) for output, _ in found]
 
 
 @pytest.fixture(scope="module")
 def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return the results of both backends, and of flowchan with each rank on a simulated host."""
+    """Return the results with gloo, with flowchan, and with flowchan on one simulated host for each rank."""
     folder = tmp_path_factory.mktemp("stores")
     backends = ("flowchan", "over hosts", "gloo")
     return {backend: answers(torch_programs, backend, folder / backend) for backend in backends}
@@ -56,7 +57,8 @@ def found(torch_programs: Template, tmp_path_factory: pytest.TempPathFactory) ->
 def test_results_match_gloo(found: dict[str, list[Any]], backend: str, name: str) -> None:
     if found["gloo"][0][name] == LACKS:
         pytest.skip("this torch's gloo does not support the case: install a newer torch")
-    as_in_gloo = "ddp" if name == "fsdp2" else name  # torch 2.7's gloo sums where FSDP2 requests the mean
+    # torch 2.7's gloo computes the sum where FSDP2 requests the mean
+    as_in_gloo = "ddp" if name == "fsdp2" else name
     for rank in range(2):
         assert found[backend][rank][name] == found["gloo"][rank][as_in_gloo]
 
@@ -92,7 +94,7 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the next group in the same store would read the values of the last group.
+    """Otherwise the next group in the same store would read the last group's values.
 
     Under torchrun, groups share one store.
     """
@@ -127,7 +129,7 @@ except Exception as error:
 
 
 def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
-    """It would wait for the other rank, which is waiting for it."""
+    """Otherwise the rank would wait for the other rank, which is waiting for it."""
     ranks = [
         torch_programs.popen(
             *("-c", MISTAKE, rank, tmp_path / "store"),
@@ -159,11 +161,11 @@ for call in (lambda: dist.all_reduce(torch.ones(2)), dist.barrier):
 
 @pytest.mark.parametrize("named", ["cpu:flowchan,cuda:gloo", "cuda:gloo,cpu:flowchan"])
 def test_second_backend_raises(torch_programs: Template, named: str) -> None:
-    """torch would ignore the second backend."""
+    """torch would silently ignore the second backend."""
     program = torch_programs.popen("-c", OTHER_PROGRAM, named, stdout=subprocess.PIPE, text=True)
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
-    for line in lines[-2:]:  # torch 2.8's gloo prints its own lines first
+    for line in lines[-2:]:  # torch 2.8's gloo first prints other lines
         assert f'the backend must be "flowchan" alone, got "{named}"' in line
 
 
@@ -209,7 +211,7 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "allgather: out must have room for the 12 bytes from rank 0, got room for 24",
         "reduce_scatter: out must have the element type of the input and 6 elements, got float32[3]",
-        "x must be a dense tensor, got float32[2, 2] in the layout sparse_coo; convert it, for example "
+        "x must be a dense tensor, got float32[2, 2] with layout sparse_coo; convert it, for example "
         "with .to_dense()",
     ]
 
@@ -253,8 +255,8 @@ def test_mismatched_torch_calls_raise_on_both_ranks(torch_programs: Template, tm
         "rank 1 called gather([float32[0], float32[2]], 1)",
         "rank 0 called allgather(float32[2]); rank 1 called allgather(int32[2])",
         "rank 0 called alltoall([float32[1], float32[1]]); rank 1 called alltoall([int32[1], int32[1]])",
-        "allgather: inputs and outputs must have one element type, got float32 and int32; convert one of "
-        "them",
+        "allgather: inputs and outputs must have the same element type, got float32 and int32; convert one "
+        "of them",
         "allgather_coalesced: output_tensor_lists[0] must have a tensor for each of the 2 inputs, got 1",
     ]
 
@@ -273,7 +275,7 @@ except TypeError as error:
 
 
 def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> None:
-    """Groups do not support this device, so the test ends with the error."""
+    """Groups do not support this device, so the program ends with that error."""
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"

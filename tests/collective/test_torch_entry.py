@@ -1,4 +1,4 @@
-"""torch knows the backend ``flowchan`` as soon as torch is imported; first use imports flowchan."""
+"""Test that torch knows the ``flowchan`` backend before flowchan is imported; first use imports it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch, "_import_device_backends"),
-    reason="this torch does not load backends: install 2.5 or newer",
+    reason="this version of torch does not load backends: install 2.5 or newer",
 )
 
 USE = """
@@ -48,5 +48,5 @@ def test_backend_name_needs_no_import() -> None:
     assert output(USE) == ["[]", "flowchan.collective.torch.backend [2.0, 2.0, 2.0]"]
 
 
-def test_torch_imports_if_the_backend_registry_has_changed() -> None:
+def test_torch_can_be_imported_if_its_backend_registry_has_changed() -> None:
     assert output(REFUSED) == ["imported"]

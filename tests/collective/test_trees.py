@@ -1,4 +1,4 @@
-"""Trees over a group's hosts: how measured times shape them, and how data is sent along them."""
+"""Test trees over a group's hosts: how they depend on the measured times, and how data is sent along them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flowchan.transport.tcp import dial
 
 NEAR, DISTANT = Times(3e-5, 2e-4), Times(1e-2, 2e-4)
 EMPTY = 20 * HEADER.size
-"""More bytes than all messages without data in these tests."""
+"""Upper limit for the bytes of all messages without data in these tests."""
 
 
 def all_alike(hosts: int, times: Times) -> Table:
@@ -40,7 +40,8 @@ def depth(tree: Tree, host: int) -> int:
     return 0 if host == tree.root else 1 + depth(tree, tree.parent[host])
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # it depends on the machine, not on the test
+# how quickly examples are generated depends on the machine
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(2, 9), st.booleans())
 def test_tree_connects_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
     seconds = st.floats(1e-6, 10)
@@ -97,7 +98,7 @@ def test_noise_does_not_change_the_tree() -> None:
 def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    # two hosts measure if each is the other's next; without such a pair, all would wait forever
+    # two hosts measure once each is next on the other's list; without such a pair, all would wait forever
     while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]
@@ -107,7 +108,7 @@ def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
 
 
 def joined(hosts: int, slow: tuple[int, int] = (-1, -1), wire: Wire | None = None) -> list[Links]:
-    """Connect the leaders of ``hosts`` hosts, two of them through ``wire``."""
+    """Connect the leaders of ``hosts`` hosts, and the two ``slow`` ones through ``wire``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(hosts)]
     for low, high in itertools.combinations(range(hosts), 2):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -146,7 +147,7 @@ def links() -> Iterator[list[Links]]:
 def test_large_messages_avoid_a_slow_connection(links: list[Links]) -> None:
     at_all(links, lambda one: one.measure(None))
     grown_trees = at_all(links, lambda one: [one.tree(root) for root in range(4)])
-    assert all(one == grown_trees[0] for one in grown_trees)  # all leaders have the same tree
+    assert all(one == grown_trees[0] for one in grown_trees)  # all leaders build the same tree
     for tree in grown_trees[0]:
         assert not {pair for pair in tree.parent.items() if set(pair) == {0, 3}}
     slow, quick = links[0].edges[3], links[0].edges[1]
@@ -186,7 +187,7 @@ def test_delay_to_a_late_host_is_not_underestimated() -> None:
 
 
 def test_data_is_forwarded_while_it_arrives() -> None:
-    """The middle host of a chain forwards the start of a message before its end has arrived."""
+    """The middle host of a chain forwards the start of a message before the end has arrived."""
     table = {(0, 1): NEAR, (1, 2): NEAR, (0, 2): Times(10, 10)}
     links = joined(3)
     call, size = ("broadcast", 2, 0), 30_000_000
@@ -210,7 +211,7 @@ def test_data_is_forwarded_while_it_arrives() -> None:
 
 
 class Willing(socket.socket):
-    """Connection that accepts all bytes at once, as one with a large buffer would."""
+    """A connection that accepts all bytes at once, as one with a large buffer would."""
 
     def sendmsg(self, parts: Iterable[Any], *_: Any) -> int:
         data = b"".join(parts)
@@ -241,7 +242,7 @@ SLOW = (0, 3)
 
 @pytest.fixture
 def uneven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make groups measure this connection as slow."""
+    """Replace the measurement with one that finds the connection ``SLOW`` slow."""
 
     def measure(links: Links, timeout: float | None) -> None:
         hosts = len(links.sockets) + 1
@@ -257,7 +258,7 @@ def test_explain_shows_the_tree_on_leaders() -> None:
 
     found = OverHosts("aabcd", body).results(5)
     along = "over connections between the 4 hosts' leaders, along a tree"
-    assert found[0][0].endswith(f"{along} by what was measured: 0 to 2 and 3, 2 to 4")
+    assert found[0][0].endswith(f"{along} chosen from measurements: 0 to 2 and 3, 2 to 4")
     assert found[1][1].endswith(along)
 
 
@@ -293,7 +294,7 @@ def test_operations_along_trees_avoid_a_slow_connection() -> None:
         assert arrays == [0, 1, 2, 3, 4]
         assert lists == ([100_000 + one for one in range(5)] if rank == 3 else None)
         assert moved < 2 * EMPTY
-    assert found[0][0].startswith("((((0")  # in rank order, one at a time
+    assert found[0][0].startswith("((((0")  # combined in rank order, one value at a time
 
 
 @pytest.mark.usefixtures("uneven")
@@ -338,7 +339,7 @@ def test_errors_along_trees_raise_on_all_members() -> None:
 def test_timeout_names_late_host_not_its_dependents(
     links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 is late. Rank 1, which forwards its data, is on time."""
+    """Rank 2 is late, and rank 1, which forwards the data from rank 2, is waiting for it."""
     monkeypatch.setattr(exchange, "STALLED", 0.1)
     table = {pair: Times(9.0, 9.0) for pair in all_alike(4, NEAR)} | {
         (0, 1): NEAR,
@@ -356,4 +357,4 @@ def test_timeout_names_late_host_not_its_dependents(
     assert at_all(links, do)[0] == [1, 2, 3]
     message = {record.getMessage() for record in caplog.records}
     assert message
-    assert all(text.endswith("for rank 2 with its host") for text in message), message
+    assert all(text.endswith("for the host of rank 2") for text in message), message

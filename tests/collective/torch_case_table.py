@@ -1,4 +1,4 @@
-"""Table of the cases of ``torch_cases.py``, and the tensors that the cases share."""
+"""Table of the cases in ``torch_cases.py``, and the tensors that the cases share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 Case = Callable[[], Any]
-FOLDER: list[str] = []  # prefix of the folders for checkpoints
+FOLDER: list[str] = []  # prefix of the checkpoint folders
 CASES: dict[str, Case] = {}
 LACKS = "this backend lacks it"
 

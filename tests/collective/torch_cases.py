@@ -1,6 +1,6 @@
-"""One rank of a program that uses torch.distributed. It runs every case and prints the results.
+"""One rank of a torch.distributed program that runs every case and prints the results.
 
-Arguments: backend or "over hosts", rank, size, a file for the store.
+Arguments: the backend or "over hosts", the rank, the size, and the file for the store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """Use as many tensors as ranks, so that a mix-up would be visible."""
+    """Gather as many tensors as there are ranks, so that swapped indexes would show in the results."""
     given = [random_tensor(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)
@@ -179,7 +179,7 @@ def one_tensor_in_place_of_lists() -> Any:
 
 
 @case
-def receive_from_anybody() -> Any:
+def receive_from_any_source() -> Any:
     if rank():
         dist.send(random_tensor(3), 0)
         dist.send(random_tensor(4), 0, tag=7)
@@ -189,8 +189,8 @@ def receive_from_anybody() -> Any:
 
 
 @case
-def receive_from_anybody_while_one_member_is_waited_for() -> Any:
-    """Each receive gets the messages with its tag in order, even if another receive took them in."""
+def receive_from_any_source_while_receiving_from_one() -> Any:
+    """Each receive gets the messages with its tag in order, even if the other kind of receive read them."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

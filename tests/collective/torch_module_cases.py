@@ -1,4 +1,4 @@
-"""Cases of ``torch_cases.py`` that train a module: DDP, FSDP, tensor parallelism, pipelining, checkpoints."""
+"""Cases for ``torch_cases.py`` that train a module with DDP, FSDP, tensor parallelism or pipelining."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def ddp_join_with_uneven_inputs() -> Any:
 
 
 @case
-def ddp_join_divided_by_who_is_left() -> Any:
-    """DDP waits in C++ for work that its Python code started and dropped."""
+def ddp_join_divided_by_remaining_ranks() -> Any:
+    """In C++, DDP waits for work objects that Python has already dropped."""
     net = DistributedDataParallel(nn.Linear(20, 5))
     with net.join(divide_by_initial_world_size=False):
         for step in range(1 + 2 * rank()):
@@ -156,7 +156,7 @@ def fsdp2_in_halves() -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    return fsdp2(model()[::3], mp_policy=policy)  # its norm requires float32
+    return fsdp2(model()[::3], mp_policy=policy)  # FSDP2's gradient norm requires float32
 
 
 @case
@@ -176,7 +176,7 @@ def tensor_parallel() -> Any:
 
 @case
 def tensor_parallel_of_sequences() -> Any:
-    """Embeddings, norms and a loss over parts of the classes, with backward."""
+    """Train an embedding, norms and a loss that are sharded over sequences and classes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor import parallel as tp
@@ -217,7 +217,7 @@ def pipelining() -> Any:
 
 @case
 def checkpoints() -> Any:
-    """Save sharded tensors, synchronously and asynchronously, and load them into another sharding."""
+    """Save sharded tensors, synchronously and asynchronously, and load them with a different sharding."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -249,7 +249,7 @@ def state_of_rank_0() -> Any:
 
 @case
 def compiled() -> Any:
-    """Trace the operations with their collectives in the graph."""
+    """Compile a function whose collectives become part of its graph."""
     group = dist.group.WORLD
 
     @torch.compile(backend="aot_eager", fullgraph=True)
@@ -267,4 +267,5 @@ def compiled() -> Any:
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 CASES |= {"fsdp2": fsdp2} if VERSION >= (2, 6) else {}  # earlier versions require CUDA
-CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}  # its gloo gives the mean
+# earlier versions of gloo compute a sum instead of a mean
+CASES |= {"fsdp2_in_halves": fsdp2_in_halves} if VERSION >= (2, 13) else {}

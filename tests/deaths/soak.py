@@ -1,10 +1,10 @@
-"""Random graphs with random kills of their workers, compared exactly with a sequential computation.
+"""Soak test: run random graphs, kill their workers at random, and check the output exactly.
 
     python -m tests.deaths.soak --minutes 10 --seed 1
 
-The seed and the number determine each graph, so ``--seed S --graph N`` repeats a failure, but with kills at
-other moments. The items are numbers with a payload. Every stage is a function of its item, so the correct
-output is known. A run without progress for ``STALL`` seconds is a hang.
+The seed and the number determine each graph, so ``--seed S --graph N`` repeats a failed graph, but the kills
+come at other times. Items are numbers with a payload. Every stage is a function of its item, so the correct
+output is known. A run that makes no progress for ``STALL`` seconds counts as a hang.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from flowchan.run.policy import decisions
 from tests.support.gangs import in_step
 
 STALL = 60.0
-"""Seconds without progress that count as a hang."""
+"""Seconds without progress after which a run counts as hung."""
 MOST_KILLS = 3
-"""Kills without progress, after which the next kill waits for progress. Workers that die faster than they
-start never finish."""
+"""Number of kills without progress after which the next kill waits for progress. Workers that die faster
+than they start would never finish."""
 ENDLESS = 10**9
 """A limit that the random deaths of a soak never reach."""
 
 Item = tuple[int, bytes]
 
 
-# --- Stage functions, which depend only on the item ---
+# --- stage functions, which depend only on the item ---
 
 
 def payload_of(number: int) -> bytes:
     """Return an empty payload for most numbers.
 
-    Every ninth number has a block in shared memory, and every 50th a large one.
+    Every ninth number has a payload that fills a block in shared memory, and every 50th has a large payload.
     """
     return bytes(number % 251 for _ in range(1)) * (
         20_000 if number % 50 == 3 else 500 if number % 9 == 1 else 0
@@ -58,7 +58,7 @@ def numbers(count: int) -> Iterator[Item]:
 
 def mapped(item: Item) -> Item:
     number = 7 * item[0] + 1
-    assert item[1] == payload_of(item[0]), "a payload arrived damaged"
+    assert item[1] == payload_of(item[0]), "the payload was damaged on the way"
     return number, payload_of(number)
 
 
@@ -78,7 +78,7 @@ def key(item: Item) -> int:
 
 @dataclass(frozen=True)
 class Together:
-    """Items that one round of an allreduce has combined."""
+    """The items that one round of an allreduce has combined."""
 
     items: tuple[Item, ...]
 
@@ -97,7 +97,7 @@ def parted(rounds: Reduced) -> tuple[Item, ...]:
 
 
 def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return the function with some extra work, so that many deaths happen during an item."""
+    """Add some work to the function, so that many deaths happen while an item is processed."""
 
     def work(item: Any) -> Any:
         until = time.perf_counter() + 0.000_5
@@ -108,22 +108,23 @@ def slow(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return work
 
 
-# --- Graphs ---
+# --- graphs ---
 
 
 @dataclass
 class Case:
-    """Random graph with its correct output."""
+    """A random graph with its correct output."""
 
     graph: Graph
     out: Stream
     expected: list[Item]
     ordered: bool
     text: str
-    most: int | None  # an ordered stream must have the first ``most`` items, any other one as many
+    # number of items to take; an ordered stream must yield the first ones, any other stream may yield any
+    most: int | None
 
     def wanted(self, found: list[Item]) -> list[Item]:
-        """Return the correct output for the output that was found."""
+        """Return the correct output that comes closest to ``found``."""
         if self.most is None or self.ordered:
             return self.expected[: self.most]
         chosen = Counter(found) & Counter(self.expected)
@@ -132,7 +133,7 @@ class Case:
 
 
 def case(seed: int, number: int) -> Case:
-    """Return the graph with this number."""
+    """Build the graph with this number."""
     chance = random.Random(f"{seed} {number}")
     graph = Graph(f"soak{number}")
     count = chance.choice([0, 1, 50, 400, 1500])
@@ -177,7 +178,7 @@ def case(seed: int, number: int) -> Case:
             how = {chance.choice(["restartable", "elastic"]) if on == "process" else "restartable": True}
             words[-1] += f" {how}"
             stream = graph.stage(in_step, stream, **how, **options)
-            # A stage with ports does not take max_deaths.
+            # A stage with ports does not accept max_deaths.
             graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=ENDLESS)
             ordered = False
             continue
@@ -198,12 +199,12 @@ def case(seed: int, number: int) -> Case:
     return Case(graph, stream.collect(), items, ordered, " → ".join(words), most)
 
 
-# --- Kills and comparison ---
+# --- kills and comparison ---
 
 
 @dataclass
 class Totals:
-    """Totals of a soak."""
+    """The totals of a soak."""
 
     graphs: int = 0
     kills: int = 0
@@ -223,12 +224,12 @@ class Totals:
 
 
 def soak(seconds: float, seed: int, first: int = 0, last: int | None = None) -> Totals:
-    """Run one graph after another until the time is over, and let the last graph finish."""
+    """Run graphs one at a time until the time is up; the last graph runs to its end."""
     totals = Totals()
     end = time.monotonic() + seconds
     number = first
     # The soak needs deaths in quick succession, so the pauses after them are short. A worker that is killed
-    # at random may die several times before it begins to work, so no stage is given up.
+    # at random may die several times before it starts working, so the limit on such deaths is lifted.
     with patch.object(decisions, "LONGEST_PAUSE", 0.01), patch.object(decisions, "HOPELESS", ENDLESS):
         while time.monotonic() < end and (last is None or number <= last):
             chance = random.Random(f"{seed} {number} kills")
@@ -258,7 +259,7 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
             kills, most = kills + killed, most - killed
         if time.monotonic() - last_moved > STALL:
             totals.hangs += 1
-            fail(f"nothing has moved for {STALL:g} s\n{run.report()}\n{run.stats()}")
+            fail(f"the run made no progress for {STALL:g} s\n{run.report()}\n{run.stats()}")
             faulthandler.dump_traceback(all_threads=True)
             break
     hung = not run._supervisor.ended.is_set()
@@ -285,21 +286,21 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
         )
     elif case.ordered and found != wanted:
         totals.disordered += 1
-        fail("the items came out of order")
+        fail("the items arrived out of order")
 
 
 def kill_one(run: Run, chance: random.Random) -> bool:
-    """Kill one of the run's worker processes with SIGKILL, and return whether there was one."""
+    """Kill one of the run's worker processes with SIGKILL; return False if there was none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing a worker
         processes = list(run._crew.local.processes.values())
         if processes:
-            chance.choice(processes).kill()  # a process that is already dead is killed again without effect
+            chance.choice(processes).kill()  # killing a dead process again has no effect
             return True
     return False
 
 
 def progress(run: Run) -> int:
-    """Return a number that only grows: the items put, taken and finished."""
+    """Return a number that grows while the run makes progress: the items put, read and finished."""
     stats = [channel.stats() for channel in run._ports.channels.values()]
     return sum(stat.items_in + stat.items_out - stat.leased for stat in stats)
 
@@ -308,9 +309,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=None, help="a new one if left out")
-    parser.add_argument("--graph", type=int, default=None, help="only the graph of this number")
+    parser.add_argument("--minutes", type=float, default=1.0, help="minutes to run (default: 1)")
+    parser.add_argument("--seed", type=int, default=None, help="random seed (default: a new one in each run)")
+    parser.add_argument("--graph", type=int, default=None, help="run only the graph with this number")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)

@@ -1,6 +1,6 @@
-"""R10: an item is blamed only for deaths of single workers in user code.
+"""Test R10: an item is blamed only for deaths of single workers in user code.
 
-The report has the cause of each death.
+The report gives the cause of each death.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("by_fork")
 def test_random_kills_of_cheap_maps_blame_no_item() -> None:
-    """Only a death in user code counts, not one while a finished output waits for room. The slow reader of
-    the results makes the workers wait for room most of the time."""
+    """Only a death in user code counts, not a death while a finished output waits for room.
+
+    The program reads the results slowly, so the workers are waiting for room most of the time.
+    """
     kills, items = 30, 1_000
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
@@ -63,10 +65,10 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
 def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All defaults apply, except the limits on restarts of a worker that keeps dying."""
+    """All options have their defaults, except the limits on restarting a worker that keeps dying."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it begins
+    monkeypatch.setattr(decisions, "HOPELESS", kills)  # a worker may be killed before it starts working
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6}
     graph = Graph("kills")
     once = graph.source(lambda: itertools.takewhile(lambda _: not ended.is_set(), itertools.count()))
@@ -106,7 +108,7 @@ def test_poison_item_is_blamed_with_each_workers_death() -> None:
 
 
 def test_service_survives_any_number_of_poison_requests() -> None:
-    """The default is 10 restarts, and each poison request costs three workers."""
+    """A worker has 10 restarts by default, and each poison request kills three workers."""
 
     async def main(run: Run) -> None:
         for _ in range(2):
@@ -127,8 +129,7 @@ def test_service_survives_any_number_of_poison_requests() -> None:
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
 def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
-    """The second worker must be able to finish all other items before the first one's third replacement
-    dies."""
+    """While the first worker's processes die, the second worker must be able to finish all other items."""
     others: Channel[int] = Channel(100, across="processes")
     graph = Graph("suspects")
     pids: Channel[int] = Channel(100, across="processes")
@@ -136,7 +137,7 @@ def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
     def work(item: int) -> int:
         if item == 0:
             pids.put(os.getpid())
-            if len(others) < 40:  # not before the other worker has finished all other items
+            if len(others) < 40:  # wait until the other worker has finished all other items
                 wait_until(lambda: len(others) >= 40)
             os.kill(os.getpid(), signal.SIGKILL)
         others.put(item)
@@ -151,7 +152,7 @@ def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
 
 
 class Killer:
-    """Kill the process that unpickles this object, unless it made the object."""
+    """An object that kills the process that unpickles it, unless that process created it."""
 
     def __reduce__(self) -> Any:
         return _kill_others, (os.getpid(),)

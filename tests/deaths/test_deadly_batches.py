@@ -1,4 +1,4 @@
-"""R10: of a batch, only the members that kill their workers fail, and the others have their results."""
+"""Test R10 for batches: only the members that kill their workers fail, and the others have results."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_batch_of_deadly_members_has_no_result() -> None:
 
 
 @pytest.mark.parametrize(("function", "result"), [(total, sum(without(5, size=SIZE))), (array, None)])
-def test_function_that_returns_no_list_gets_the_other_members_together(function: Any, result: Any) -> None:
+def test_function_without_list_result_gets_the_other_members_together(function: Any, result: Any) -> None:
     _, (out,), failed = over(with_deadly(5, size=SIZE), function)
     if result is None:
         assert out.tolist() == without(5, size=SIZE)
@@ -100,7 +100,7 @@ def test_function_that_returns_no_list_gets_the_other_members_together(function:
     assert [failure.item for failure in failed] == [-5]
 
 
-def test_innocent_members_of_a_batch_need_no_errors_stream() -> None:
+def test_deadly_member_without_an_errors_reader_ends_the_run() -> None:
     graph = Graph("deadly")
     graph.source(with_deadly(5)).batch(SIZE).map(work, on="process", name="work").sink(id)
     with pytest.raises(RunError) as caught:
@@ -132,7 +132,7 @@ def test_members_that_kill_only_together_fail_together() -> None:
     assert [failure.item for failure in failed] == [[0, 1, 2, 3]]
 
 
-def test_batch_that_may_begin_once_fails_as_a_whole() -> None:
+def test_batch_with_max_deaths_of_1_fails_as_a_whole() -> None:
     begun: Channel[None] = Channel(across="processes")
 
     def once(numbers: list[int]) -> list[int]:
@@ -147,7 +147,7 @@ def test_batch_that_may_begin_once_fails_as_a_whole() -> None:
 
 
 def test_later_batch_is_not_suspected_after_an_idle_death() -> None:
-    """The replacement of a worker that died while it waited knows of the deaths over an earlier batch."""
+    """An idle worker dies, and its replacement must not link this death to an earlier deadly batch."""
     deaths = Deaths("first", times=2)
 
     def fragile(numbers: list[int]) -> list[int]:
@@ -210,7 +210,7 @@ def test_only_the_caller_of_a_deadly_request_gets_the_error() -> None:
     assert answers == without(5, size=SIZE)
 
 
-def test_async_function_and_callable_class_get_the_members_alone() -> None:
+def test_async_callable_class_gets_suspect_members_one_at_a_time() -> None:
     class Later:
         async def __call__(self, numbers: list[int]) -> list[int]:
             await asyncio.sleep(0)
@@ -227,11 +227,10 @@ def test_async_function_and_callable_class_get_the_members_alone() -> None:
 def test_random_kills_neither_lose_nor_repeat_a_member(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills come so often that some hit a worker after it has put the failures of a batch, before its
-    result."""
+    """Kills are so frequent that some hit a worker between putting a batch's failures and its result."""
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.002)
-    monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it begins
+    monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it starts working
     graph, items, chance, ended = Graph("kills"), 2_000, random.Random(2), threading.Event()
     worked = (
         graph.source(range(items))

@@ -1,6 +1,6 @@
-"""R11: when a worker of an elastic gang dies, the others continue in their processes.
+"""Test R11: when a worker of an elastic gang dies, the others continue in their processes.
 
-There are fewer of them until a replacement has joined.
+The gang is smaller until a replacement has joined.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
-    """The state of the user's object must be unchanged, and all members of a group must have the same
-    bits."""
+    """The user's object must keep its state, and all members of a group must have the same bits."""
     fewer: Channel[None] = Channel(across="processes")
     whole: Channel[None] = Channel(across="processes")
     deaths = Deaths(5)
@@ -43,7 +42,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # from a member that has the sum, whichever other members are new
+            group.broadcast(self.sum)  # from a member that has the sum, even if other members are new
             for number in numbers:
                 self.deaths.at(number)
                 total, n = group.allreduce_with(np.array([0.1 * number]), add)
@@ -71,7 +70,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
     found = run.wait()[result]
     assert {one[4] for one in found} == {1}
     processes = check_each_once([one[:3] for one in found])
-    assert processes in ([1, 1, 1], [1, 1, 2])  # the dead worker may have had no output
+    assert processes in ([1, 1, 1], [1, 1, 2])  # the dead worker may not have put any output
     sizes = {one[3] for one in found}
     assert {(3,), (3, 2), (3, 2, 3)} <= sizes
     assert stage_of(run, "work").restarts == 1
@@ -79,7 +78,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_elastic_gang_puts_each_output_once(workers: int) -> None:
-    """This must also hold for an item that several workers have started again."""
+    """An item that several workers have started again must also have its outputs once."""
     points = [(item, k) for item, k in ((0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0))]
     deaths = Deaths(*points)
 
@@ -126,7 +125,7 @@ def test_worker_ahead_of_its_gang_gets_its_items_again() -> None:
 
 
 def test_last_gang_worker_is_replaced_after_the_others_ended() -> None:
-    """The replacement does the item of the dead worker in a group of one."""
+    """The replacement processes the dead worker's item in a group of one."""
     deaths = Deaths("late")
     ended: Channel[None] = Channel(across="processes")
 
@@ -143,7 +142,7 @@ def test_last_gang_worker_is_replaced_after_the_others_ended() -> None:
     assert sorted(graph.run()[result]) == [(0, 1), (1, 2)]
 
 
-def test_a_death_without_restarts_left_ends_the_run() -> None:
+def test_death_without_remaining_restarts_ends_the_run() -> None:
     def work(items: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -161,7 +160,7 @@ def test_a_death_without_restarts_left_ends_the_run() -> None:
     assert "1 of 1 restarts are used" in str(cause)
 
 
-def test_groups_lost_without_a_death_count_as_restarts() -> None:
+def test_group_failure_without_a_death_counts_as_restart() -> None:
     calls: Channel[None] = Channel(across="processes")
 
     def work(items: In[int], group: Group) -> None:
@@ -177,7 +176,7 @@ def test_groups_lost_without_a_death_count_as_restarts() -> None:
     assert calls.stats().items_in == 2 * 3
 
 
-def test_worker_that_waits_for_a_group_ends_with_the_run() -> None:
+def test_worker_waiting_for_a_group_ends_with_the_run() -> None:
     def work(items: In[int], group: Group) -> None:
         items.get()
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""C11, R4: if workers are killed by SIGKILL at a chosen point, no item is lost, repeated or reordered."""
+"""Test C11 and R4: if SIGKILL ends workers at a chosen point, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flowchan.run.crew.process import WorkerProcess
 
 ITEMS = 60
 PLACEMENTS = [0, 7, 8, ITEMS - 1]
-"""Items on which a worker dies: the first, two neighbours, the last."""
+"""Items at which a worker is killed: the first, two consecutive ones, and the last."""
 
 anyhow = pytest.mark.parametrize(("workers", "ordered"), [(1, True), (3, True), (3, False)])
 
@@ -180,7 +180,7 @@ def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered:
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
-    """Only the replacement gets the item of a dead worker, because other channels do not know its outputs."""
+    """Only the replacement gets a dead worker's item, because no channel has all outputs of the item."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
     def work(item: int) -> Iterator[str]:
@@ -201,7 +201,7 @@ def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
 
 
 def test_c11_allreduce_worker_killed_between_outputs_repeats_nothing() -> None:
-    """The death is in our code, so the item is not a suspect. Still only the replacement gets it."""
+    """The worker dies in flowchan's own code, so its item is not suspect. Only the replacement gets it."""
     graph = Graph("c11")
     worked = graph.source(range(20), capacity=1).flat_map(
         lambda item: [f"{item}.{number} " for number in range(5)],
@@ -241,7 +241,7 @@ def test_c11_failed_items_reach_the_errors_stream_once() -> None:
 
 
 @anyhow
-def test_r4_a_poison_item_is_blamed_alone(workers: int, ordered: bool) -> None:
+def test_r4_poison_item_is_blamed_alone(workers: int, ordered: bool) -> None:
     poison = {5, 30}
 
     def work(item: int) -> int:
@@ -334,7 +334,7 @@ def test_r4_deaths_over_items_use_no_restarts() -> None:
 
 
 def kill_one(run: Run, name: str) -> None:
-    """Kill the process of the first worker of a stage, once it exists, and wait until this is noticed."""
+    """Kill the process of a stage's first worker once it exists, and wait until this is noticed."""
 
     def running() -> list[WorkerProcess]:
         with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced just now
@@ -348,7 +348,7 @@ def kill_one(run: Run, name: str) -> None:
     wait_until(lambda: stage_of(run, name).restarts == before + 1)
 
 
-def test_c11_worker_killed_while_it_waits_for_an_item() -> None:
+def test_c11_worker_killed_while_waiting_for_an_item_loses_nothing() -> None:
     graph = Graph("c11")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()
@@ -362,7 +362,7 @@ def test_c11_worker_killed_while_it_waits_for_an_item() -> None:
         assert run.wait()[out] == [0, 1, 2]
 
 
-def test_c11_worker_killed_while_it_waits_for_room() -> None:
+def test_c11_worker_killed_while_waiting_for_room_loses_nothing() -> None:
     graph = Graph("c11")
     numbers = graph.source(range(20))
     out = numbers.map(abs, on="process", workers=2, capacity=2, max_deaths=9, name="work").collect()
@@ -375,7 +375,7 @@ def test_c11_worker_killed_while_it_waits_for_room() -> None:
 
 
 def test_r4_idle_worker_may_use_all_its_restarts() -> None:
-    """A death without a leased item does not show that a worker cannot start."""
+    """Even repeated deaths without a leased item do not show that a worker cannot start."""
     graph = Graph("idle")
     numbers = graph.input()
     out = numbers.map(abs, on="process", name="work").collect()

@@ -1,4 +1,4 @@
-"""R11: when a worker of a gang dies, all workers restart together with their current items."""
+"""Test R11: when a worker of a gang dies, all workers restart together with their current items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Items addressed to a worker arrive once, even if the worker or the sender is killed."""
+"""Test that items addressed to a worker arrive once, even if the worker or the sender is killed."""
 
 from __future__ import annotations
 

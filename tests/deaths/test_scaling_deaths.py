@@ -1,4 +1,4 @@
-"""R13: if workers are killed while their stage is scaled, no item is lost, repeated or reordered."""
+"""Test R13: if workers are killed while their stage is scaled, no item is lost, repeated or reordered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGES = ("map", "filter", "flat_map", "partition")
 
 
 class Feeder(threading.Thread):
-    """Put numbers into an input until it is asked to end."""
+    """A thread that puts numbers into an input until it is asked to end."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ def test_kills_during_random_scaling_lose_nothing(seed: int, ordered: bool) -> N
 
 
 @pytest.mark.parametrize("operator", ["map", "filter"])
-def test_first_worker_dies_after_a_second_was_added(operator: str) -> None:
-    """The dead worker kept no turns, so its replacement must learn how far it came."""
+def test_first_worker_can_die_after_a_second_was_added(operator: str) -> None:
+    """The dead worker did not record its turns, so its replacement must find out how far it got."""
     deaths, gate = Deaths(50), Gate()
 
     def work(item: int) -> Any:
@@ -99,7 +99,7 @@ def test_first_worker_dies_after_a_second_was_added(operator: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", [1, 2])
-def test_worker_that_dies_while_it_is_removed_loses_nothing(wanted: int) -> None:
+def test_worker_killed_while_being_removed_loses_nothing(wanted: int) -> None:
     deaths, gate = Deaths(0, 1), Gate()
 
     def work(item: int) -> int:

@@ -26,7 +26,7 @@ def processes() -> Iterator[TaskPool]:
 
 @pytest.fixture
 def gate() -> Iterator[Gate]:
-    """Provide a gate that is open when the test has ended, even if the test fails."""
+    """Provide a gate that the fixture opens after the test, even if the test fails."""
     made = Gate()
     yield made
     made.open()
@@ -35,7 +35,7 @@ def gate() -> Iterator[Gate]:
 
 @pytest.fixture
 def go() -> Iterator[Callable[..., Future[Any]]]:
-    """Provide ``go(function, *args)``, which calls the function on a thread; all calls must succeed."""
+    """Provide ``go(function, *args)``, which calls the function in a thread; every call must succeed."""
     started: list[tuple[threading.Thread, Future[Any]]] = []
 
     def begin(function: Callable[..., Any], *args: Any) -> Future[Any]:

@@ -1,4 +1,4 @@
-"""Provide helpers for the tests of executors."""
+"""Helpers for the tests of executors."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from concurrent.futures import Future
 from typing import Any
 
 WORKERS = 3
-"""Number of workers of the pool that most tests use."""
+"""Number of workers in the pool that most tests use."""
 
 
 class Thing:
-    """Object that supports weak references."""
+    """An object that supports weak references."""
 
     def method(self) -> None: ...
 
 
-def cancelled(told: bool) -> Future[Any]:
-    """Return a cancelled future. If ``told`` is true, its waiters are notified of the cancellation."""
+def cancelled(notified: bool) -> Future[Any]:
+    """Return a cancelled future. If ``notified`` is true, its waiters are notified of the cancellation."""
     future: Future[Any] = Future()
     future.cancel()
-    if told:
+    if notified:
         future.set_running_or_notify_cancel()
     return future
 

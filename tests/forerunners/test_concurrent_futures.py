@@ -1,23 +1,24 @@
-"""Test ``TaskPool`` with the cases of CPython 3.11's tests of ``concurrent.futures``.
+"""Test ``TaskPool`` with the cases from CPython 3.11's tests of ``concurrent.futures``.
 
-They run on threads and on processes. Tasks that crash, exit or cannot be pickled, and ``wait`` and
-``as_completed``, have their own files. Each test has the name of the original but none of its code. These
-tests have no counterpart or a different result:
+The tests run with threads and with processes. Tasks that crash, exit or cannot be pickled, and ``wait`` and
+``as_completed``, have their own files. Each test has the name of the original test but none of its code. The
+following original tests have no counterpart here, or a different result:
 
 ``test_max_workers_too_large``
-    The test is only for Windows.
+    The original test is only for Windows.
 ``test_threads_terminate``, ``test_processes_terminate``
-    They count private threads and processes. Each test here ends with a check for leftovers.
+    They count private threads and processes. Here, a check for leftovers follows each test.
 ``test_thread_names_default``
-    Threads have the name of the pool, ``name=``, which has a default.
+    Threads are named after the pool, and the pool's ``name=`` has a default.
 ``test_idle_thread_reuse``, ``test_idle_process_reuse_*``
     All workers start with the pool.
 ``test_max_tasks_per_child_defaults_to_spawn_context``
-    Worker processes use the start method of multiprocessing.
+    Worker processes use multiprocessing's start method.
 ``test_killed_child``
-    A task fails with ``WorkerDied`` if its worker died; the pool continues, while CPython's is broken.
+    A task fails with ``WorkerDied`` if its worker dies, and the pool continues; CPython's pool is then
+    broken.
 ``test_traceback``
-    The worker's traceback is a note on the exception instead of its cause.
+    The worker's traceback is a note on the exception rather than its cause.
 ``FutureTests``
     They test ``Future``, and flowchan uses Python's own class.
 """
@@ -47,7 +48,7 @@ from flowchan.pipelines import TaskPool
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
-# Defines a task that is still running when the program's own code has ended.
+# Defines a task that keeps running after the program's own code has ended.
 LATE = """
 import threading
 from flowchan import Channel
@@ -119,7 +120,8 @@ def test_cancel_futures(pool: TaskPool, gate: Gate) -> None:
     gate.open()
     pool.shutdown()
     left = [future for future in asked if not future.cancelled()]
-    assert WORKERS <= len(left) <= WORKERS + 2  # on processes, two more tasks are on their way to a worker
+    # two more tasks may already be on their way to a worker process
+    assert WORKERS <= len(left) <= WORKERS + 2
     assert all(future.done() and future.exception() is None for future in left)
 
 
@@ -139,7 +141,7 @@ pool.shutdown(wait=False, cancel_futures=True)
 
 @everywhere
 def test_hang_gh94440(on: Any) -> None:
-    """A task is cancelled right before the shutdown."""
+    """The test cancels a task right before the shutdown."""
     pool = TaskPool(1, on=on)
     pool.submit(int).result()
     pool.submit(int).cancel()
@@ -216,7 +218,7 @@ def test_initializer_also_runs_in_a_replacement_worker() -> None:
 
 
 def test_default_workers() -> None:
-    """All workers wait at a barrier; another task would not find a worker."""
+    """All workers wait at a barrier, so another task would find no free worker."""
     workers = min(32, len(os.sched_getaffinity(0)) + 4)
     meeting = threading.Barrier(workers)
     with TaskPool() as pool:
@@ -284,7 +286,7 @@ def test_map_timeout(pool: TaskPool, gate: Gate) -> None:
 
 @everywhere
 def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
-    """When the iterator times out, tasks that have not started are cancelled."""
+    """When the iterator times out, it cancels the tasks that have not started."""
     called = Channel[int](64, across="processes")
 
     def held(number: int) -> None:
@@ -297,7 +299,7 @@ def test_executor_map_current_future_cancel(on: Any, gate: Gate) -> None:
         with pytest.raises(futures.TimeoutError):
             next(results)
         gate.open()
-    # On processes, two more tasks are on their way to a worker.
+    # Two more tasks may already be on their way to a worker process.
     assert called.get_many(64) in ([0], [0, 1], [0, 1, 2])
 
 
@@ -309,7 +311,7 @@ def test_shutdown_race_issue12456(on: Any) -> None:
 
 
 def test_no_stale_references(pool: TaskPool) -> None:
-    """No caller is waiting for the task."""
+    """Nothing waits for the task's future."""
     thing = Thing()
     gone = weakref.ref(thing)
     pool.submit(thing.method)
@@ -352,9 +354,9 @@ def test_saturation(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_killed_child(processes: TaskPool, gate: Gate) -> None:
-    told = Channel[int](across="processes")
-    killed = processes.submit(lambda: (told.put(os.getpid()), gate.wait()))
-    os.kill(told.get(), signal.SIGTERM)
+    pids = Channel[int](across="processes")
+    killed = processes.submit(lambda: (pids.put(os.getpid()), gate.wait()))
+    os.kill(pids.get(), signal.SIGTERM)
     with pytest.raises(WorkerDied):
         killed.result()
     assert processes.submit(pow, 2, 8).result() == 256
@@ -383,21 +385,21 @@ def test_traceback(pool: TaskPool) -> None:
     )
 
 
-class Told:
-    """Object that reports when it is collected, in any process except the one that made it."""
+class CollectionReporter:
+    """An object that reports when it is collected, in any process except the one that created it."""
 
-    def __init__(self, told: Channel[int]) -> None:
-        self.told, self.home = told, os.getpid()
+    def __init__(self, pids: Channel[int]) -> None:
+        self.pids, self.maker = pids, os.getpid()
 
     def __del__(self) -> None:
-        if os.getpid() != self.home:
-            self.told.put(os.getpid())
+        if os.getpid() != self.maker:
+            self.pids.put(os.getpid())
 
 
 def test_ressources_gced_in_workers(processes: TaskPool) -> None:
-    told = Channel[int](across="processes")
-    processes.submit(id, Told(told)).result()
-    assert told.get() != os.getpid()
+    pids = Channel[int](across="processes")
+    processes.submit(id, CollectionReporter(pids)).result()
+    assert pids.get() != os.getpid()
 
 
 def test_max_tasks_per_child() -> None:

@@ -1,15 +1,12 @@
-"""Test ``TaskPool`` on processes with the cases of CPython 3.11's ``ExecutorDeadlockTest``.
+"""Test ``TaskPool`` on processes with the cases from CPython 3.11's ``ExecutorDeadlockTest``.
 
-Tasks crash their worker, exit, or cannot be pickled or unpickled. Each test has the name of the original but
-none of its code. CPython's pool is broken afterwards, or fails other tasks; a TaskPool continues. The results
-are:
+Tasks crash their worker, exit, or cannot be pickled or unpickled. Each test has the name of the original test
+but none of its code. After such a task, CPython's pool is broken or fails other tasks, whereas a TaskPool
+continues.
 
-the worker dies
-    ``WorkerDied``.
-unpickling a task or a result raises
-    The same exception.
-pickling a task or a result raises
-    A ``TypeError`` with the part and the reason.
+If its worker dies, the task raises ``WorkerDied``. If unpickling the task or its result raises, the task
+raises the same exception. If pickling raises, the task raises a ``TypeError`` that contains the part and the
+reason.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from flowchan.pipelines import TaskPool
 
 
 class Bad:
-    """Object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
+    """An object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
 
     def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
         self.there, self.here = there, here
@@ -42,7 +39,7 @@ class Bad:
 
 
 def crash() -> None:
-    faulthandler.disable()  # to print nothing
+    faulthandler.disable()  # prevents output from the crash
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -86,7 +83,7 @@ DEADLOCKS: dict[str, tuple[Callable[[TaskPool], Future[Any]], type[BaseException
 
 @pytest.mark.parametrize("name", DEADLOCKS)
 def test_deadlock(processes: TaskPool, name: str) -> None:
-    """Run each original test, chosen by its name."""
+    """Run the original tests, each selected by its name."""
     submit, error = DEADLOCKS[name]
     with pytest.raises(error):
         submit(processes).result()

@@ -1,6 +1,6 @@
-"""Test futures of ``TaskPool`` with the cases of CPython 3.11's tests of ``wait`` and ``as_completed``.
+"""Test ``TaskPool``'s futures with the cases from CPython 3.11's tests of ``wait`` and ``as_completed``.
 
-Each test has the name of the original but none of its code.
+Each test has the name of the original test but none of its code.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from flowchan.pipelines import TaskPool
 
 
 def test_20369(pool: TaskPool) -> None:
-    """Wait for the same future twice."""
+    """Wait for the same future twice in one call."""
     future = pool.submit(abs, -1)
     done, left = futures.wait([future, future], return_when=futures.ALL_COMPLETED)
     assert (done, left) == ({future}, set())
 
 
 def test_first_completed(pool: TaskPool, gate: Gate) -> None:
-    first, held, dropped = pool.submit(pow, 21, 2), pool.submit(gate.wait), cancelled(told=False)
+    first, held, dropped = pool.submit(pow, 21, 2), pool.submit(gate.wait), cancelled(notified=False)
     done, left = futures.wait([dropped, first, held], return_when=futures.FIRST_COMPLETED)
     assert (done, left) == ({first}, {dropped, held})
 
 
 def test_first_completed_some_already_completed(pool: TaskPool, gate: Gate) -> None:
-    held, dropped, there = pool.submit(gate.wait), cancelled(told=True), ended(42)
+    held, dropped, there = pool.submit(gate.wait), cancelled(notified=True), ended(42)
     done, left = futures.wait([dropped, there, held], return_when=futures.FIRST_COMPLETED)
     assert (done, left) == ({dropped, there}, {held})
 
@@ -49,9 +49,11 @@ def test_first_exception(pool: TaskPool, gate: Gate) -> None:
 
 def test_first_exception_some_already_complete(pool: TaskPool, gate: Gate) -> None:
     failing, held = pool.submit(divmod, 21, 0), pool.submit(gate.wait)
-    there, untold, told = ended(42), cancelled(told=False), cancelled(told=True)
-    done, left = futures.wait([there, untold, told, failing, held], return_when=futures.FIRST_EXCEPTION)
-    assert (done, left) == ({there, told, failing}, {untold, held})
+    there, unnotified, notified = ended(42), cancelled(notified=False), cancelled(notified=True)
+    done, left = futures.wait(
+        [there, unnotified, notified, failing, held], return_when=futures.FIRST_EXCEPTION
+    )
+    assert (done, left) == ({there, notified, failing}, {unnotified, held})
 
 
 def test_first_exception_one_already_failed(pool: TaskPool, gate: Gate) -> None:
@@ -64,7 +66,7 @@ def test_all_completed(pool: TaskPool) -> None:
     every = {
         pool.submit(divmod, 2, 0),
         pool.submit(pow, 2, 21),
-        cancelled(told=True),
+        cancelled(notified=True),
         ended(42),
         ended(error=OSError()),
     }
@@ -79,7 +81,7 @@ def test_timeout(pool: TaskPool, gate: Gate) -> None:
 
 
 def test_pending_calls_race() -> None:
-    """The interpreter switches very often between many threads, each of which waits for all futures."""
+    """The interpreter switches very often between many threads, and each thread waits for all futures."""
     interval, event = sys.getswitchinterval(), threading.Event()
     with TaskPool(5) as pool:
         sys.setswitchinterval(1e-6)
@@ -98,7 +100,7 @@ def test_no_timeout(pool: TaskPool) -> None:
     every = {
         pool.submit(pow, 2, 21),
         pool.submit(pow, 7, 6),
-        cancelled(told=True),
+        cancelled(notified=True),
         ended(42),
         ended(error=OSError()),
     }
@@ -108,7 +110,7 @@ def test_no_timeout(pool: TaskPool) -> None:
 @pytest.mark.parametrize("timeout", [0, 0.05])
 def test_future_times_out(pool: TaskPool, gate: Gate, timeout: float) -> None:
     there, held, seen = (
-        {cancelled(told=True), ended(42), ended(error=OSError())},
+        {cancelled(notified=True), ended(42), ended(error=OSError())},
         pool.submit(gate.wait),
         set(),
     )
@@ -135,6 +137,6 @@ def test_free_reference_yielded_future(pool: TaskPool) -> None:
 
 
 def test_correct_timeout_exception_msg(pool: TaskPool, gate: Gate) -> None:
-    asked = [cancelled(told=True), pool.submit(gate.wait), pool.submit(gate.wait), ended(42)]
+    asked = [cancelled(notified=True), pool.submit(gate.wait), pool.submit(gate.wait), ended(42)]
     with pytest.raises(futures.TimeoutError, match=r"^2 \(of 4\) futures unfinished$"):
         list(futures.as_completed(asked, timeout=0))

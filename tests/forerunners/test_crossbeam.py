@@ -1,26 +1,26 @@
-"""Test ``Channel`` with the cases of crossbeam-channel's tests of its channels.
+"""Test ``Channel`` with the cases from crossbeam-channel's channel tests.
 
-Dropping the last sender corresponds to closing the last ``writer()``. Each test has the name of the original
-but none of its code. The original files are ``array.rs``, ``list.rs`` and ``iter.rs``; ``select.rs`` and
-``ready.rs`` are in ``test_crossbeam_select.py``.
+Closing the last ``writer()`` corresponds to dropping the last sender. Each test has the name of the original
+test but none of its code. The original files are ``array.rs``, ``list.rs`` and ``iter.rs``; the cases from
+``select.rs`` and ``ready.rs`` are in ``test_crossbeam_select.py``.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``list.rs``
-    An unbounded channel is ``capacity=None``, between threads.
+    An unbounded channel is one with ``capacity=None``, between threads.
 ``send_after_disconnect``, ``recv_after_disconnect``
     The errors are ``Closed`` and ``Drained``.
 ``recv_in_send``, ``drop_unreceived``
-    A freed channel frees its items; between threads, no put runs code of the items.
+    A channel that is freed also frees its items; between threads, no put runs code that belongs to an item.
 
-These cases are left out:
+The following cases are left out:
 
 ``zero.rs``, and names that begin with ``zero`` elsewhere
     flowchan has no rendezvous channels; ``docs/channels.md`` gives the reason.
 ``after.rs``, ``tick.rs``, ``never.rs``
-    ``timeout=`` replaces a channel that yields after a while; a channel without writers never yields.
+    ``timeout=`` replaces a channel that yields after some time; a channel without writers never yields.
 ``same_channel.rs``
-    Python's ``is`` does this.
+    Python's ``is`` compares channels.
 ``mpsc.rs``, ``golang.rs``
     They repeat the tests under the names of the standard library and of Go; Go has its own file here.
 ``panic_on_drop``, ``stack_overflow``
@@ -203,7 +203,7 @@ def test_stress_oneshot(go: Any) -> None:
 
 @kinds
 def test_stress_iter(kind: str, go: Any) -> None:
-    """The answers that are already in the channel are taken without waiting."""
+    """Answers that are already in the channel are read without waiting."""
     requests, answers = made(kind, 100), made(kind, 100)
 
     def serve() -> None:
@@ -245,7 +245,7 @@ def test_stress_timeout_two_threads(go: Any) -> None:
 
 @kinds
 def test_drops(kind: str) -> None:
-    """This test covers ``drop_unreceived``."""
+    """The test includes ``drop_unreceived``."""
     ch, things = made(kind), [Thing() for _ in range(20)]
     ch.put_many(things)
     gone = [weakref.ref(thing) for thing in things]
@@ -260,7 +260,7 @@ def test_drops(kind: str) -> None:
 
 @kinds
 def test_linearizable(kind: str, go: Any) -> None:
-    """A thread that has put an item can always get one."""
+    """A thread that has put an item can always get an item."""
     ch = made(kind, 4)
 
     def both() -> None:
@@ -275,7 +275,7 @@ def test_linearizable(kind: str, go: Any) -> None:
 
 @across
 def test_fairness(across: Any) -> None:
-    """The bounds are eight standard deviations from the mean."""
+    """The limits are eight standard deviations from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     for ch in (first, second):
         ch.put_many(range(600))
@@ -338,7 +338,7 @@ def test_recv_try_iter(go: Any) -> None:
 
 
 def test_recv_into_iter() -> None:
-    """Owned and borrowed iterators are the same in Python."""
+    """Python does not distinguish owned from borrowed iterators."""
     ch = Channel[int]()
     iterator = iter(ch)
     ch.put_many([1, 2])

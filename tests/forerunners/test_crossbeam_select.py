@@ -1,18 +1,19 @@
-"""Test ``select`` with the cases of crossbeam-channel's tests of its ``Select``.
+"""Test ``select`` with the cases from crossbeam-channel's tests of ``Select``.
 
-Each test has the name of the original but none of its code. The original files are ``select.rs`` and
-``ready.rs``; the channels are in ``test_crossbeam.py``.
+Each test has the name of the original test but none of its code. The original files are ``select.rs`` and
+``ready.rs``; the cases for channels are in ``test_crossbeam.py``.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``ready.rs``
-    ``select(ready=…)`` reports a channel whose get would not wait. For a put, ``put_nowait`` tests and puts.
+    ``select(ready=…)`` reports a channel from which ``get`` would not wait. ``put_nowait`` checks for room
+    and puts in one call.
 ``disconnected``
     The errors are ``Closed`` and ``Drained``.
 ``default``, ``timeout``
     ``timeout=0`` and ``timeout=`` raise ``NothingReady``.
 
-These cases are left out:
+The following cases are left out:
 
 ``select_macro.rs``
     It repeats the tests with a macro.
@@ -45,7 +46,7 @@ def test_smoke1_and_smoke2(across: Any) -> None:
 
 @across
 def test_disconnected(across: Any, go: Any) -> None:
-    """A closed channel is reported through ``ready=`` and skipped otherwise."""
+    """``select`` reports a closed channel if it is passed as ``ready=``, and skips it otherwise."""
     first, second = Channel[int](across=across), Channel[int](across=across)
     first.close()
     second.put(2)
@@ -117,7 +118,7 @@ def test_loop_try(go: Any) -> None:
 
 
 def test_cloning_and_preflight(go: Any) -> None:
-    """Opening and closing a port does not affect waiters; items put before the last close arrive."""
+    """Opening and closing a port does not affect waiters, and items put before the last close arrive."""
     ch, done = Channel[int](1), Channel[int](1)
     with ch.writer() as writer:
         waiting = go(lambda: select([ch, done]).item)
@@ -166,7 +167,7 @@ def test_send_recv_same_channel_and_matching(across: Any, go: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [0, 0.01], ids=["try", "timeout"])
 def test_linearizable_try_and_linearizable_timeout(timeout: float, go: Any) -> None:
-    """A select finds the item that its thread has put, even if other threads also take items."""
+    """A select finds the item that its own thread has put, even if other threads also get items."""
     ch = Channel[int](4)
 
     def both() -> None:
@@ -201,7 +202,7 @@ def test_ready_default_when_disconnected_and_disconnected(across: Any) -> None:
 
 @across
 def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
-    """Threads that wait until the channel is ready take all its items and lose none."""
+    """Threads that wait until the channel is ready get all its items and lose none."""
     ch = Channel[int](3, across=across)
 
     def take() -> Counter[int]:
@@ -224,7 +225,7 @@ def test_ready_unblocks_and_stress_recv(across: Any, go: Any) -> None:
 
 @across
 def test_ready_fairness1(across: Any) -> None:
-    """The bounds are eight standard deviations from the mean."""
+    """The limits are eight standard deviations from the mean."""
     first, second = Channel[int](1, across=across), Channel[int](1, across=across)
     first.put(1)
     second.put(2)

@@ -1,33 +1,33 @@
-"""Test ``Channel`` and ``select`` with the cases of Go's tests of channels and ``select``.
+"""Test ``Channel`` and ``select`` with the cases from Go's tests of channels and ``select``.
 
-The original files are ``runtime/chan_test.go`` and ``test/chan``. Each test has the name of the original but
-none of its code.
+The original files are ``runtime/chan_test.go`` and ``test/chan``. Each test has the name of the original test
+but none of its code.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``TestChan``
-    A closed channel raises ``Drained`` instead of yielding zeros; a capacity is at least 1.
+    A closed channel raises ``Drained`` instead of yielding zeros, and a capacity is at least 1.
 ``TestNonblockSelectRace2``, ``TestSelectStackAdjust``
     ``ready=`` waits for a channel to close.
 ``TestSelfSelect``
-    Without rendezvous, a select may get the item that it has put.
+    Channels have no rendezvous, so a select may get the item that it has put.
 ``doubleselect``
     A select ends before the next one begins.
 ``fifo``, ``select3``
-    Synchronous channels have capacity 1 here.
+    Synchronous channels are replaced with channels of capacity 1.
 ``nonblock``
     ``put_nowait`` and ``get_nowait`` never wait.
 ``select2``, ``select4``, ``select6``, ``select7``
-    ``stats()`` shows whether a select leaves waiters.
+    ``stats()`` shows whether a select leaves waiters behind.
 
-These cases are left out:
+The following cases are left out:
 
 ``perm``, ``zerosize``, ``select5``, ``sendstmt``, ``TestChanSendInterface``
-    They test the compiler and its types; a port here either reads or writes.
+    They test the compiler and its types; in flowchan, a port either reads or writes.
 ``TestShrinkStackDuringBlockedSend``, ``TestNoShrinkStackWhileParking``
     They test the stacks of goroutines.
 ``powser1``, ``powser2``, ``select8``
-    They are whole programs, like ``sieve1``; ``break`` in a Python ``for`` loop needs no test.
+    The first two are whole programs, like ``sieve1``, and a ``break`` in a Python ``for`` loop needs no test.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_chan(across: Any, capacity: int, go: Any) -> None:
 
 @across
 def test_chan_of_many(across: Any, go: Any) -> None:
-    """This is the last part of ``TestChan``: four readers get the items of four writers, each item once."""
+    """The last part of ``TestChan``: four readers get the items from four writers, each item once."""
     ch = Channel[int](3, across=across)
     readers = [go(lambda: Counter(ch.get() for _ in range(200))) for _ in range(4)]
     for _ in range(4):
@@ -105,7 +105,7 @@ def test_nonblock_recv_race(go: Any) -> None:
             try:
                 ch.get_nowait()
             except Drained:
-                pass  # but it never raises Empty
+                pass  # found the channel closed; it must never raise Empty
 
         looking = go(look)
         ch.close()
@@ -126,7 +126,7 @@ def test_nonblock_select_race(go: Any) -> None:
         try:
             first.get_nowait()
         except Empty:
-            pass  # the select took the item
+            pass  # the select got the item
         looking.result()
 
 
@@ -187,7 +187,7 @@ def _count(left: dict[int, int], number: int) -> None:
 
 @across
 def test_select_fairness(across: Any) -> None:
-    """The bounds are eight standard deviations from the mean."""
+    """The limits are eight standard deviations from the mean."""
     first, second = Channel[int](1_000, across=across), Channel[int](1_000, across=across)
     first.put_many(range(600))
     second.put_many(range(600))
@@ -291,7 +291,7 @@ def test_nonblock(across: Any) -> None:
 
 @across
 def test_select(across: Any) -> None:
-    """``select.go``: an item is put only into the chosen channel."""
+    """The case is from ``select.go``: an item is put only into the chosen channel."""
     full, free = Channel[int](1, across=across), Channel[int](1, across=across)
     full.put(0)
     assert select(puts=[(full, 1), (free, 2)]).channel is free
@@ -302,7 +302,7 @@ def test_select(across: Any) -> None:
 
 @across
 def test_select2(across: Any, go: Any) -> None:
-    """The operations that were not chosen leave no waiters."""
+    """The operations that were not chosen leave no waiters behind."""
     used, other = Channel[int](across=across), Channel[int](across=across)
     reader = go(lambda: [select([used, other]).item for _ in range(300)])
     used.put_many(range(300))
@@ -333,7 +333,7 @@ def test_select3(across: Any) -> None:
 
 
 def test_select6(go: Any) -> None:
-    """A select that ends does not disturb waiters before and after it."""
+    """A select that ends does not disturb the waiters before and after it."""
     first, second, leave = (Channel[bool](1) for _ in range(3))
     before = go(first.get)
     wait_blocked(first, readers=1)
@@ -373,7 +373,7 @@ def test_select4_and_select7(go: Any) -> None:
 
 @pytest.mark.parametrize("primes", [[2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31]])
 def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
-    """Each prime filters the following numbers, until one close ends all filters at once."""
+    """Each prime filters the numbers after it, until closing one channel ends all filters at once."""
     stop = Channel[int](1)
 
     def count(out: Channel[int]) -> None:
@@ -398,7 +398,7 @@ def test_sieve1_and_sieve2(primes: list[int], go: Any) -> None:
 
 
 def test_close_wakes_all_selects(go: Any) -> None:
-    """``TestSelectStackAdjust``: closing a channel ends every select that is waiting for it."""
+    """``TestSelectStackAdjust``: closing a channel ends every select that is waiting on it."""
     ready, work = Channel[int](1), Channel[int](1)
     waiting = [go(lambda: select([work], ready=[ready]).channel) for _ in range(3)]
     wait_blocked(ready, readers=3)

@@ -1,13 +1,13 @@
-"""Test groups and ``Gradients`` with the cases of pytorch_ps_mpi's tests.
+"""Test groups and ``Gradients`` with the cases from pytorch_ps_mpi's tests.
 
-Each test has the name of the original but none of its code. The members are threads; the original has two
-processes. These tests have no counterpart or a different result:
+Each test has the name of the original test but none of its code. The members are threads; the original uses
+two processes. The following original tests have no counterpart here, or a different result:
 
 ``Igatherv`` with oversized slots, padding, ``trim_msg``
     They test buffers that must be as large as the largest message. Here sizes may differ by any factor: one
     member contributes thousands of times as much as another.
 ``async_send_bytearray``
-    Sending to one member is in tests/collective/test_messages.py.
+    tests/collective/test_messages.py tests sending to one member.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def test_iallgather_and_async_diff_sizes_and_sync_same_size() -> None:
 
 
 def test_code_decodes_the_gradients_of_all_members() -> None:
-    """``MPI_PS(…, code=…)`` has no original test. The codes may have any size, and the mean replaces the
-    sum."""
+    """``MPI_PS(…, code=…)`` has no original test.
+
+    Encoded values may have any size, and the mean replaces the sum.
+    """
     torch = pytest.importorskip("torch")
     from flowchan.collective.training.gradients import Gradients
 

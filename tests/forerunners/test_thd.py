@@ -1,15 +1,16 @@
-"""Test groups with the cases of the tests of THD, PyTorch's first ``torch.distributed``.
+"""Test groups with the cases from the tests of THD, PyTorch's first ``torch.distributed``.
 
-There are 33 cases from Python, and some of the C++ tests of its channels. The members are threads. Each test
-has the name of the original without ``_sum``, ``_product``, ``_min`` and ``_max``, but none of its code.
-``_group`` repeats each case for a subgroup. These tests have no counterpart or a different result:
+They include 33 cases from Python and some of the C++ tests of THD's channels. The members are threads. Each
+test has the name of the original test without ``_sum``, ``_product``, ``_min`` and ``_max``, but none of its
+code. Cases that end in ``_group`` repeat a case in a subgroup. The following original tests have no
+counterpart here, or a different result:
 
 ``*_cuda``, ``*_multigpu``
     CUDA tensors use NCCL: tests/collective/test_torch_algorithms.py.
 ``irecv``
     flowchan has no asynchronous receive.
 ``DistributedDataParallel``, ``DistributedDataParallelCPU``
-    They run on the backend ``flowchan``: tests/collective/test_torch_backend.py.
+    They run with the ``flowchan`` backend: tests/collective/test_torch_backend.py.
 ``tensors_are_not_the_same``
     Gathered values may differ in size; only an output that is passed in must fit.
 ``command_channel_smoke``, ``rpc_serialization``, ``tensor_smoke``
@@ -37,7 +38,7 @@ Run = Callable[[Body], list[Any]]
 
 @pytest.fixture(params=["world", "group"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """Return a function that runs a body as all members, or as all but rank 1 in their own group."""
+    """Return a function that runs a body as all members, or as a subgroup of all members except rank 1."""
 
     def in_group(body: Body, g: Any) -> Any:
         part = g.split(None if g.rank == 1 else "the others")
@@ -54,9 +55,9 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def each_root(g: Any) -> Iterator[tuple[int, Any]]:
-    """Yield each root with a tensor filled with this member's rank plus one.
+    """Yield each root with a tensor that is filled with this member's rank plus one.
 
-    The tensor's side grows with the root.
+    The tensor's side grows with the root's rank.
     """
     for root in range(g.size):
         yield root, np.full((root + 1, root + 1), g.rank + 1.0)
@@ -67,7 +68,7 @@ def test_get_rank() -> None:
 
 
 def test_send_recv_and_isend(run: Run) -> None:
-    """Each member sends to every other member; a send needs no waiting receiver."""
+    """Each member sends to every other member; a send does not need a waiting receiver."""
 
     def body(g: Any) -> None:
         for to in range(g.size):
@@ -152,7 +153,7 @@ def test_all_gather(run: Run) -> None:
 
 
 def test_barrier(run: Run) -> None:
-    """No member passes before the last one arrives. In THD, the last one slept."""
+    """No member passes before the last one has arrived. In THD's test, the last one slept."""
     came: list[int] = []
 
     def body(g: Any) -> None:
@@ -165,11 +166,11 @@ def test_barrier(run: Run) -> None:
     run(body)
 
 
-# --- tests from C++ ---
+# --- tests from THD's C++ code ---
 
 
 def test_process_not_in_group_and_empty_group() -> None:
-    """The group is None for members outside it; in THD, their calls silently did nothing."""
+    """The group is None on processes outside it; in THD, their calls silently did nothing."""
 
     def body(g: Any) -> Any:
         assert g.split(None) is None

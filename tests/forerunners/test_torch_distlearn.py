@@ -1,9 +1,9 @@
-"""Test ``flowchan.collective.training.gradients`` with the cases of torch-distlearn's tests.
+"""Test ``flowchan.collective.training.gradients`` with the cases from torch-distlearn's tests.
 
-The members are threads, as in the original. Each test has the name of the original but none of its code.
-``synchronizeParameters`` and ``synchronizeCenter`` are ``join`` here: a member without steps left takes part
-in the steps of the others. So no member has to send out its state. The centres of elastic averaging have the
-same bits; in the original they differ by a millionth.
+The members are threads, as in the original. Each test has the name of the original test but none of its code.
+Here ``join`` replaces ``synchronizeParameters`` and ``synchronizeCenter``: a member that has no steps left
+takes part in the steps of the others. No member therefore has to send its state. The centres of elastic
+averaging are bit-identical on all members; in the original they differ by about 1e-6.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def bits(module: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_sgd(size: int) -> None:
-    """The members make different numbers of steps in each epoch; after that their parameters are equal."""
+    """In each epoch, the members make different numbers of steps; afterwards their parameters are equal."""
 
     def body(g: Any) -> Any:
         chance, (module, optimizer) = random.Random(g.rank), replica()
@@ -56,7 +56,7 @@ def test_all_reduce_sgd(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_ea(size: int) -> None:
-    """Each member makes ever smaller steps alone; every third step moves it towards the centre."""
+    """Each member makes ever smaller steps independently; every third step moves it towards the centre."""
 
     def body(g: Any) -> Any:
         chance, (module, _) = random.Random(g.rank), replica()

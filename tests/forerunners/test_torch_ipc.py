@@ -1,28 +1,29 @@
-"""Test ``flowchan.pipelines`` with the cases of torch-ipc's tests.
+"""Test ``flowchan.pipelines`` with the cases from torch-ipc's tests.
 
 They cover ``map``, ``workqueue``, ``channel``, ``mutex``, ``sharedtable``, ``marshal`` and background tasks.
-Each test has the name of the original but none of its code. Tensors are in ``test_torch_ipc_tensors.py``,
-trees in ``test_torch_ipc_trees.py``, clients and servers in ``tests/pipelines/test_client_server.py``.
+Each test has the name of the original test but none of its code. Tensors are in
+``test_torch_ipc_tensors.py``, trees in ``test_torch_ipc_trees.py``, clients and servers in
+``tests/pipelines/test_client_server.py``.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``map``: ``testMultiple``, ``testMultipleWithN``
     A worker returns one value, for example a tuple; ``join()`` returns a list of these values.
 ``map``: ``testUpvalueError``, ``workqueue``: ``testClosures``, ``marshal``: ``testClosure``
     Closures are sent like other functions.
 ``channel``: ``statusEnumsSet``, ``flagsOnClosedChannel``
-    The states are ``closed`` and ``drained``, and the exceptions ``Closed`` and ``Drained``.
+    The states are ``closed`` and ``drained``, and the exceptions are ``Closed`` and ``Drained``.
 ``mutex``: ``testLockingAndBarrier``
     A ``Lock`` and a ``Barrier`` replace the mutex.
 ``sharedtable``: ``testMove``, ``testPairs``
-    The source keeps its entries; ``items()`` yields the pairs.
+    The source keeps its entries, and ``items()`` yields the pairs.
 Tensors
-    They are shared between threads, and between processes after ``share_memory_()``.
+    Threads share tensors; processes share them after ``share_memory_()``.
 
-These cases are left out:
+The following cases are left out:
 
 ``flock``, ``spawn``
-    The standard library has them: ``docs/patterns.md``.
+    The standard library has both: ``docs/patterns.md``.
 ``sharedtable``: ``testSize``
     ``sharedtable_size`` has no counterpart.
 ``marshal``: ``testSize``
@@ -363,8 +364,7 @@ def test_marshal_workqueue(on: Any) -> None:
 
 @everywhere
 def test_background_task(on: Any) -> None:
-    """It combines ``testSimple``, ``testPolling``, ``testNoReturns``, ``testError`` and
-    ``testErrorPolling``."""
+    """The test combines ``testSimple``, ``testPolling``, ``testNoReturns`` and the two error tests."""
     gate = Channel[None](1, across="processes")
     task = BackgroundTask(lambda: (list(gate), 42)[1], on=on)
     assert not task.done()
@@ -383,7 +383,7 @@ def test_background_task(on: Any) -> None:
 
 @everywhere
 def test_background_task_pool(on: Any) -> None:
-    """It combines ``testSimple``, ``testPolling``, ``testError`` and ``testErrorPolling``."""
+    """The test combines ``testSimple``, ``testPolling``, ``testError`` and ``testErrorPolling``."""
     with TaskPool(2, on=on) as pool:
         tasks = [pool.submit(divmod, 10, number) for number in range(5)]
         wait_until(lambda: all(task.done() for task in tasks))

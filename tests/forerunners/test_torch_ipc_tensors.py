@@ -1,4 +1,4 @@
-"""Test shared tensors with the cases of torch-ipc's tests; ``test_torch_ipc.py`` explains the names."""
+"""Test shared tensors with the cases from torch-ipc's tests; ``test_torch_ipc.py`` explains the names."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""Test groups with the cases of torch-ipc's tests of its ``Tree``.
+"""Test groups with the cases from torch-ipc's tests of ``Tree``.
 
 They use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, as in the original. Each
-test has the name of the original but none of its code. These tests have no counterpart or a different result:
+test has the name of the original test but none of its code. The following original tests have no counterpart
+here, or a different result:
 
 ``base``, ``buildTree``
-    A group needs no tree shape. On one host, members read each other's values in shared memory; between
-    hosts, one member on each host does. The original lost nodes with bases 4 and 8; the sizes here are larger
-    than that.
-results in place
+    A group does not need the shape of a tree. On one host, members read each other's values in shared memory;
+    between hosts, one member on each host does. Bases 4 and 8 lost nodes in the original.
+    The sizes here are larger.
+in-place results
     ``allreduce_with`` leaves its arguments unchanged and returns the result.
 ``zero``
-    The function gets contributed values only. A member without steps left gets the results; in the original
-    it did not.
+    The function gets only contributed values. A member without steps left also gets the results, unlike in
+    the original.
 ``tree.netStats``
     ``stats`` reports the traffic between hosts: tests/collective/test_linked_groups.py.
 """
@@ -84,7 +85,7 @@ def test_uneven_number_of_steps(run: Run) -> None:
 
 
 def test_scatter(run: Run) -> None:
-    """All members get the root's value, which is ``broadcast`` here.
+    """All members get the root's value, as from flowchan's ``broadcast``.
 
     flowchan's ``scatter`` gives each member a different part.
     """
@@ -112,9 +113,9 @@ def test_walk_table(run: Run) -> None:
 
 
 def test_constructors() -> None:
-    """These are ``NullTree``, ``LocalhostTree`` and ``StaticTree``.
+    """The test covers ``NullTree``, ``LocalhostTree`` and ``StaticTree``.
 
-    ``DiscoveredTree`` corresponds to any other way to find an address. Slurm's is in
+    ``DiscoveredTree`` corresponds to any other way to find an address. For Slurm, see
     tests/collective/test_group_rendezvous.py.
     """
     with collective.group() as alone:

@@ -1,35 +1,35 @@
-"""Test ``Sequential`` with the cases of torch 2.13's tests of ``torch.distributed.pipelining``.
+"""Test ``Sequential`` with the cases from torch 2.13's tests of ``torch.distributed.pipelining``.
 
-``pipeline`` with its split points, ``PipelineStage`` and a ``Schedule`` correspond to one ``Sequential`` and
-its ``trainer(schedule=…)``. Each test has the name of the original but none of its code.
+One ``Sequential`` with its ``trainer(schedule=…)`` corresponds to ``pipeline`` with its split points,
+``PipelineStage`` and a ``Schedule``. Each test has the name of the original test but none of its code.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``test_grad_with_manual``, ``test_manual``
     Modules that were split by hand are the layers of an ``nn.Sequential``.
 ``test_tracer_kwargs``, ``test_kwargs_with_tracer``, ``test_zero_bubble_with_model_kwargs``
-    A trainer's step takes one value; a loss of ``pipe(x, y=y)`` takes several.
+    A trainer's step takes one value; a loss computed from ``pipe(x, y=y)`` takes several.
 ``test_forward_only``, ``test_eval_inference_mode``
     They use ``pipe(x)`` without a graph, or ``training.evaluate(x)``.
 ``test_merge_bw``
     A schedule contains ``B`` where both halves are adjacent.
 ``test_send_recv``
-    The transfers follow from the schedule; the simulator finds impossible ones.
+    The schedule determines the transfers, and the simulator finds impossible ones.
 ``test_csv``, ``test_action_parse``
     A schedule is read and written as lines of steps.
 ``test_shape_prop_mismatch``
-    Batches may have any shape that the layers accept; errors name part and micro-batch.
+    Batches may have any shape that the layers accept; errors name the part and the micro-batch.
 ``test_composability.py``
-    Wrappers are around the pipe: ``tests/sequential/test_wrappers.py``.
+    Wrappers are put around the pipe: ``tests/sequential/test_wrappers.py``.
 
-These cases are left out:
+The following cases are left out:
 
 ``test_unshard_reshard``, ``test_reduce_grad``
     A trainer rejects sharded parameters.
 ``test_custom_dw_with_fb_schedule``, ``test_custom_dw_errors``, ``test_schedule_with_weight_update_mlp_e2e``
-    The two halves of a backward step come from autograd's graph instead of user functions.
+    The two halves of a backward step come from autograd's graph rather than from user functions.
 ``test_zero_bubble_schedule_errors_with_compile``
-    Compiled pipes are in ``tests/sequential/test_module.py``.
+    Compiled pipes are tested in ``tests/sequential/test_module.py``.
 ``test_split_block_mask``
     Batches are tensors in tuples, lists and dictionaries.
 ``test_csv_compare``
@@ -63,7 +63,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Layer of the original model."""
+    """A layer of the original model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def blocks(number: int) -> nn.Sequential:
 
 
 class Example(nn.Module):
-    """Module with its own forward and a skip connection across the split point."""
+    """A module with its own ``forward`` and a skip connection across the split point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_pipeline_order_and_flex_and_zero_bubble(each: int, chunks: int, workers
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 @pytest.mark.parametrize(("each", "chunks", "workers"), SHAPES)
 def test_pipeline_order_for_v_schedules(schedule: Any, each: int, chunks: int, workers: int) -> None:
-    """The original needs as many micro-batches as stages."""
+    """The original requires as many micro-batches as stages."""
     if each != 2:
         with pytest.raises(ValueError, match="parts"):
             plan(schedule, workers, each * workers, chunks)
@@ -422,6 +422,6 @@ def test_split_and_merge_and_chunk_spec() -> None:
 
 
 def test_stage_backward_and_its_two_halves() -> None:
-    """It combines ``test_stage_backward``, ``_input``, ``_weight`` and ``_weight_multiple_iters``."""
+    """The test combines ``test_stage_backward``, ``_input``, ``_weight`` and ``_weight_multiple_iters``."""
     assert_trained(blocks(1), 1, steps=3, schedule=["F0 F1 I0 W0 I1 W1"], chunks=2)
     assert_trained(blocks(2), 2, steps=3, schedule=["F0 F1 B0 I1 W1", "F0 B0 F1 I1 W1"], chunks=2)

@@ -1,21 +1,21 @@
-"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests in ``test_gpipe.py``.
+"""Test ``Sequential`` with the cases from ``test_gpipe.py`` in torchgpipe 0.0.7.
 
-``GPipe(module, balance, chunks=n)`` corresponds to ``Sequential(module, parts=balance, chunks=n)``. Each test
-has the name of the original but none of its code. Results of a pipe are in ``test_torchgpipe_results.py``;
-balance and skips are in ``test_torchgpipe_balance.py``.
+``Sequential(module, parts=balance, chunks=n)`` corresponds to ``GPipe(module, balance, chunks=n)``. Each test
+has the name of the original test but none of its code. A pipe's results are in
+``test_torchgpipe_results.py``; balance and skips are in ``test_torchgpipe_balance.py``.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``test_public_attrs``
-    ``balance`` and ``devices`` are in ``parts``; numbers are not passed as strings, and are checked.
+    ``parts`` holds ``balance`` and ``devices``; numbers must not be strings, and they are checked.
 ``test_too_few_devices``, ``test_devices``
-    ``devices`` must have one entry per part, or ``ValueError`` is raised.
+    ``devices`` must have one entry for each part; otherwise ``ValueError`` is raised.
 ``test_checkpoint_mode``, ``test_checkpoint_mode_when_chunks_1``
     ``recompute=`` is always or never.
 ``test_checkpoint_eval``
     The stored activations do not depend on the mode; without a graph, nothing is stored.
 ``test_exception``, ``test_exception_no_hang``
-    A ``StageError`` names part and micro-batch; the original exception is its cause.
+    A ``StageError`` names the part and the micro-batch; the original exception is its cause.
 ``test_input_varargs``
     Several arguments go to the first layer, which may reject them.
 ``test_deny_moving``
@@ -25,10 +25,10 @@ These cases are spelled differently:
 ``test_verify_module_non_sequential``, ``test_verify_module_duplicate_*``
     These modules are valid.
 
-These cases are left out:
+The following cases are left out:
 
 ``test_exception_early_stop_asap``
-    The progress of other parts at a failure is not specified.
+    When a part fails, it is not specified how far the other parts get.
 ``test_recommend_auto_balance``
     By default, layers are measured to balance the parts.
 ``test_tuple_wait``, ``test_copy``, ``test_stream``
@@ -85,7 +85,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def assert_like(module: nn.Module, twin: nn.Module, *inputs: Tensor, **options: Any) -> None:
-    """Check that a pipe of the module and its twin give equal outputs and gradients."""
+    """Check that a pipe around the module and the module's twin give equal outputs and gradients."""
     theirs = [one.detach().clone().requires_grad_() for one in inputs]
     with Sequential(module, **options) as pipe:
         y = pipe(*inputs) if len(inputs) == 1 else pipe(inputs)
@@ -156,7 +156,7 @@ def test_batch_size_indivisible_and_small(size: int) -> None:
 
 
 class Counts(nn.Module):
-    """Layer that counts its forward calls."""
+    """A layer that counts its forward calls."""
 
     calls = 0
 

@@ -1,14 +1,14 @@
-"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests of balance and skip connections.
+"""Test ``Sequential`` with the cases from torchgpipe 0.0.7's tests of balance and skip connections.
 
-``balance_by_time`` and ``balance_by_size`` correspond to ``balance="time"`` and ``"memory"`` with
-``sample=``. Each test has the name of the original but none of its code.
+``balance="time"`` and ``"memory"`` with ``sample=`` correspond to ``balance_by_time`` and
+``balance_by_size``. Each test has the name of the original test but none of its code.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``test_blockpartition_non_positive_partitions``, ``_short_sequence``
     They raise when the pipe is created.
 ``test_balance_by_time``
-    CPU time counts, so a layer computes instead of sleeping.
+    CPU time is measured, so a layer computes instead of sleeping.
 ``test_layerwise_sandbox``, ``test_not_training``
     Layers are measured in their current mode.
 ``test_already_has_grad``
@@ -18,14 +18,14 @@ These cases are spelled differently:
 ``test_stash_not_pop``, ``_again``, ``test_pop_unknown``, ``_again``, ``_not_stashed``
     They raise when the pipe is created.
 
-These cases are left out:
+The following cases are left out:
 
 ``test_balance_by_size_param_scale``
-    ``tests/sequential/test_balance.py`` has it with other layers.
+    ``tests/sequential/test_balance.py`` tests this with other layers.
 ``test_deprecated_torchgpipe_balancing``
     flowchan has no older name.
 ``test_namespace*``, ``test_*_different_names``, ``test_double_stash_pop_but_isolated``
-    The program uses other names instead.
+    The program uses different names instead.
 ``test_declare_but_not_use``, ``test_stash_not_declared``, ``test_pop_not_declared``
     Skips need no declaration.
 ``skip/test_portal``, ``test_tracker``, ``test_leak``, ``test_inspect_skip_layout``, ``test_api``
@@ -80,7 +80,7 @@ def test_blockpartition_wrong(parts: int) -> None:
 
 
 class Works(nn.Module):
-    """Layer that takes ``times`` as long as a layer whose ``times`` is 1."""
+    """A layer that takes ``times`` as long as a layer whose ``times`` is 1."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -94,9 +94,9 @@ class Works(nn.Module):
 
 
 def test_balance_by_time() -> None:
-    """CPU time counts, so a sleeping layer would be fast.
+    """CPU time is measured, so a sleeping layer would seem fast.
 
-    Any other cut takes nearly twice as long, so that inexact measurements on a busy machine do not matter.
+    Any other cut takes nearly twice as long, so inexact measurements on a busy machine do not matter.
     """
     module = nn.Sequential(*[Works(times) for times in (6, 5, 1)])
     pipe = Sequential(module, 2, balance="time", sample=torch.rand(64, 64), chunks=1)

@@ -1,17 +1,17 @@
-"""Test ``Sequential`` with the cases of torchgpipe 0.0.7's tests of results.
+"""Test ``Sequential`` with the cases from torchgpipe 0.0.7's tests of results.
 
 They cover transparency, checkpoints, in-place changes, deferred batch norm and former bugs. Each test has the
-name of the original but none of its code.
+name of the original test but none of its code.
 
-These cases are spelled differently:
+The following cases look different here:
 
 ``test_inplace_*``
-    Inputs are not changed, so all three cases give the results of the plain module.
+    Inputs are not changed, so all three cases give the same results as the plain module.
 
-These cases are left out:
+The following cases are left out:
 
 ``test_convert_deferred_batch_norm``, ``test_optimize``
-    No layer is replaced by a layer of another type.
+    No layer is replaced with a layer of another type.
 ``test_detect_checkpointing_recomputing*``
     A layer cannot detect that it is called again.
 """
@@ -142,7 +142,7 @@ def test_serial_checkpoints() -> None:
     layers = [LogsItself("a", log), LogsItself("b", log)]
     with Sequential(layers, [1, 1], chunks=1, recompute=True) as pipe:
         pipe(torch.rand(1, requires_grad=True)).backward()
-    # The last part may run its backward pass at once, with its stored activations.
+    # The last part may run its backward pass at once, from the activations that it still has.
     assert log in (
         ["a:forward", "b:forward", "b:forward", "b:backward", "a:forward", "a:backward"],
         ["a:forward", "b:forward", "b:backward", "a:forward", "a:backward"],

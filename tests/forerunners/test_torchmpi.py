@@ -1,14 +1,15 @@
-"""Test groups with the cases of TorchMPI's scripts.
+"""Test groups with the cases from TorchMPI's scripts.
 
 The scripts are ``startstop``, ``hierarchical_communicators``, ``collectives_all`` and
-``mnist_modelparallel``. The members are threads, except for one case per operation. Each test has the name of
-the original but none of its code. These tests have no counterpart or a different result:
+``mnist_modelparallel``. The members are threads, except in one case for each operation. Each test has the
+name of the original test but none of its code. The following original tests have no counterpart here, or a
+different result:
 
 ``customBarrier``
-    It was disabled because it hung. ``mpiBarrier`` replaces both.
+    It was disabled because it hung. Here ``mpiBarrier`` replaces both barriers.
 ``selector``, ``allselector``, and each case repeated with ``p2p``, ``nccl``, ``gloo``
-    The algorithm depends on size, type and placement. ``explain`` reports it, and the sizes here are on both
-    sides of its limits. ``set_algorithm`` chooses a different one:
+    The algorithm depends on the size, the type and the placement. ``explain`` reports it, and the sizes here
+    are on both sides of its limits. ``set_algorithm`` selects a different one:
     tests/collective/test_torch_algorithms.py.
 async ``reduce``, ``sendreceivenext`` and ``allgather``
     In TorchMPI they were synchronous under another name. Here ``wait=False`` is an argument of ``allreduce``,
@@ -16,8 +17,8 @@ async ``reduce``, ``sendreceivenext`` and ``allgather``
 ``parameterserver``
     flowchan has no parameter server.
 ``async``, ``blockSequential``
-    The first only prints times. The second cuts a module's parameters into blocks to overlap their allreduce
-    with the backward pass. The buckets of torch's DistributedDataParallel do this on a group:
+    The first only prints times. The second divides a module's parameters into blocks, to overlap their
+    allreduce with the backward pass. On a group, torch's DistributedDataParallel does this with its buckets:
     tests/collective/test_torch_backend.py.
 """
 
@@ -57,9 +58,9 @@ def test_startstop() -> None:
 
 
 def by_levels(x: Any, *groups: Any) -> Any:
-    """Return the sum over all members, reduced level by level from the innermost group and broadcast back.
+    """Return the sum over all members, reduced level by level from the innermost group and then broadcast.
 
-    If a group does not contain this member, None takes its place.
+    A group that does not contain this member is passed as None.
     """
     if groups and groups[0] is not None:
         groups[0].reduce(x)
@@ -70,9 +71,9 @@ def by_levels(x: Any, *groups: Any) -> Any:
 
 @pytest.mark.parametrize("size", range(1, 38))
 def test_hierarchical_communicators(size: int) -> None:
-    """Groups have the key rank mod 3, and each is split into two uneven groups.
+    """Groups are split off by rank modulo 3, and each is split into two groups of different sizes.
 
-    They have the expected members and leaders, and a sum by levels equals the flat sum.
+    The groups have the expected members and leaders, and a sum level by level equals the flat sum.
     """
 
     def body(g: Any) -> None:
@@ -170,9 +171,9 @@ def test_allreduce(run: Run, starts: bool, apart: bool) -> None:
 
 
 def test_allreduce_of_scalars(run: Run) -> None:
-    """These are ``allreduce_double``, ``broadcast_long`` and similar calls.
+    """The test covers ``allreduce_double``, ``broadcast_long`` and similar calls.
 
-    ``reduce`` and ``sendreceive`` are tested too; neither worked in TorchMPI.
+    It also covers ``reduce`` and ``sendreceive``, neither of which worked in TorchMPI.
     """
 
     def body(g: Any) -> Any:
@@ -202,8 +203,7 @@ def test_sendreceivenext(run: Run) -> None:
 
 
 def test_allgather(run: Run) -> None:
-    """The inputs grow with the rank. They are gathered into a table of their total size, and into a new
-    result."""
+    """The inputs grow with the rank. They are gathered into one table and into a new result."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():
@@ -239,7 +239,7 @@ def test_mpi_barrier(run: Run) -> None:
 
 
 def test_mnist_modelparallel() -> None:
-    """Each member has the weights for its share of the inputs of two linear layers.
+    """Each member holds the weights for its share of the inputs to two linear layers.
 
     Outputs and gradients equal those of the whole layers with one bias; in TorchMPI, each member added the
     bias.

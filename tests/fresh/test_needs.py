@@ -36,7 +36,7 @@ def test_complete_machine_gets_no_message() -> None:
 def test_all_missing_tools_are_named_with_their_packages(tmp_path: Path) -> None:
     checked = needs("python3", tmp_path)
     assert checked.returncode == 1
-    assert "a compiler for C++20" in checked.stderr
+    assert "a C++20 compiler" in checked.stderr
     assert checked.stderr.endswith("On Debian and Ubuntu: apt install python3 python3-dev python3-venv g++\n")
 
 

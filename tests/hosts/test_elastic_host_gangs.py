@@ -119,7 +119,7 @@ def test_broken_connection_between_hosts_reforms_the_elastic_gang(tmp_path: Path
     assert len({pid for _, pid in found}) == 2
 
 
-def test_groups_lost_without_a_death_count_as_restarts(tmp_path: Path) -> None:
+def test_group_failure_without_a_death_counts_as_restart(tmp_path: Path) -> None:
     def work(items: In[int], group: Group) -> None:
         with (tmp_path / "calls").open("a") as calls:
             calls.write("one\n")
@@ -134,7 +134,7 @@ def test_groups_lost_without_a_death_count_as_restarts(tmp_path: Path) -> None:
     assert len((tmp_path / "calls").read_text().splitlines()) == 2 * 3
 
 
-def test_worker_that_waits_for_a_group_ends_with_the_run(tmp_path: Path) -> None:
+def test_worker_waiting_for_a_group_ends_with_the_run(tmp_path: Path) -> None:
     without_group = tmp_path / "bereft"
 
     def work(items: In[int], group: Group) -> None:

@@ -64,7 +64,8 @@ def test_group_reports_the_member_that_loses_its_cable(networks: Networks) -> No
         assert one.stdout is not None
         output = one.stdout.readline()
         assert (
-            output == "[0, 1, 2, 3] 6.0 6.0 over connections between the 3 hosts' leaders, a word of each\n"
+            output
+            == "[0, 1, 2, 3] 6.0 6.0 over connections between the 3 hosts' leaders, one word from each host\n"
         )
     ip(f"-n {head} link set cable3 down")
     found = [one.communicate()[0] for one in ranks]

@@ -1,4 +1,4 @@
-"""Rendezvous: the ways in which processes form a group.
+"""Rendezvous: several methods with which processes form a group.
 
-Each needs only the exchange of a few short values.
+Each method only needs a way to exchange a few short values.
 """

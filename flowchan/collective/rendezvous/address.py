@@ -1,14 +1,14 @@
-"""Rendezvous of a group at an address that all members know, and of its survivors there.
+"""Rendezvous of a group at an address that all members know, and later of its survivors at the same address.
 
-To shrink a group over hosts, rank 0 decides which members are left. It listens at the address again and waits
-for all members that are known to be alive. Each member that arrives reports which members of its host are
-alive, as their shared memory shows. Rank 0 waits ``REJOIN_TIMEOUT_S`` seconds for members of which it hears
-nothing, and longer if they accept connections, because then they are only late. It then sends the list of
-survivors to all that have arrived, and they meet as at first. If another member dies in the meantime, they
-arrive again.
+To shrink a group over hosts, rank 0 decides which members remain. It listens at the address again and waits
+for all members that are known to be alive. Each member that arrives reports which members on its host are
+alive, according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the
+members that are still missing. Members that accept are only late, so rank 0 waits longer for them. It then
+sends the list of survivors to all that have arrived, and they form a group as usual. If another member dies
+before that is done, all of them start over.
 
 If the network is partitioned, only the part with rank 0 continues, because only rank 0 decides. A member that
-cannot reach rank 0 fails, and all fail if rank 0 is gone. While rank 0 is only late, they wait.
+cannot reach rank 0 fails, and all members fail if rank 0 is gone. While rank 0 is only late, the others wait.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 from flowchan.transport.tcp import Listener, dial, listen, route_to, split
 
 REJOIN_TIMEOUT_S = 10.0
-"""Seconds to wait for missing survivors before checking whether they accept connections. It also limits the
-rendezvous of those that have arrived."""
+"""Seconds to wait for missing survivors before checking whether they accept connections. It is also the time
+limit for the rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
 
@@ -70,9 +70,9 @@ def meet_at(
 
 @dataclass(frozen=True)
 class Place:
-    """The place where a group has met.
+    """The address where a group has met.
 
-    ``number`` counts the earlier groups, each made of the survivors of the one before.
+    ``number`` says how many times the original group has been shrunk.
     """
 
     at: str
@@ -81,15 +81,15 @@ class Place:
     number: int = 0
 
     def of(self, group: Group) -> Group:
-        """Let the survivors of ``group`` meet here again, and return the group."""
+        """Prepare ``group`` so that its survivors can meet here again, and return it."""
         if isinstance(group, LinkedGroup):
             group._meet_again = self._meet_again
         return group
 
     def _meet_again(self, old: LinkedGroup, name: str, give_up: float) -> Group:
-        """Return the group of the survivors of ``old``, which no longer works."""
+        """Return the group of the survivors of ``old``, which has failed."""
         number = self.number + 1
-        # members of another rendezvous are rejected
+        # a new secret rejects members that are still in another rendezvous
         secret = hmac.digest(self.secret, f"again {number}".encode(), "sha256")
         meet = _lead if old.rank == 0 else _follow
         for _ in range(old.size):
@@ -138,7 +138,7 @@ def _listener(old: LinkedGroup, at: str) -> Listener:
 def _let_in(
     old: LinkedGroup, listener: AuthenticatedListener, came: dict[int, socket.socket], give_up: float
 ) -> None:
-    """Accept members until all that may be left have arrived."""
+    """Accept members until all possible survivors have arrived."""
     alive: dict[int, list[int]] = {}
     patient = time.monotonic() + REJOIN_TIMEOUT_S
     while True:
@@ -153,23 +153,25 @@ def _let_in(
                 return
             patient = time.monotonic() + REJOIN_TIMEOUT_S
         if (remaining := give_up - time.monotonic()) <= 0:
-            late = sorted(expected - came.keys()) or "the members of other hosts"
-            raise TimeoutError(f"shrink of {old._title()} timed out: {late} did not arrive")
+            late = sorted(expected - came.keys())
+            names = f"ranks {late}" if late else "the members on other hosts"
+            raise TimeoutError(f"shrink of {old._title()} timed out: {names} did not arrive")
         try:
             sock, hello = listener.accept(min(POLL_INTERVAL_S, remaining))
         except unless_interrupted(TimeoutError):
             continue
         rank = hello["rank"]
         if rank in came:
-            came[rank].close()  # it has arrived again
+            came[rank].close()  # this member has arrived again
         came[rank] = sock
         alive[old._host_of(rank)] = hello["alive"]
 
 
 def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
-    """Return whether one of these members, all on one host, still listens as a member of the old group.
+    """Return whether any of these members, all on one host, still listens for the old group.
 
-    Then it is alive but has not arrived. If a connection attempt times out, the whole host does not answer.
+    A member that listens is alive but has not arrived. If a connection attempt times out, the host is treated
+    as unreachable.
     """
     for rank in ranks:
         try:
@@ -182,14 +184,14 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
 
 
 def _rejoin_timeout(give_up: float) -> float:
-    """Return the seconds for a step in which all members take part at once."""
+    """Return the timeout, in seconds, of a step in which all members take part at once."""
     return max(0.0, min(REJOIN_TIMEOUT_S, give_up - time.monotonic()))
 
 
 def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: float) -> Group:
     hello = {"rank": old.rank, "alive": old._local_alive()}
     why = (
-        f"rank {old.rank} cannot join the smaller group: rank 0, which decides about the members, "
+        f"rank {old.rank} cannot join the smaller group: rank 0, which decides which members remain, "
         "has not answered"
     )
     while True:
@@ -204,7 +206,7 @@ def _follow(old: LinkedGroup, place: Place, secret: bytes, name: str, give_up: f
             if not late:
                 raise GroupError(f"{error}; {REMEDY}") from None
     with contextlib.closing(Participant(sock, "rank 0")) as participant:
-        # Rank 0 waits for late members without a limit; if it dies, the connection ends.
+        # Rank 0 may wait for late members forever; if it dies, the connection ends.
         sock.settimeout(None if give_up == math.inf else max(0.001, give_up - time.monotonic()))
         try:
             survivors = participant.receive()

@@ -1,7 +1,7 @@
 """Formation of a group by processes on several hosts.
 
-The processes need a way to exchange a few short values: a :data:`Gather` function. Those that can open the
-same memory, as :func:`this_host` tells, share it. The leader of each host connects to the leaders of the
+The processes exchange a few short values with a :data:`Gather` function. Processes that can open the same
+memory share it; :func:`this_host` identifies them. The leader of each host connects to the leaders of the
 other hosts.
 """
 
@@ -25,9 +25,9 @@ WITHIN = 60.0
 def meet_by(
     gather: Gather, rank: int, connector: Connector, timeout: float, name: str = "", host: str | None = None
 ) -> Group:
-    """Return the member of the group of all processes that ``gather`` connects.
+    """Form a group of all processes that ``gather`` connects, and return this process's member.
 
-    ``host`` identifies this host.
+    ``host`` identifies this host (default: detected).
     """
     remaining = countdown(timeout)
     by_host: dict[str, list[int]] = {}
@@ -51,7 +51,7 @@ def linked(
     remaining: RemainingTime,
     name: str,
 ) -> Group:
-    """Return a group of these parts; a single part is returned unchanged.
+    """Connect the nodes on several hosts into a group; a single node is returned unchanged.
 
     Without a time limit, members must still connect within ``WITHIN`` seconds.
     """
@@ -81,7 +81,7 @@ def linked(
 
 
 def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:
-    """Connect a leader to those of all other hosts: dial the earlier hosts, and accept the later ones."""
+    """Connect this host's leader to all other leaders: dial earlier hosts, and accept later ones."""
     give_up = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         sockets = {}
@@ -105,7 +105,10 @@ def within(
     name: str,
     remaining: RemainingTime,
 ) -> Group | None:
-    """Return the group of all members of ``parent`` with an equal key. ``part`` is that of this host."""
+    """Return the group of all members of ``parent`` whose key equals ``key``.
+
+    ``part`` is the part of that group on this host.
+    """
     keys = parent._gathered(key, remaining())
     members = [rank for rank, other in enumerate(keys) if other == key]
 
@@ -122,13 +125,14 @@ def within(
 
 
 def this_host() -> str:
-    """Identify the boot of the machine, the namespaces and the user of this process.
+    """Identify the boot of the machine, and the namespaces and the user of this process.
 
-    Processes can share memory only if all of these are equal. A Unix socket reaches only its network
-    namespace, and a process id is valid only in its namespace. No user can open the memory of another.
+    Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
+    network namespace, and a process ID is valid only in its PID namespace. A user cannot open another user's
+    memory.
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        # without it all processes are in one
+        # a kernel without namespaces of one kind has all processes in one
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

@@ -1,8 +1,8 @@
 """Rendezvous of processes on one host that know only their ranks and the name of their job.
 
-Rank 0 listens on an abstract Unix socket, whose name is derived from the job's. So it needs neither a port
-nor a file. Processes of other users are rejected, because the kernel identifies the peer. The socket exists
-only during the rendezvous. A process that ends before all have met may try again.
+Rank 0 listens on an abstract Unix socket, whose name is derived from the job's name, so it needs neither a
+port nor a file. The kernel identifies the user of each peer, and processes of other users are rejected. The
+socket exists only during the rendezvous. A process that ends before all have met may be started again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HELLO = struct.Struct("<ii")  # rank, size
 
 
 def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
-    """Form a group of all processes of this host that have the same ``job``.
+    """Form a group of all processes on this host that have the same ``job``.
 
     Args:
         job: Text that identifies the group.
@@ -40,8 +40,8 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
         The member of this process.
 
     Raises:
-        TimeoutError: Not all processes have arrived; rank 0 names the missing ones.
-        GroupError: Two processes have the same rank, or their sizes differ.
+        TimeoutError: Some processes did not arrive in time.
+        GroupError: Two processes have the same rank, or pass different values of ``size``.
     """
     address = "\0flowchan-group-" + hashlib.sha256(f"{os.getuid()}\n{job}".encode()).hexdigest()[:32]
     give_up = time.monotonic() + timeout
@@ -75,14 +75,14 @@ def _listen(listener: socket.socket, address: str, give_up: float) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group of a job with the same name is forming on this host; use another "
+                    "another group with the same job name is forming on this host; use another "
                     "MASTER_PORT or at= for this one"
                 ) from error
         time.sleep(PAUSE_S)
 
 
 def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[str, Any]]:
-    """Accept the next process of this user that sends its rank and size."""
+    """Accept the next process that sends its rank and size and belongs to this user."""
     give_up = time.monotonic() + wait
     waiting = select.poll()
     waiting.register(listener, select.POLLIN)
@@ -102,7 +102,7 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
 
 
 def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """Join the group of rank 0; return None if rank 0 does not listen, or no longer does."""
+    """Join the group of rank 0; return None if rank 0 is not listening yet, or no longer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.001, give_up - time.monotonic()))
         try:
@@ -112,7 +112,7 @@ def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> Sh
             return None
         if _user_of(sock) != os.getuid():
             raise GroupError(
-                "the name of this job is used by another user of this host; use another MASTER_PORT or at="
+                "another user on this host uses the name of this job; use another MASTER_PORT or at="
             )
         return share(Participant(sock, "rank 0").gather, rank, range(size), name)
 

@@ -1,4 +1,4 @@
-"""Rendezvous of the workers of a gang on several hosts, by the driver of their run."""
+"""Rendezvous of a gang's workers on several hosts, arranged by the driver of their run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from flowchan.transport.rendezvous import Participant, RendezvousEnded
 from flowchan.transport.tcp import route_to, split
 
 WITHIN = 60.0
-"""Seconds in which the driver must be reached, and in which the members must reach each other once all have
-arrived. The driver waits for late members without a limit, because it notices deaths."""
+"""Seconds within which a member must reach the driver, and within which the members must reach each other
+once all have arrived. The driver waits for late members without a time limit, because it notices deaths."""
 
 
 @dataclass
 class Membership:
-    """A rank in a group of the driver, for a process on ``host``.
+    """A rank in a group that the driver forms, for a process on ``host``.
 
-    If ``elastic`` is true, the driver may end the group. ``at``, ``secret`` and ``tls`` say how to reach the
-    driver.
+    If ``elastic`` is true, the driver may end the group. The driver is reached at ``at`` with ``secret``, and
+    with TLS if ``tls`` is true.
     """
 
     group: int
@@ -42,7 +42,10 @@ class Membership:
     _listener: _Listener | None = None
 
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
-        """Return a copy with the way from its host to the driver, so the secret is not sent."""
+        """Return a copy that knows how to reach the driver.
+
+        The worker's host adds the address and the secret, so the secret is not sent with the membership.
+        """
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
     def __enter__(self) -> Group:
@@ -52,7 +55,7 @@ class Membership:
             The member of this process.
 
         Raises:
-            MemberDied: Another member ended before all have met.
+            MemberDied: Another member ended before all members had met.
             OSError: The driver cannot be reached.
         """
         why = f"rank {self.rank} of group {self.name!r} cannot reach the driver"
@@ -73,7 +76,7 @@ class Membership:
                     self._member._abandon()
                 if not isinstance(error, RendezvousEnded) and participant.goes_on():
                     raise
-                raise MemberDied(f"group {self.name!r} cannot begin: {error}", (), "joining") from None
+                raise MemberDied(f"group {self.name!r} cannot be formed: {error}", (), "joining") from None
         return self._member
 
     def close(self) -> None:
@@ -97,7 +100,7 @@ class Membership:
 class _Listener:
     """Ends the group of a member when the driver requests it or is lost.
 
-    Members may not notice themselves who died on another host, or that a new member is to join.
+    Members may not notice otherwise that a member on another host died, or that a new member is to join.
     """
 
     def __init__(self, participant: Participant, member: Group) -> None:

@@ -1,1 +1,1 @@
-"""The backend of ``torch.distributed``, and torch's own backends as algorithms."""
+"""The ``"flowchan"`` backend for ``torch.distributed``."""

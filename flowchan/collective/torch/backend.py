@@ -1,16 +1,16 @@
-"""The backend ``"flowchan"`` of ``torch.distributed``.
+"""The ``"flowchan"`` backend for ``torch.distributed``.
 
     torch.distributed.init_process_group("flowchan")
 
-From torch 2.5 on this call is enough. Before, import this module to register the backend.
+Since torch 2.5 this call is enough; in earlier versions, import this module first to register the backend.
 
-CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. Errors are those of groups. If a member
-dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise
+CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
+member dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise
 :class:`flowchan.Mismatch`. torch's own timeout has no effect.
 
-A process group has this backend only, because torch ignores other backends named next to it. So the first
-operation of ``"cpu:flowchan,cuda:gloo"`` raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is equivalent to
-``"flowchan"``.
+A process group has only this backend, because torch ignores other backends that are named with it. The first
+operation of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is
+equivalent to ``"flowchan"``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from flowchan.collective.rendezvous.store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024
-"""Size in bytes from which a thread runs an operation while its caller continues."""
+"""Smallest operation, in bytes, that a thread runs while its caller continues."""
 _TURN = 0.02
-"""Seconds after which a receiving thread lets another one receive."""
+"""Seconds after which a receiving thread lets another thread receive."""
 
 _FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
-"""Whether this torch drops a :class:`Work` of this module while its C++ code waits for it. Then operations
-run at once, and return a work object of torch."""
+"""Whether this version of torch drops a :class:`Work` from this module while torch's C++ code waits for it.
+If so, operations run at once and return torch's own work objects."""
 
-# Their types differ between versions of torch.
+# The types of these objects differ between versions of torch.
 _c10d: Any = torch._C._distributed_c10d
 _c10d_python: Any = dist.distributed_c10d
 _Work: Any = dist.Work
@@ -63,7 +63,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Work(_Work):  # type: ignore[misc]
-    """A finished operation, or one that runs in the group's thread."""
+    """A finished operation, or one that is running in the group's thread."""
 
     def __init__(self, result: Any, going_on: Future[Any] | None = None) -> None:
         super().__init__()
@@ -102,16 +102,16 @@ class Work(_Work):  # type: ignore[misc]
             promise.set_result(self._result)
             return promise
         self._going_on.add_done_callback(lambda _: promise.set_result(None))
-        # DDP waits in C++, which understands the error of a callback but not of ``set_exception``.
+        # DDP waits in C++, which handles an error from a callback but not one from ``set_exception``.
         return promise.then(lambda _: self.result())
 
 
 class Receives:
     """Receives that run while their caller sends.
 
-    Receives from one source run one after the other, and so do receives from any source. A message that a
-    receive from any source gets may be for a receive from its sender. So the two kinds take turns, and each
-    first looks at the messages that the other has received. This keeps the messages of each sender in order.
+    Receives from one source run one at a time, and so do receives from any source. A receive from any source
+    may get a message that a receive from that sender is waiting for. The two kinds therefore take turns, and
+    each first looks at the messages that the other has received. This keeps each sender's messages in order.
     """
 
     def __init__(self, member: Group) -> None:
@@ -119,7 +119,7 @@ class Receives:
         self._threads: dict[int | None, ThreadPoolExecutor] = {}
         self._changed = threading.Condition()  # guards the following attributes
         self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._waiting: Counter[int | None] = Counter()  # receives that wait, by source
+        self._waiting: Counter[int | None] = Counter()  # number of receives that are waiting, by source
         self._receiving: set[int | None] = set()  # sources from which a thread is receiving
         self._has_received_from_any = self._closed = False
         end_before_threads(self, Receives.close)
@@ -130,12 +130,12 @@ class Receives:
         return Work(list(tensors), self._threads[source].submit(self._receive, tensors, source, tag))
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> int:
-        """Receive tensors and return the rank of their sender; all come from the sender of the first."""
+        """Receive tensors and return the rank of their sender; all must come from the sender of the first."""
         for x in tensors:
             source, found = self._next(source, tag)
             if found.dtype != x.dtype or found.numel() != x.numel():
                 raise Mismatch(
-                    f"rank {source} sent {described(found)}, but the tensor of the receiver is {described(x)}"
+                    f"rank {source} sent {described(found)}, but the receiver's tensor is {described(x)}"
                 )
             with torch.no_grad():
                 x.copy_(found.reshape(x.shape))
@@ -167,7 +167,7 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message for any receive, or none within this turn."""
+        """Receive one message for any waiting receive, or none if none arrives during this turn."""
         self._receiving.add(source)
         self._changed.release()
         received: Any = None
@@ -195,7 +195,7 @@ class Receives:
         return None
 
     def close(self) -> None:
-        """End waiting receives, before the member leaves."""
+        """End receives that are waiting, before the member leaves."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -204,11 +204,10 @@ class Receives:
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group as torch's process group.
+    """A group in the form of torch's process group.
 
-    Every collective takes lists of tensors and options. Like torch's own process groups, each also accepts a
-    single tensor. In place of the options it accepts the operation or the root alone. DDP's ``join`` makes
-    such calls.
+    Every collective takes lists of tensors and options. As in torch's own process groups, it also accepts a
+    single tensor, and the operation or the root in place of the options. DDP's ``join`` makes such calls.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -216,7 +215,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group = meet_by_store(store, rank, size, timeout.total_seconds())
         self._receives = Receives(self._group)
         self._name = self._description = ""
-        self._is_alone = False  # not known yet
+        self._is_alone = False  # true once the check has passed
 
     # --- names, which functional collectives need ---
 
@@ -243,7 +242,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def pg_name(self) -> str:
         return self._name
 
-    # --- the backend of all devices ---
+    # --- this backend for all devices ---
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -291,7 +290,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather several tensors.
 
-        ``outputs`` are by rank and then by tensor; ``allgather`` has them by tensor and then by rank.
+        ``outputs`` is indexed by rank and then by tensor; for ``allgather`` it is by tensor and then by rank.
         """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):
@@ -395,10 +394,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_alone()
         return self._receives.start(tensors, None, tag)
 
-    # torch 2.4 calls these methods by their names in Python only
+    # torch 2.4 calls these methods only by their Python names
     _set_group_name = setGroupName
     _set_group_desc = setGroupDesc
-    # torch's names before 2.13
+    # torch's names before version 2.13
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
@@ -409,7 +408,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._group._gather_into(x, out, None)
 
     def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
-        """Run an operation now, or in the thread if it is large, while torch's autograd continues."""
+        """Run a small operation now, and a large one in the thread, so that torch's autograd continues."""
         self._check_alone()
         result = list(tensors) if result is None else result
         if _FORGETS or sum(x.numel() * x.element_size() for x in tensors) < _LATER:
@@ -428,16 +427,16 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             raise ValueError(
                 f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL without '
                 'a second backend, and dist.new_group(backend="gloo") creates a group with another '
-                "one"
+                "backend"
             )
         self._is_alone = True
 
 
 def _done(result: Any) -> Work:
-    """Return a finished work object of torch.
+    """Return a completed torch ``Work`` object.
 
-    DDP's ``join`` passes it to C++ without a reference from Python. A :class:`Work` would lose its Python
-    part, and the remaining base would wait forever.
+    DDP's ``join`` passes it to C++ without keeping a Python reference to it. A :class:`Work` from this module
+    would lose its Python part, and the remaining C++ base would wait forever.
     """
     promise: torch.futures.Future[Any] = torch.futures.Future()
     promise.set_result(result)
@@ -450,7 +449,7 @@ def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
 
 
 def _alike(parts: Any, tensors: Tensors | torch.Tensor) -> Any:
-    """Return ``parts`` as a list with one entry for each tensor, also for a single tensor."""
+    """Return ``parts`` as a list with one entry for each tensor, even if ``tensors`` is a single tensor."""
     return [parts] if isinstance(tensors, torch.Tensor) else parts
 
 
@@ -463,7 +462,7 @@ def _op(opts: Any) -> str:
     op = getattr(op, "op", op)
     if op not in _OPS:
         raise ValueError(
-            f"the reduction must be one of {', '.join(_OPS.values())} with the backend flowchan, got {op}"
+            f"with the flowchan backend, the reduction must be one of {', '.join(_OPS.values())}, got {op}"
         )
     return _OPS[op]
 

@@ -1,1 +1,1 @@
-"""Data-parallel training with a group."""
+"""Data-parallel training with the members of a group."""

@@ -1,6 +1,6 @@
-"""Compression of gradients on their way between members.
+"""Compression of the gradients that members exchange.
 
-Each buffer has its own code object, which may remember the elements that it has left out.
+Each buffer has its own code object, which may keep the elements that it has left out so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowchan.items.text import shown
 
 
 class Code(Protocol):
-    """Methods of a user-defined code that compresses gradients.
+    """Methods of a user-defined encoding that compresses gradients.
 
     The encoded values are pickled and may differ in size.
 
@@ -54,20 +54,20 @@ class Code(Protocol):
         """Write the mean of the encoded values of all members into ``out``.
 
         Args:
-            values: The encoded values, in the order of the ranks.
+            values: The encoded values, in rank order.
             out: The tensor to fill.
         """
 
 
 class TopK:
-    """The largest elements of a gradient by absolute value.
+    """An encoding that sends only the largest elements of a gradient by absolute value.
 
     Elements that are left out are added to the next gradient (error feedback), so they arrive later but are
     not lost.
 
     Args:
-        fraction: Share of the elements that is sent, above 0 and at most 1 (default 0.01); at least one
-            element is sent.
+        fraction: Fraction of the elements to send, above 0 and at most 1 (default 0.01); at least one element
+            is sent.
 
     Raises:
         ValueError: ``fraction`` is out of range.
@@ -93,7 +93,7 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode the largest elements of a tensor and of what was left out before.
+        """Add the elements that were left out so far to a tensor, and encode the largest elements of the sum.
 
         Args:
             x: One-dimensional tensor.
@@ -107,7 +107,7 @@ class TopK:
             >>> code = TopK(0.5)
             >>> code.encode(torch.tensor([1.0, -3.0]))
             (tensor([1]), tensor([-3.]))
-            >>> code.encode(torch.tensor([1.0, 1.0]))  # with what was left out
+            >>> code.encode(torch.tensor([1.0, 1.0]))  # adds the 1.0 that was left out
             (tensor([0]), tensor([2.]))
         """
         total = x.clone() if self._residual is None else x + self._residual
@@ -121,7 +121,7 @@ class TopK:
         """Write the mean of the encoded values of all members into ``out``.
 
         Args:
-            values: The encoded values, in the order of the ranks.
+            values: The encoded values, in rank order.
             out: The tensor to fill.
 
         Example:
@@ -139,23 +139,23 @@ class TopK:
 
 
 Mean = Callable[[Group, Tensor], Any]
-"""Replaces a tensor by its mean over all members."""
+"""Function that replaces a tensor with its mean over all members."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
 
 
 def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Mean:
-    """Return the function that averages one buffer with elements of this type.
+    """Return the function that averages one buffer whose elements have this type.
 
-    It may run in the member's own thread, while others wait for it.
+    The function may run in the member's own thread, while operations of other members wait for it.
     """
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
             raise ValueError(
-                f"compress must be None for complex parameters, got {compress!r} and a parameter of {dtype}"
+                f"compress must be None for complex parameters, got {compress!r} for a {dtype} parameter"
             )
         return lambda group, x: _rounded(group, x, _TYPES[compress])
     made = _CODES.get(compress) if isinstance(compress, str) else compress
@@ -169,5 +169,5 @@ def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Me
 
 
 def _rounded(group: Group, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Average in float32, rounding once."""
+    """Average half-precision values in float32, and round the result once."""
     return x.copy_(group._reduced(ALLREDUCE, x.to(dtype), "mean", None, -1, None))

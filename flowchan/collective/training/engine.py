@@ -1,4 +1,4 @@
-"""A training loop for a module or for equal replicas of it, with hooks."""
+"""A training loop with hooks, for a module or for equal replicas of a module."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from flowchan.items.text import shown
 __all__ = ["HOOKS", "Engine", "Mean", "State"]
 
 HOOKS = ("on_start", "on_sample", "on_forward", "on_backward", "on_update", "on_end_epoch")
-"""Names of the hook methods in the order of their calls: before the first epoch; with the sample, which the
-hook may replace; with output and loss; with the gradients, which are the mean over all replicas; after the
-step; after the last step of an epoch."""
+"""Names of the hook methods, in the order in which they are called.
+
+They are called before the first epoch; with the sample, which the hook may replace; with the output and the
+loss; with the gradients, averaged over all replicas; after the optimizer's step; and at the end of an epoch.
+"""
 
 Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[Any]]
 
 
 @dataclass(slots=True)
 class State:
-    """State of a training, as hooks see it.
+    """State of the training loop, as passed to hooks.
 
     If only other replicas have a sample in a step, ``sample``, ``output`` and ``loss`` are None.
 
@@ -68,14 +70,14 @@ class State:
 class Engine:
     """Train a module, alone or as one of several replicas.
 
-    With a group, each member trains a replica by the steps of :class:`AllReduceSGD`. So replicas stay equal,
-    and may have unequal numbers of samples.
+    With a group, each member trains one replica with :class:`AllReduceSGD`. The replicas therefore stay
+    equal, and members may have different numbers of samples.
 
     Args:
         module: The module.
-        loss: A function of the output and the target that returns the loss.
+        loss: A function that takes the output and the target and returns the loss.
         optimizer: Optimizer of the module's parameters.
-        group: The group of the replicas; None trains alone.
+        group: The group of the replicas; with None, the module is trained alone.
         hooks: Objects with any of the methods in :data:`HOOKS`; each method takes the :class:`State`.
 
     Raises:
@@ -109,24 +111,24 @@ class Engine:
         self._together = AllReduceSGD(module, _Step(self._update), group) if group else None
 
     def train(self, batches: Batches, epochs: int) -> None:
-        """Train until ``epochs`` epochs are done, including those before :meth:`load`.
+        """Train until ``epochs`` epochs are complete, including those that :meth:`load` restored.
 
         Args:
-            batches: Samples of each epoch (pairs of an input and a target), or a function that returns them
-                for the number of an epoch. A stream of a graph that ends with ``collect()`` prepares samples
-                while the module works.
+            batches: Samples of each epoch (pairs of an input and a target), or a function that takes the
+                number of an epoch and returns its samples. If a graph's stream that ends with ``collect()``
+                is passed, the graph prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:
-            ValueError: ``batches`` is an iterator and several epochs remain, but an iterator ends with the
+            ValueError: Several epochs remain, but ``batches`` is an iterator, which is exhausted after the
                 first.
         """
         remaining = epochs - self.state.epoch
         if isinstance(batches, Iterator) and remaining > 1:
             raise ValueError(
-                f"train: batches must be iterable for each of {remaining} epochs, got the iterator "
+                f"train: batches must be iterable {remaining} times, got the iterator "
                 f"{shown(batches)}; "
-                "pass a function of the epoch, or a list"
+                "pass a list, or a function of the epoch number"
             )
         self.module.train()
         self.state.training = True
@@ -153,14 +155,14 @@ class Engine:
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call it during a training, which then continues unchanged. It calls ``on_sample`` and
+        Hooks may call it during training, which then continues unchanged. It calls ``on_sample`` and
         ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
 
         Returns:
-            The mean loss; NaN without any batches.
+            The mean loss, or NaN if ``batches`` is empty.
         """
         modes = {module: module.training for module in self.module.modules()}
         training = self.state.training
@@ -174,14 +176,14 @@ class Engine:
                 mean.add(self.state.loss.item())
         finally:
             self.state.training = training
-            for module, mode in modes.items():  # the user may have set some to eval mode
+            for module, mode in modes.items():  # the user may have put some modules into eval mode
                 module.training = mode
         return mean.over(self.group)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save module, optimizer and progress for :meth:`load`.
+        """Save the module, the optimizer and the progress for :meth:`load`.
 
-        With a group, rank 0 writes the file. An existing file is replaced in one step.
+        With a group, only rank 0 writes the file. An existing file is replaced atomically.
 
         Args:
             path: Path of the file.
@@ -255,7 +257,7 @@ class Engine:
 
 
 class Mean:
-    """Mean of values such as losses or accuracies, over all members.
+    """Mean of values such as losses or accuracies, over all members of a group.
 
     Example:
         >>> from flowchan.collective import group
@@ -272,21 +274,21 @@ class Mean:
         self.total, self.count = 0.0, 0
 
     def add(self, value: float | Tensor, count: int = 1) -> None:
-        """Add the mean of some values.
+        """Add ``count`` values, given by their mean.
 
         Args:
-            value: The mean: a number, or a tensor with one element.
+            value: The mean of the values: a number, or a tensor with one element.
             count: Number of values (default 1).
         """
-        # The number only: the tensor would keep its whole computation graph.
+        # Keep only the number: the tensor would keep its whole computation graph alive.
         self.total += (value.item() if isinstance(value, Tensor) else value) * count
         self.count += count
 
     def over(self, group: Group | None = None) -> float:
-        """Return the mean over all members, which all call it.
+        """Return the mean over all members. All members must call it.
 
         Args:
-            group: The group; None uses only the values of this process.
+            group: The group; with None, only the values of this process are used.
 
         Returns:
             The mean; NaN if no value was added.
@@ -297,7 +299,7 @@ class Mean:
 
 
 class _Step:
-    """An optimizer's ``step``, as :class:`AllReduceSGD` calls it."""
+    """A function as an optimizer's ``step``, which :class:`AllReduceSGD` calls."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step
@@ -314,9 +316,9 @@ def _samples(batches: Batches, epoch: int) -> Iterator[Any]:
 
 
 def _plain(state: Any) -> Any:
-    """Replace NumPy scalars by Python numbers, because torch does not load them.
+    """Replace NumPy scalars, which torch refuses to load, with Python numbers.
 
-    A learning rate may be one.
+    A learning rate, for example, may be a NumPy scalar.
     """
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}

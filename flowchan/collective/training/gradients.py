@@ -3,9 +3,9 @@
 :func:`synchronize` makes the replicas equal. One of these classes then keeps them equal or close, and
 :func:`check_equal` compares them.
 
-- :class:`Gradients` is for equal numbers of batches.
-- :class:`AllReduceSGD` is for unequal numbers of batches.
-- :class:`ElasticAverage` is for replicas that average only every few steps.
+- :class:`Gradients` requires equal numbers of batches.
+- :class:`AllReduceSGD` allows different numbers of batches.
+- :class:`ElasticAverage` averages the replicas only every few steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowchan.items.arguments import whole
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients that are averaged together, while backward computes those of earlier layers."""
+"""Bytes of gradients that are averaged at a time, while backward computes the gradients of earlier layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
@@ -42,7 +42,7 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
 
     Raises:
         Mismatch: The modules have different parameters or buffers. All members raise it.
-        ValueError: Elements of a tensor share memory.
+        ValueError: Some elements of a tensor share memory.
 
     Example:
         >>> from torch import nn
@@ -61,15 +61,15 @@ def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
 
 
 def check_equal(module: nn.Module, group: Group) -> None:
-    """Compare the parameters and buffers of all members, bit for bit.
+    """Raise unless the parameters and buffers of all members are equal, bit for bit.
 
     Args:
         module: The replica of this member.
         group: The group of the replicas.
 
     Raises:
-        Mismatch: A parameter or buffer differs from rank 0. All members raise it; it names the first such
-            tensor and the first such rank.
+        Mismatch: A parameter or buffer differs from the one on rank 0. All members raise the error; it names
+            the first such tensor and the first such rank.
 
     Example:
         >>> from torch import nn
@@ -91,7 +91,10 @@ def _digest(x: Tensor) -> bytes:
 
 
 def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
-    """Compare the entries of all members: for each tensor its name, type and shape, and perhaps a digest."""
+    """Raise ``Mismatch`` unless all members pass equal entries.
+
+    The entry of a tensor contains its name, its type and shape, and optionally a digest.
+    """
     first, *others = group.allgather(own)
     found = [
         (_first_difference(first, other), rank) for rank, other in enumerate(others, 1) if other != first
@@ -100,14 +103,17 @@ def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
         return
     place, rank = min(found)
     if place == min(len(first), len(others[rank - 1])):
-        counts = f"{len(first)} parameters and buffers, but that of rank {rank} has {len(others[rank - 1])}"
-        raise Mismatch(f"the module of rank 0 has {counts}; build the same module on all members")
+        counts = (
+            f"{len(first)} parameters and buffers, but the module on rank {rank} has {len(others[rank - 1])}"
+        )
+        raise Mismatch(f"the module on rank 0 has {counts}; build the same module on all members")
     (name, kind, *_), (its_name, its_kind, *_) = first[place], others[rank - 1][place]
     if (name, kind) == (its_name, its_kind):
-        what, remedy = "has other values", "call synchronize(module, group) first"
+        what, remedy = "has different values on rank 0 and", "call synchronize(module, group) first"
     else:
-        what, remedy = f"is {its_name!r}, {its_kind},", "build the same module on all members"
-    raise Mismatch(f"{name!r}, {kind}, of rank 0 {what} at rank {rank}; {remedy}")
+        what = f"on rank 0 is {its_name!r}, {its_kind}, on"
+        remedy = "build the same module on all members"
+    raise Mismatch(f"{name!r}, {kind}, {what} rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
@@ -119,13 +125,15 @@ class Gradients:
     """Average the gradients of a module over all members while ``backward`` runs.
 
     All members have the same module, and call ``backward`` and :meth:`wait` the same number of times.
-    Gradients are stored in a few flat buffers, and each buffer is averaged as soon as it is complete.
-    Parameters on which a loss does not depend count as zero.
+
+    Gradients are stored in a few flat buffers, and each buffer is averaged as soon as it is complete. If a
+    loss does not depend on a parameter, the parameter's gradient counts as zero.
 
     Args:
         module: The replica of this member.
         group: The group of the replicas.
-        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, or a function that makes a :class:`Code` for each buffer
+        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, or a function that creates a :class:`Code` for each
+            buffer
             (default None: no compression).
 
     Raises:
@@ -156,9 +164,10 @@ class Gradients:
         self._buffers = [
             _Bucket(parameters, mean_by(compress, parameters[0].dtype)) for parameters in _in_buckets(module)
         ]
-        self._started: list[Handle] = []  # for the first buffers: all members start them in this order
+        # for the first buffers; all members must start them in the same order
+        self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
-        # the garbage collector does not see references from a parameter's hooks
+        # weak, because the garbage collector does not see references from a parameter's hooks
         ready = weakref.WeakMethod(self._ready)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -168,9 +177,9 @@ class Gradients:
         ]
 
     def wait(self) -> None:
-        """Wait until all gradients are the mean over all members.
+        """Wait until all gradients have been replaced with their means over all members.
 
-        Call it after ``backward``, before the gradients are used.
+        Call it after ``backward``, before using the gradients.
         """
         for buffer in self._buffers[len(self._started) :]:
             buffer.complete()
@@ -183,7 +192,7 @@ class Gradients:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Add up the gradients of several ``backward`` calls in a ``with`` block, without averaging.
+        """Accumulate the gradients of several ``backward`` calls in a ``with`` block, without averaging.
 
         The next ``backward`` outside the block averages the sum.
 
@@ -223,8 +232,7 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice; call Gradients.wait() after each backward, or accumulate() "
-                "before it"
+                "backward was called twice; call Gradients.wait() after each backward, or use accumulate()"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:
@@ -235,7 +243,7 @@ class Gradients:
 
 
 class _Flat:
-    """One contiguous buffer with a view for each of some parameters of one type."""
+    """One contiguous buffer, with a view for each of several parameters of the same type."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         like, sizes = parameters[0], [p.numel() for p in parameters]
@@ -263,13 +271,13 @@ class _Bucket(_Flat):
     def __init__(self, parameters: list[Tensor], mean: Callable[[Group, Tensor], Any]) -> None:
         super().__init__(parameters)
         self.mean = mean
-        self.missing = set(self.views)  # parameters without a gradient so far
+        self.missing = set(self.views)  # parameters whose gradients have not been computed yet
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists of one type and device.
+    """Divide the parameters into lists that each have one type and device.
 
-    The last parameters come first, as backward reaches them.
+    The order is reversed, because backward reaches the last parameters first.
     """
     buckets: list[list[Tensor]] = []
     free_bytes = 0
@@ -287,7 +295,7 @@ def _type(x: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
-    """Make one buffer for all parameters of each type."""
+    """Create one buffer for all parameters of each type and device."""
     found: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         found.setdefault(_type(parameter), []).append(parameter)
@@ -295,7 +303,7 @@ def _by_type(parameters: Iterable[Tensor]) -> list[_Flat]:
 
 
 def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
-    """Replace the buffers by the sums over all members that contribute, and return the number of these."""
+    """Replace the buffers with their sums over all contributing members, and return how many contribute."""
     contributors: int = group.allreduce(int(contributes))
     if contributors:
         for buffer in buffers:
@@ -306,16 +314,16 @@ def _add_up(group: Group, buffers: list[_Flat], contributes: bool) -> int:
 
 
 class Steps(Protocol):
-    """An optimizer, or an object with another ``step`` method."""
+    """An optimizer, or another object with a ``step`` method."""
 
     def step(self) -> Any: ...
 
 
 class AllReduceSGD:
-    """Run an optimizer by the mean gradient of the members that have a batch.
+    """Run an optimizer with the mean gradient of the members that have a batch.
 
-    Members may have different numbers of batches. All members make the same steps, so equal parameters stay
-    equal, bit for bit.
+    Members may have different numbers of batches. All members make the same steps, so parameters that are
+    equal at first stay equal, bit for bit.
 
     Args:
         module: The replica of this member.
@@ -346,7 +354,7 @@ class AllReduceSGD:
         self._group = group
 
     def step(self) -> int:
-        """Make a step by the mean of this member's gradients and those of the others.
+        """Average this member's gradients with those of the other members, and make an optimizer step.
 
         Returns:
             The number of members that contributed.
@@ -356,7 +364,7 @@ class AllReduceSGD:
         return self._do(contributes=True)
 
     def join(self) -> None:
-        """Take part in the steps of the others without a batch, until all members have run out of batches."""
+        """Take part in the other members' steps without a batch, until no member has a batch left."""
         while self._do(contributes=False):
             pass
 
@@ -372,14 +380,14 @@ class AllReduceSGD:
 
 
 class ElasticAverage:
-    """Average the replicas of a module elastically every few steps.
+    """Train replicas of a module independently, and average them elastically every few steps.
 
-    Members train independently. At each average, the centre moves towards the mean of the replicas by
-    ``strength``, and each replica moves towards the centre by ``strength / group.size``. The training begins
-    with the parameters of rank 0. The centre is equal on all members, bit for bit.
+    At each average, the centre moves towards the mean of the replicas by ``strength``, and each replica moves
+    towards the centre by ``strength / group.size``. All replicas start with the parameters of rank 0. The
+    centre is equal on all members, bit for bit.
 
     The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
-    alpha, so it is stable for any group size.
+    alpha, so the algorithm is stable for any group size.
 
     Args:
         module: The replica of this member.
@@ -423,7 +431,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the optimizer, and average if it is due. Call it after each step."""
+        """Count a step of the optimizer, and average the replicas if it is time. Call it after each step."""
         self._steps += 1
         if self._steps % self._every:
             return
@@ -432,11 +440,11 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # only now, because a member may have died before the centre moved
+        for parameter, pull in own:  # only now: if a member died above, the centre has not moved
             parameter.sub_(pull)
 
     def join(self) -> None:
-        """Take part in the averages of the others until all members have run out of batches."""
+        """Take part in the other members' averages, until no member has a batch left."""
         while self._move(contributes=False):
             pass
 

@@ -1,4 +1,4 @@
-"""Memory of tensor arguments, where it differs from arrays; test_memory_given.py tests arrays."""
+"""Test the memory layouts of tensor arguments where tensors differ from arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def negated() -> Any:
-    """Return a tensor of -2 whose memory contains 2."""
+    """Return a tensor whose value is -2 and whose memory contains 2."""
     return torch.tensor([1 + 2j]).conj().imag
 
 
@@ -94,19 +94,19 @@ def nested(layout: Any) -> Any:
     [
         (
             freed,
-            r"must be a tensor with memory, got float32\[4\] of the type Tensor, which has",
+            r"must be a tensor with memory, got float32\[4\] of type Tensor, which has",
         ),
-        (masked, "of the type MaskedTensor, which has none; pass the tensor that it wraps"),
-        (faked, "of the type FakeTensor, which has none; pass the tensor that it wraps"),
-        (lambda: nested(torch.jagged), "got a nested tensor of float32; pass its .values()"),
-        (lambda: nested(torch.strided), "got a nested tensor of float32; pass its .values()"),
+        (masked, "of type MaskedTensor, which has none; pass the tensor that it wraps"),
+        (faked, "of type FakeTensor, which has none; pass the tensor that it wraps"),
+        (lambda: nested(torch.jagged), "got a nested float32 tensor; pass its .values()"),
+        (lambda: nested(torch.strided), "got a nested float32 tensor; pass its .values()"),
         (lambda: torch.eye(2).to_sparse(), "must be a dense tensor, got"),
     ],
     ids=["freed", "masked", "faked", "jagged", "nested", "sparse"],
 )
 @pytest.mark.filterwarnings("ignore")  # for torch's own warnings
 def test_tensor_without_memory_raises(run: Any, call: str, make: Any, message: str) -> None:
-    """No member reads at address zero."""
+    """No member may read from address zero."""
 
     def body(g: Any) -> Any:
         with pytest.raises(TypeError, match=message):

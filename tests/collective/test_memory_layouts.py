@@ -1,6 +1,6 @@
-"""Calls read and write arguments of any memory layout.
+"""Test that calls read and write arguments with any memory layout.
 
-Layouts that cannot work raise before anything is sent.
+A layout that cannot work raises before anything is sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_result_fills_noncontiguous_out(run: Any, length: int) -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("listed", [True, False])
 def test_input_that_is_part_of_out_is_sent_unchanged(run: Any, length: int, listed: bool) -> None:
-    """Each member's own part of ``out`` may be its input."""
+    """The input of each member may be that member's own part of ``out``."""
 
     def body(g: Any, own: int) -> Any:
         room = np.zeros((g.size, length), np.float32)
@@ -56,7 +56,7 @@ def test_out_that_overlaps_the_input_raises(run: Any, length: int) -> None:
             for call in (g.allreduce, lambda x, out: g.reduce(x, g.rank, out=out)):
                 with pytest.raises(
                     ValueError,
-                    match="x and out must not overlap unless they begin at the same element; pass a copy",
+                    match="x and out must not overlap unless out is x or one of its parts; pass a copy",
                 ):
                     call(x, out=out)
         with pytest.raises(ValueError, match="x and out must not overlap"):
