@@ -77,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread is running an operation. Returns at once in a forked process, which would
-    // wait forever.
+    // Waits until no other thread is running an operation. A forked child gets Taken at once, because
+    // it would wait forever.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
