@@ -25,8 +25,8 @@ namespace {
 constexpr size_t PAGE = 4096;
 constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
 constexpr uint32_t CHECKED_AT_ONCE = 8;                  // number of members to check each time
-constexpr uint32_t CHECKS_WITHOUT_PAUSE =
-    200;  // number of checks without a pause, for members that are just about to arrive
+// first checks, without a pause, for members that are just about to arrive
+constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;

@@ -14,12 +14,10 @@
 //    member gives up only if it is waiting for a cell that can never get the number: its owner is gone, and a
 //    second look at the cell did not find the number. So either all survivors complete an operation, or none
 //    does. Mismatched calls and missing memory are detected from the data of the first round, which all
-//    members
-//    see.
+//    members see.
 //  - A member that gives up in the middle of an operation publishes nothing more, as if it had died. The same
 //    holds for a member that leaves the group; if one of its threads is running an operation, leaving waits
-//    for
-//    that thread. So the visible data of a lost member never changes.
+//    for that thread. So the visible data of a lost member never changes.
 //
 // Direct reads. A receiver reads large arrays from the sender's memory with process_vm_readv. The first round
 // publishes their addresses. A second round confirms the reads, and no member returns before it. So the
