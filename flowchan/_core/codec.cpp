@@ -112,9 +112,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead: a view that
-// keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The buffers of
-// such an item are copied, so that a user who keeps a buffer does not keep the item alive.
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead. It contains a
+// view that keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The
+// buffers of such an item are copied, so that a user who keeps a buffer does not keep the item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;

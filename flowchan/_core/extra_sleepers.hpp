@@ -32,7 +32,7 @@ class ExtraSleeper {
 
   private:
     void run();
-    void notify();  // called with the mutex held, after new words were set or the thread was told to end
+    void notify();  // called with the mutex held, after new words or `over_` were set
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;

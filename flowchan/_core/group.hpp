@@ -3,18 +3,18 @@
 // Algorithm. Every operation is a sequence of rounds, and the sequence is the same for all members. In a
 // round, each member writes its data into its own part of the memory. It then *publishes* the data by storing
 // the round's number in its cell. It waits until the cells of all other members contain that number, and
-// reads their data. There are two copies of the cells and slots, for odd and even rounds, so readers need not
-// acknowledge anything: a member overwrites the data of round r only when it publishes round r + 2. By then
-// it has seen all members publish r + 1, which each did only after reading round r.
+// reads their data. There are two copies of the cells and slots, for odd and even rounds. Readers need not
+// acknowledge anything, because a member overwrites the data of round r only for round r + 2. It does so
+// after it has seen all members publish r + 1, which each did only after reading round r.
 //
 // Invariants.
 //  - Only its owner writes to a member slot, a cell or a data slot. Published data remains valid, even if its
 //    owner dies.
 //  - All members come to the same decision. A round is complete for all members once all have published it. A
-//    member gives up only if it is waiting for a cell that can never get the number: its owner is gone, and a
-//    second look at the cell did not find the number. So either all survivors complete an operation, or none
-//    does. Mismatched calls and missing memory are detected from the data of the first round, which all
-//    members see.
+//    member gives up only if it is waiting for a cell that can never get the number. In this case the cell's
+//    owner is gone, and a second look at the cell did not find the number. So either all survivors complete
+//    an operation, or none does. Mismatched calls and missing memory are detected from the data of the first
+//    round, which all members see.
 //  - A member that gives up in the middle of an operation publishes nothing more, as if it had died. The same
 //    holds for a member that leaves the group; if one of its threads is running an operation, leaving waits
 //    for that thread. So the visible data of a lost member never changes.
@@ -189,8 +189,8 @@ class Member {
     // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run, and
     // otherwise the fastest.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
-    // Returns the shortest time in ns that the last trial of a plan took in this size class, or 0 if the plan
-    // was never tried or can't run.
+    // Returns the shortest time in ns in the last trial of a plan in this size class. It is 0 if the plan was
+    // never tried or can't run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;

@@ -228,8 +228,8 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Returns memory from which `in` can be read while these arrays are being written: `copy`, filled from
-    // `in`, if one of them overlaps `in`, and otherwise `in` itself. The array at index `own` may be `in`.
+    // Returns memory from which `in` can be read while these arrays are being written. It is `in` itself, or
+    // a copy in `copy` if one of these arrays overlaps `in`. The array at index `own` may be `in`.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {

@@ -12,7 +12,7 @@ namespace flowchan {
 
 namespace {
 
-// In an exchange, each member reads all inputs. Larger groups try it only for small data, because reading so
+// In an exchange, each member reads all inputs. Larger groups try it only for small data, because reading
 // many large inputs is slow.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
@@ -53,7 +53,7 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // With two members, both algorithms read the same amount of data, but an exchange copies less.
+        // Between two members, an exchange reads as much data as slices, but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |

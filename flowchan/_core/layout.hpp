@@ -22,10 +22,10 @@
 //
 // The cost of passing an item between two cores is the number of cache lines that move from one core to the
 // other. Therefore words that change together are next to each other. If no caller is waiting, a put and a
-// get each move three lines: the lock's line, the next one with the FIFO's ends and counts, and the slot's
-// first line. A put into an empty FIFO moves no other line; any other put also moves the line of the previous
-// slot. Words that only readers or only writers write have their own lines, and so do redo records
-// (redo.hpp).
+// get each move three lines. These are the lock's line, the next line with the FIFO's ends and counts, and
+// the slot's first line. A put into an empty FIFO moves no other line; any other put also moves the line of
+// the previous slot. Words that only readers or only writers write have their own lines, and so do redo
+// records (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -112,8 +112,8 @@ struct alignas(64) Slot {
     // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t state;
     uint64_t size;  // of the payload, in bytes
-    // assigned at the first get; items leave the channel in the order of these numbers. Before that: number of
-    // the writer's input item that this is an output for, or KEYLESS
+    // Assigned at the first get; items leave the channel in the order of these numbers. Before that, it is the
+    // number of the writer's input item that this is an output for, or KEYLESS.
     uint64_t number;
     uint32_t kind;      // encoding of the payload, see frame.hpp
     uint32_t cls;       // block class, or 0 if there is no block; never changes

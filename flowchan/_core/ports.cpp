@@ -79,8 +79,8 @@ Step Turn::enter(Deadline deadline) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
-        // `waiting_` is incremented before `owner_` is read, and `leave` writes `owner_` before it reads
-        // `waiting_`, so at least one of the two threads sees the other's write.
+        // This increments `waiting_` before reading `owner_`, and `leave` writes `owner_` before reading
+        // `waiting_`. So at least one of the two threads sees the other's write.
         waiting_ += 1;
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;

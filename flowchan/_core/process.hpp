@@ -12,7 +12,7 @@ namespace flowchan {
 
 struct Pidfd;
 
-// Return the start time of a process, in the kernel's ticks since boot, or 0 if there is no such process.
+// Return the start time of a process, in the kernel's ticks since boot, or 0 if the process does not exist.
 // With the pid, it identifies a process uniquely.
 uint64_t process_start(uint64_t pid);
 

@@ -61,7 +61,7 @@ class LocalQueue {
     struct Item {
         static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
-        uint64_t size;  // counted against max_bytes and the share; 0 if there are no such limits
+        uint64_t size;                 // counted against max_bytes and the share; 0 without such limits
         uint64_t number = UNNUMBERED;  // assigned at the first take, as in Slot
     };
 
@@ -116,7 +116,7 @@ class LocalQueue {
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer is waiting for bytes, not for a place
 
-    // Return whether so many outputs are waiting for a place that a worker must not take another item.
+    // Return whether too many outputs are waiting for a place, so that a worker must not take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }

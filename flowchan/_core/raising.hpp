@@ -17,9 +17,9 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
 // Set an attribute of the current error, and take ownership of the value.
 void add_to_error(const char* name, PyObject* value);
 
-// The cause of a break, in a form that other processes can read: the pickled exception, or, if it cannot be
-// pickled, an error with its text. `text` is a short form of a large cause, for use when memory is short.
-// Both are empty for a cause without text.
+// The cause of a break, in a form that other processes can read. `whole` is the pickled exception, or an
+// error with its text if it cannot be pickled. `text` is a short form of a large cause, for use when memory
+// is short. Both are empty for a cause without text.
 struct Cause {
     std::string whole, text;
 };

@@ -8,7 +8,7 @@
 // nothing to do. The values are absolute, so applying them twice has the same effect as applying them once.
 //
 // Why compiler fences are enough. A process that reads a dead owner's record gets the lock from the kernel,
-// after the owner was descheduled for the last time. By then all stores that the owner executed are visible,
+// after the owner was descheduled for the last time. All stores that the owner executed are visible by then,
 // in whatever order they left its core. So only the order in which the owner executed them matters. This is
 // the program's order, provided that the compiler does not change it. The same holds for processors with a
 // weaker store order than x86_64: a core stops between two instructions, and everything before them has

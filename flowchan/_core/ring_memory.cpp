@@ -1,13 +1,13 @@
 // The memory of a ring: slots and their blocks, views of blocks, and handling of damage.
 //
 // If the class of a block has no free one, the block is cut from the uncut memory in the middle of the file.
-// When its slot becomes free, the block goes to the free list of its class, so that it is reused while it is
-// still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
+// When its slot becomes free, the block goes to the free list of its class. So blocks are reused while they
+// are still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
 // again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
-// that views it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead, and
-// the viewer frees it when its last view is gone. If the slot is in another place by then, the viewer only
+// that views it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead. The
+// viewer frees it when its last view is gone. If the slot is in another place by then, the viewer only
 // removes its name. (An item that was given back may be read by its next worker while the first worker still
 // views it.) A slot has only one viewer, so a second reader makes a private copy. A reader also makes a copy
 // when the views cover max_bytes, or when the block is at the end of the memory. Otherwise, readers that keep
@@ -274,7 +274,7 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // Return whether the payload of this slot, which is about to be taken, may be read in place. A large block
 // may contain a small payload, but that is copied and its slot is freed at once. The end of the memory, as
-// much as the largest item needs, must not be viewed: even a few views scattered over it would block the
+// much as the largest item needs, must not be viewed. Even a few views scattered over it would block the
 // writer of such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
@@ -419,8 +419,8 @@ Step Ring::found_damage() {
 }
 
 // Return how a put without memory continues. It waits until memory is freed, unless none is in use. If the
-// address space of this process is exhausted, it waits only for a reader with a port: if the caller were the
-// only reader, it would wait forever.
+// address space of this process is exhausted, it waits only for a reader with a port. Otherwise, a caller
+// that is the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

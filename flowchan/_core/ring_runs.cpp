@@ -2,9 +2,9 @@
 // Their cost is paid only once for a run. A run is one Change in the record, so it happens wholly or not at
 // all.
 //
-// A run contains only items that need nothing else. Items are handled one at a time if they were given back,
-// are viewed, have descriptors or must wait for a turn, or if they find no room. In the last case, the call
-// for the single item reports the cause.
+// A run contains only items that need nothing else. Items that were given back, are viewed, have descriptors
+// or must wait for a turn are handled one at a time. So are items that find no room; the call for the single
+// item then reports the cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -102,8 +102,8 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Free up to `most` of the oldest leases of a session: a run of items that have one size class and no viewer,
-// or a single item. Return how many were freed, or 0 if the memory is damaged.
+// Free up to `most` of the oldest leases of a session. They are a run of items that have one size class and
+// no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];

@@ -1,9 +1,9 @@
 // The order of an ordered stage's outputs, and the writers that wait for their turns.
 //
-// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, each
-// worker one at a time, and put the outputs for i into another channel. `turn` is the i whose outputs go
+// Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one
+// item each at a time. They put the outputs for i into another channel. `turn` is the i whose outputs go
 // straight into the FIFO. Outputs for a later i are parked in the group of that i. When the worker of `turn`
-// reports that i has no more outputs, `turn` moves on, and the outputs parked for the new turn enter the
+// reports that i has no more outputs, `turn` moves on. The outputs parked for the new turn then enter the
 // FIFO. When the channel is closed, all parked outputs enter the FIFO.
 //
 // Invariants. No outputs are parked for i = turn, or in a closed channel. Every parked i satisfies i - turn <

@@ -2,7 +2,7 @@
 //
 // Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. From then
 // on, the faster of the two is the best. The slower plan is tried again after a while, or later if it was
-// clearly slower. All plans are tried again if the best plan takes much longer than before: other load on the
+// clearly slower. All plans are tried again if the best plan takes much longer than before. Other load on the
 // caches, or the placement of the cores, may have changed.
 #pragma once
 

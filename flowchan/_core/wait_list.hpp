@@ -3,8 +3,8 @@
 // Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
 // (oldest first), or woken but not yet running. An opportunity wakes only the oldest sleeper, so it costs one
 // wake-up, whether there are a thousand waiters or one. Until the woken waiter runs, no other waiter is
-// woken. The next waiter is woken by an operation that leaves another opportunity (LocalQueue::try_put,
-// try_take), or by a woken waiter that does not use its own opportunity. So k opportunities wake k waiters,
+// woken. Two callers wake the next waiter: an operation that leaves another opportunity (LocalQueue::try_put,
+// try_take), and a woken waiter that does not use its own opportunity. So k opportunities wake k waiters,
 // each of which wakes the next. If a running thread takes all k opportunities before a woken thread gets the
 // GIL, one waiter was woken in vain, not k. That waiter returns to the head of the list. Newcomers may
 // overtake (see waiting.hpp) until a waiter has been woken in vain twice within PATIENCE_NS and is
@@ -16,7 +16,7 @@
 //
 // Writers of an ordered stage wait for their turns, and are sorted by the numbers of their items. Only the
 // first of them can continue, so waking any other would be in vain. Workers that have no output yet come last
-// (ANY_TURN): if CROWD other workers are waiting with outputs that have no place, a worker waits for a place
+// (ANY_TURN). If CROWD other workers are waiting with outputs that have no place, a worker waits for a place
 // before it takes an item. So a few of the many workers of a cheap function do the work. The others keep
 // sleeping, and are not woken for each of their items.
 //
@@ -130,8 +130,8 @@ class WaitList {
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            // The node goes before nodes with the same number. With ANY_TURN, the last to arrive has the
-            // warmest caches.
+            // The node goes before nodes with the same number. This matters for ANY_TURN, where the last to
+            // arrive has the warmest caches.
             turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }

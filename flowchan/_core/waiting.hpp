@@ -4,14 +4,14 @@
 // Algorithm. A wait queue is one futex word `seq` and a few counts, which only the holder of the channel's
 // lock accesses. A caller that cannot continue registers itself (waiting += 1), remembers `seq`, drops the
 // lock, and sleeps while `seq` is unchanged. An operation that makes k other calls possible wakes min(k,
-// waiting - woken) sleepers: it adds that number to `woken`, changes `seq`, and calls FUTEX_WAKE after
-// dropping the lock. At most as many woken readers as there are cores are on their way at a time: if 50
-// readers wait for cheap items, two of them take all items before a third is awake. The workers of a stage
-// are woken by rank and not in turn, so that the same two, whose caches are warm, continue. Each worker
-// sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the ranks that are waiting. This is
-// only a hint: if no thread of a rank is asleep, another one is woken. A sleeper that returns, for whatever
-// reason, takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if it is above 0). It then tries its
-// operation again before it returns to its caller.
+// waiting - woken) sleepers. It adds that number to `woken`, changes `seq`, and calls FUTEX_WAKE after
+// dropping the lock. No more woken readers are on their way than there are cores. If 50 readers wait for
+// cheap items, two of them take all items before a third is awake. The workers of a stage are woken by rank
+// and not in turn, so that the same two, whose caches are warm, continue. Each worker sleeps with one of 32
+// ranks (FUTEX_WAIT_BITSET), and `idle` contains the ranks that are waiting. This is only a hint: if no
+// thread of a rank is asleep, another one is woken. A sleeper that returns, for whatever reason, takes the
+// lock and unregisters (waiting -= 1, and `woken` -= 1 if it is above 0). It then tries its operation again
+// before it returns to its caller.
 //
 // Invariants (C8).
 //  - No caller sleeps while an item is available to it. An operation that makes an item available changes
@@ -185,10 +185,10 @@ struct WaitQueue {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers. No more readers are on their way than there are cores, because a reader that
-    // takes an item and leaves another wakes the next reader (Ring::try_take). While a waiter is starving,
-    // all are woken, because such a reader may have to let it go first. Workers of a stage with the lowest
-    // ranks are woken first.
+    // Do the same for readers. No more readers are on their way than there are cores. A reader that takes an
+    // item and leaves another wakes the next reader (Ring::try_take). While a waiter is starving, all are
+    // woken, because such a reader may have to let it go first. Workers of a stage with the lowest ranks are
+    // woken first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: another slice of the same wait.

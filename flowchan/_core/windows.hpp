@@ -4,9 +4,9 @@
 // process must use a robust mutex at only one address. Blocks grow up, and slots grow down from the end of
 // the file. One window covers all blocks that existed when it was mapped, and another all slots. When more
 // are added, a new window, at least twice as large, replaces the old one. The old window stays mapped until
-// the ring ends in this process, because views, loans, and threads that copy outside of the lock point into
-// it. So the mapped address space is a small multiple of the memory in use, however large the file could
-// become. A word may have several addresses.
+// the ring ends in this process. Views, loans, and threads that copy outside of the lock point into it. So
+// the mapped address space is a small multiple of the memory in use, however large the file could become. A
+// word may have several addresses.
 //
 // Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it.
 // `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a window that is
