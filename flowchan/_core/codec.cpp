@@ -57,7 +57,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // a frame without an id starts with n instead
+    memcpy(header, &id, 8);  // without an id, the frame starts with n instead
     memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
@@ -83,7 +83,8 @@ PyObject* damaged() {
     return nullptr;
 }
 
-// Return a read-only buffer of an item: a view if the block stays valid, and a copy otherwise.
+// Return one of an item's buffers, read-only. It is a view if `block` keeps the memory valid, and otherwise a
+// copy.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
     return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();

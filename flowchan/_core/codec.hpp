@@ -39,7 +39,7 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
 char* write_plain(PyObject* object, char* from, char* end);
 PyObject* read_plain(const char* from, const char* end);
 
-// Return the id of an item's fd bundle, 0 if it has none.
+// Return the id of an item's fd bundle, or 0 if it has none.
 uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size);
 
 // Call the callback of this PINNED frame, because its item is now in `channel` and among its `_pinned` ids.

@@ -42,8 +42,8 @@ enum DirectTag : unsigned char {
 struct DirectWriter {
     char* p;
     char* end;
-    bool is_plain = false;   // also accepts lists and dictionaries
-    bool is_shared = false;  // now in a container that other references may share
+    bool is_plain = false;   // whether lists and dictionaries are accepted
+    bool is_shared = false;  // whether the value is in a container that may have other references
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;

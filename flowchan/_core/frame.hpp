@@ -32,7 +32,7 @@ struct Frame {
     struct Piece {
         const void* at;
         uint64_t size;
-        uint64_t offset;  // in the payload
+        uint64_t offset;  // from the start of the payload
     };
     uint64_t kind = DIRECT;
     uint64_t size = 0;

@@ -25,7 +25,7 @@ namespace {
 constexpr size_t PAGE = 4096;
 constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
 constexpr uint32_t CHECKED_AT_ONCE = 8;                  // number of members to check each time
-// first checks, without a pause, for members that are just about to arrive
+// number of initial checks without a pause, for members that are just about to arrive
 constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
@@ -89,7 +89,7 @@ uint32_t size_of_group(int fd) {
     GroupHeader header;
     if (pread(fd, static_cast<void*>(&header), sizeof header, 0) != ssize_t(sizeof header) ||
         header.magic != GroupHeader::MAGIC || header.size < 1 || header.size > MOST_MEMBERS)
-        throw std::invalid_argument("the descriptor must be of the memory of a group");
+        throw std::invalid_argument("the descriptor must refer to the memory of a group");
     return header.size;
 }
 
@@ -186,8 +186,8 @@ void Member::depart() {
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // From now on, this member's arrays may be overwritten while other members read them. They must see the new
-    // `membership` before they see new data.
+    // From now on, this member's arrays may be overwritten while other members read them. They must see the
+    // new `membership` before they see new data.
     std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
     broken_ = true;
     wake_all();

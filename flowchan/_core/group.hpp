@@ -85,7 +85,7 @@ static_assert(sizeof(Cell) == LINE);
 
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
 // Flags of a cell. IN_PLACE: read the data from its owner's memory. TELLS: rank 0 publishes the plan for the
-// next operation of this size class. In addition, all members publish the plan that they use now.
+// next operation in this size class. In addition, all members publish the plan that they use now.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
 constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the lowest bit
 
@@ -168,12 +168,12 @@ class Member {
     End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
     bool is_taken() const { return joined_ && !joined(); }  // the process that forked this one is the member
-    // May be called repeatedly. It waits until another thread's operation ends, which then publishes nothing
-    // more. If the calling thread itself is in an operation (a signal handler), the member leaves when that
-    // operation ends.
+    // Leaves the group; may be called repeatedly. If another thread is running an operation, this waits until
+    // the operation ends, and it publishes nothing more. If a signal handler calls this during an operation
+    // in the same thread, the member leaves when that operation ends.
     void leave();
     void retire();                    // leaves after a failure
-    void count_out(uint32_t member);  // that member ended before it joined
+    void count_out(uint32_t member);  // records that `member` ended before it joined
     // May be called by any process that maps the memory. Members give up when they start another operation.
     // Operations in progress end as if a member had died between two operations.
     void disband() { header_->disbanded = 1; }
@@ -268,8 +268,8 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // A number in the memory of that member's process that other processes hardly ever have. A process id is
-    // not enough: it may be reused by a later process, or mean another process in another namespace.
+    // Returns the number in the memory of that member's process that proves whose memory it is. A process id
+    // is not enough: a later process may reuse it, and in another namespace it may mean another process.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -367,7 +367,7 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits to skip yields in: remaining, and as last set
+    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits that skip yields: remaining, and as last set
     std::atomic<bool> leaving_ = false;      // all waits must give up
     uint64_t proof_ = 0, identity_ = 0;
     std::atomic<bool> broken_ = false;  // all waits must give up, and no operation may start

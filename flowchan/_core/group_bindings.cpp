@@ -118,7 +118,8 @@ void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     const Arrays from(ins.ptr());
     std::vector<const void*> in;
     for (size_t i = 0; i < from.size(); ++i) {
-        if (!fits(from[i], to, from[i].count)) throw nb::value_error("out must be like each of the arrays");
+        if (!fits(from[i], to, from[i].count))
+            throw nb::value_error("out must have the type and size of the arrays");
         in.push_back(from[i].data);
     }
     if (in.empty()) return;

@@ -32,7 +32,8 @@ constexpr int64_t STALLED_NS = 10'000'000'000;
 class PyGroup : public Member {
   public:
     using Member::Member;
-    std::atomic<uint32_t> queued{0};  // number of operations that a thread of this process must run first
+    // nonzero: Python runs all operations, because some are queued or use other backends
+    std::atomic<uint32_t> queued{0};
 };
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
@@ -187,8 +188,7 @@ class Arrays : public Member::Place {
     Arrays() = default;
     explicit Arrays(PyObject* objects) {
         if (!read(objects) && !PyErr_Occurred())
-            PyErr_Format(PyExc_TypeError, "arrays must be contiguous in this machine's memory, got %R",
-                         objects);
+            PyErr_Format(PyExc_TypeError, "arrays must be contiguous and in host memory, got %R", objects);
         if (PyErr_Occurred()) throw nb::python_error();
     }
     // Reads a list or tuple. Returns false, with or without an error set, unless all arrays are contiguous in

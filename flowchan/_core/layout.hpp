@@ -60,7 +60,7 @@ struct alignas(64) Session {
     uint64_t role;
     uint64_t pid;
     uint64_t started;     // start time of the process; with the pid it identifies a process uniquely
-    uint64_t generation;  // of this record: an old handle of a reused record must not end the new session
+    uint64_t generation;  // counts uses of this record, so that an old handle cannot end a newer session
     uint64_t supervised;  // only a supervisor may end this session
     uint64_t lease_head;  // reader: its leased items
     uint64_t lease_tail;
@@ -93,7 +93,7 @@ struct alignas(64) Session {
     // all of them.
     uint64_t begun;
     PortClock clock;  // time spent waiting; no redo
-    uint64_t orders;  // reader: its Orders
+    uint64_t orders;  // reader: a set of Orders
 
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };
@@ -111,9 +111,9 @@ struct alignas(64) Slot {
     static uint64_t viewed_by(uint32_t session) { return uint64_t(session) << 24; }
     // SlotState | NUMBERED | LOANED | owner session << 8 | viewer session << 24 | deaths << 40
     uint64_t state;
-    uint64_t size;  // of the payload, in bytes
-    // Assigned at the first get; items leave the channel in the order of these numbers. Before that, it is the
-    // number of the writer's input item that this is an output for, or KEYLESS.
+    uint64_t size;  // size of the payload in bytes
+    // Assigned at the first get; items leave the channel in the order of these numbers. Before that, it is
+    // the number of the writer's input item that this is an output for, or KEYLESS.
     uint64_t number;
     uint32_t kind;      // encoding of the payload, see frame.hpp
     uint32_t cls;       // block class, or 0 if there is no block; never changes
@@ -143,7 +143,7 @@ struct Group {
 struct Constants {
     uint64_t magic, version;
     uint64_t capacity, max_bytes;
-    uint64_t length;  // of the file
+    uint64_t length;  // length of the file
     uint64_t groups;  // number of groups
     uint64_t groups_at, blocks_at;
 };
@@ -188,7 +188,7 @@ struct Header : Constants {
     alignas(64) uint64_t claimed;  // places in the channel that FILLING slots have claimed
     uint64_t parked, turn;
     uint64_t writers, readers;   // number of counted ports that are open now
-    uint64_t cause, cause_size;  // block that contains the pickled cause of BROKEN, and its size
+    uint64_t cause, cause_size;  // offset and size of the pickled cause of BROKEN
     // The only writer, a link, must be notified of each finished item and each waiting reader.
     uint64_t notify_writer;
     // Items go to another host, so no part of them may remain on a device of this host. It needs no redo: it

@@ -1,7 +1,7 @@
 // Memory that several processes share: an unnamed file, which the kernel frees when its last user ends.
 //
 // It has its full length from the start. It cannot be shrunk, because shrinking it would cause a SIGBUS in
-// other processes. Reserve memory before using it: then the reservation fails if memory is exhausted.
+// other processes. Reserve memory before using it, so that exhausted memory causes an error in that call.
 #pragma once
 
 #include <cstdint>

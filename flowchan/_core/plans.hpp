@@ -1,4 +1,5 @@
-// Plans: how a group runs an operation. A plan has an algorithm, a piece size and a use of the caches.
+// Plans: how a group runs an operation. A plan consists of an algorithm, a piece size, and a choice of which
+// data bypasses the caches.
 //
 // Which plan is fastest depends on the processor. On a virtual machine it changes within seconds, because the
 // virtual cores move. Two cores with a common cache read each other's lines ten times as fast as two cores
@@ -26,8 +27,8 @@ constexpr size_t LITTLE = 128 * 1024;  // size of a small piece in bytes
 struct Plan {
     Algorithm algorithm;
     size_t piece;             // largest piece in bytes
-    bool shows_past = false;  // data for other members is written past the caches
-    bool keeps_past = false;  // data for this member is written past the caches
+    bool shows_past = false;  // data for other members bypasses the caches
+    bool keeps_past = false;  // data for this member bypasses the caches
     bool by_two = false;      // each member reads with two threads
 };
 constexpr Plan PLANS[] = {{Algorithm::Exchange, LITTLE},    {Algorithm::Exchange, BIG},

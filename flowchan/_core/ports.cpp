@@ -162,7 +162,7 @@ static bool is_own(Port& port) {
     });
 }
 
-// Call each function. Errors do not propagate, because the calls are not the caller's concern.
+// Call each function. Errors are only reported, and not raised, because the caller did not cause them.
 static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;

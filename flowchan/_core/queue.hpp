@@ -111,7 +111,7 @@ class LocalQueue {
     void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
     WaitList reader_list, writer_list;
     std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
-    PyObject* cause = nullptr;           // of the BROKEN state
+    PyObject* cause = nullptr;           // cause of the BROKEN state
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer is waiting for bytes, not for a place
@@ -147,7 +147,7 @@ class LocalQueue {
     void wake_turn(Wakes& wakes) {
         writer_list.wake_turn([&](uint64_t number) { return has_turn(number); }, wakes);
     }
-    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
+    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // see Ring::wake_writers
         if (!writer_list.waiting) return;
         if (short_of_bytes) writer_list.call_all(wakes);
         short_of_bytes = false;

@@ -1,8 +1,8 @@
 // The memory of a ring: slots and their blocks, views of blocks, and handling of damage.
 //
-// If the class of a block has no free one, the block is cut from the uncut memory in the middle of the file.
-// When its slot becomes free, the block goes to the free list of its class. So blocks are reused while they
-// are still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
+// If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
+// its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
+// still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
 // again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
@@ -108,7 +108,7 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
         !payload_exists(slot))
         return found_damage(), nullptr;
-    prefetch(at<Slot>(slot->next));  // for the next put
+    prefetch(at<Slot>(slot->next));  // needed by the next put
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
@@ -217,7 +217,7 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 
 // Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
 // between used blocks are cut into blocks of class `cls`, and what remains into the largest blocks that fit.
-// All free lists are emptied first, because memory must not be in a list while it is cut, and filled at the
+// First all free lists are emptied, because memory that is in a list must not be cut. They are filled at the
 // end. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because it
 // looks only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
@@ -418,7 +418,7 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Return how a put without memory continues. It waits until memory is freed, unless none is in use. If the
+// Return what a put does if it finds no memory. It waits until memory is freed, unless none is in use. If the
 // address space of this process is exhausted, it waits only for a reader with a port. Otherwise, a caller
 // that is the only reader would wait forever.
 Step Ring::no_slot() {

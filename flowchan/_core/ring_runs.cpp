@@ -1,10 +1,10 @@
-// Runs of several small items. Apart from the words of its slot, an item needs words that link and count.
-// Their cost is paid only once for a run. A run is one Change in the record, so it happens wholly or not at
-// all.
+// Runs of several small items. Putting or taking an item changes the words of its slot, and words that link
+// and count items. A run changes the latter only once. A run is one Change in the record, so it happens
+// wholly or not at all.
 //
-// A run contains only items that need nothing else. Items that were given back, are viewed, have descriptors
-// or must wait for a turn are handled one at a time. So are items that find no room; the call for the single
-// item then reports the cause.
+// A run contains only items that need no other changes. Items that were given back, are viewed, have
+// descriptors or must wait for a turn are handled one at a time. So are items that find no room; the call for
+// the single item then reports the cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -13,7 +13,7 @@ namespace flowchan {
 
 namespace {
 
-// The number of words of a Change that are needed once for the whole run.
+// Numbers of words that a Change needs once for the whole run, in addition to the words for each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
@@ -42,7 +42,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
         rest = slot->next;
     }
     if (n < 2) return 0;
-    if (rest) prefetch(at<Slot>(rest));  // for the next run
+    if (rest) prefetch(at<Slot>(rest));  // needed by the next run
     Change change(record(Side::Writer), windows_);
     for (uint64_t i = 0; i < n; ++i)
         change.set(run[i]->state, uint64_t(SlotState::Inside) | items[i].deaths * Slot::DEATH);
@@ -102,7 +102,7 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Free up to `most` of the oldest leases of a session. They are a run of items that have one size class and
+// Free up to `most` of the oldest leases of a session. These are a run of items that have one size class and
 // no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;

@@ -1,5 +1,6 @@
-// The operations that a channel needs from every transport. If transports differ more than this (references
-// or bytes), there is one function for each in puts.cpp, gets.cpp, channel.cpp and raising.cpp.
+// The operations that a channel needs from every transport. For everything else, the transports differ too
+// much: one passes references, the other bytes. There each transport has its own functions, in puts.cpp,
+// gets.cpp, channel.cpp and raising.cpp.
 #pragma once
 
 #include <concepts>

@@ -1,14 +1,14 @@
 // The wait list of this process's threads at one side of a `threads` channel.
 //
 // Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
-// (oldest first), or woken but not yet running. An opportunity wakes only the oldest sleeper, so it costs one
-// wake-up, whether there are a thousand waiters or one. Until the woken waiter runs, no other waiter is
-// woken. Two callers wake the next waiter: an operation that leaves another opportunity (LocalQueue::try_put,
-// try_take), and a woken waiter that does not use its own opportunity. So k opportunities wake k waiters,
-// each of which wakes the next. If a running thread takes all k opportunities before a woken thread gets the
-// GIL, one waiter was woken in vain, not k. That waiter returns to the head of the list. Newcomers may
-// overtake (see waiting.hpp) until a waiter has been woken in vain twice within PATIENCE_NS and is
-// `starving`. Newcomers then let that waiter go first, as long as it could continue.
+// (in a list, oldest first) or woken and not yet running. An opportunity wakes only the oldest sleeper, so it
+// costs one wake-up, whether there are a thousand waiters or one. Until the woken waiter runs, no other
+// waiter is woken. Two callers wake the next waiter: an operation that leaves another opportunity
+// (LocalQueue::try_put, try_take), and a woken waiter that does not use its own opportunity. So k
+// opportunities wake k waiters, each of which wakes the next. If a running thread takes all k opportunities
+// before a woken thread gets the GIL, one waiter was woken in vain, not k. That waiter returns to the head of
+// the list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken in vain twice within
+// PATIENCE_NS and is `starving`. Newcomers then let that waiter go first, as long as it could continue.
 //
 // The workers of a stage are interchangeable. The last worker to arrive goes to the head of the list, because
 // its stack and its function's data are still in the caches. So if 300 workers have enough work for only two,

@@ -1,17 +1,17 @@
 // Waiting: deadlines, futex words, and the wait queue for the readers or writers of one `processes` channel.
-// (wait_list.hpp has the wait list for the threads of one process.)
+// (Threads of one process use the wait list in wait_list.hpp.)
 //
 // Algorithm. A wait queue is one futex word `seq` and a few counts, which only the holder of the channel's
 // lock accesses. A caller that cannot continue registers itself (waiting += 1), remembers `seq`, drops the
 // lock, and sleeps while `seq` is unchanged. An operation that makes k other calls possible wakes min(k,
 // waiting - woken) sleepers. It adds that number to `woken`, changes `seq`, and calls FUTEX_WAKE after
-// dropping the lock. No more woken readers are on their way than there are cores. If 50 readers wait for
-// cheap items, two of them take all items before a third is awake. The workers of a stage are woken by rank
-// and not in turn, so that the same two, whose caches are warm, continue. Each worker sleeps with one of 32
-// ranks (FUTEX_WAIT_BITSET), and `idle` contains the ranks that are waiting. This is only a hint: if no
-// thread of a rank is asleep, another one is woken. A sleeper that returns, for whatever reason, takes the
-// lock and unregisters (waiting -= 1, and `woken` -= 1 if it is above 0). It then tries its operation again
-// before it returns to its caller.
+// dropping the lock. At any time, at most as many readers are on their way (woken, but not yet holding the
+// lock) as there are cores. If 50 readers wait for cheap items, two of them take all items before a third is
+// awake. The workers of a stage are woken by rank and not in turn, so that the same two, whose caches are
+// warm, continue. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the ranks
+// that are waiting. This is only a hint: if no thread of a rank is asleep, another one is woken. A sleeper
+// that returns, for whatever reason, takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if it is
+// above 0). It then tries its operation again before it returns to its caller.
 //
 // Invariants (C8).
 //  - No caller sleeps while an item is available to it. An operation that makes an item available changes
@@ -56,8 +56,8 @@ inline int64_t now_ns() {
     return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
 
-// Return the time of the same clock, with a resolution of a few milliseconds, at a tenth of the cost. Every
-// call reads it.
+// Return the same time with a resolution of a few milliseconds, at a tenth of the cost. Every channel call
+// does this.
 inline int64_t coarse_now_ns() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC_COARSE, &t);

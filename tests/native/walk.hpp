@@ -27,7 +27,7 @@ struct Journal {
 // The rings of one scenario, as mapped in one process, and the sessions that were opened before the walk.
 struct Scene {
     std::unique_ptr<Ring> in, out;  // null if the scenario does not use this ring
-    std::vector<User> users;        // of either ring
+    std::vector<User> users;        // users of both rings
     Journal* journal = nullptr;
 
     void did() { journal->done = journal->done + 1; }

@@ -11,7 +11,7 @@ namespace {
 
 struct Kind {
     bool ordered, single;
-    uint64_t size;  // of the outputs
+    uint64_t size;  // size of each output in bytes
 };
 using Outputs = std::vector<Values>;  // indexed by item number
 
