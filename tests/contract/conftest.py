@@ -28,8 +28,8 @@ KINDS = {"thread": ThreadPeer, "process": ProcessPeer, "host": HostPeer}
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "copying: only over transports that copy items")
     config.addinivalue_line("markers", "other_process: only with peers in another process")
-    config.addinivalue_line("markers", "one_machine(why): not with peers on another host")
-    config.addinivalue_line("markers", "not_hosts(why): not over channels across hosts")
+    config.addinivalue_line("markers", "one_machine(why): do not run the test with peers on another host")
+    config.addinivalue_line("markers", "not_hosts(why): do not run the test on channels across hosts")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -312,7 +312,7 @@ def test_put_without_room_raises_an_error_that_names_the_holders(make):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.one_machine("a remote process has its own rings, and their blocks")
+@pytest.mark.one_machine("a remote process has its own rings and blocks")
 def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)

@@ -48,7 +48,7 @@ def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
     server.result()
 
 
-@pytest.mark.not_hosts("its owner ends as soon as it has received the items")
+@pytest.mark.not_hosts("the channel's owner ends as soon as it has received the items")
 def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
     """C14: a channel that another process made works in both directions."""
     carrier = make(1)
@@ -190,7 +190,7 @@ def test_channel_referenced_by_its_abort_cause_is_collected():
     assert reference() is None
 
 
-@pytest.mark.not_hosts("the owner keeps a sent channel, whatever becomes of the item")
+@pytest.mark.not_hosts("the owner keeps a sent channel, even if the item is dropped")
 def test_channels_dropped_unread_keep_no_descriptor(transport):
     """C12: many channels are filled with other channels and then dropped."""
     before = len(os.listdir("/proc/self/fd"))

@@ -41,7 +41,7 @@ def test_a_channel_dropped_by_its_sender_is_received(make, transport):
 
 @pytest.mark.parametrize("size", [0, 50_000])
 @pytest.mark.other_process
-@pytest.mark.not_hosts("a channel ends with the process that made it, its owner")
+@pytest.mark.not_hosts("a channel ends with its owner, the process that made it")
 def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, transport, size):
     """C14: besides the channel, the item contains small or large data."""
     carrier = make()
@@ -68,7 +68,7 @@ def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("the owner learns that a channel has arrived, but not that its item is finished")
+@pytest.mark.not_hosts("the owner knows that the channel has arrived, but not whether its item is finished")
 def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
     """C14: the first receiver had not finished the item."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
@@ -235,7 +235,7 @@ def test_channels_in_packed_bytes_arrive_while_the_sender_keeps_them(make, trans
 
 
 @pytest.mark.other_process
-@pytest.mark.not_hosts("its address is sent instead of a descriptor")
+@pytest.mark.not_hosts("a channel's address is sent instead of a descriptor")
 def test_put_of_a_channel_without_a_socket_reports_the_reason(make, spawn_peer):
     """C14: everything else works on a system that does not support such sockets."""
     carrier = make()

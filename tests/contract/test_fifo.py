@@ -147,7 +147,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
     peer.result()
 
 
-@pytest.mark.one_machine("a remote program counts in its own copy")
+@pytest.mark.one_machine("a remote program counts in its own copy of the variable")
 def test_put_many_draws_only_items_that_fit(make, spawn_peer):
     """C2: the iterable may be endless. One item at most is drawn too early, and waits for room."""
     ch = make(3)

@@ -78,7 +78,7 @@ def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("items still on their way are lost with the process")
+@pytest.mark.one_machine("items in transit are lost with the process")
 def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: ``os._exit`` runs no cleanup."""
     ch = make()
@@ -161,7 +161,7 @@ def test_other_writers_continue_after_one_writer_dies(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("the death is unknown until the peer timeout expires")
+@pytest.mark.one_machine("the death is not detected until the peer timeout expires")
 def test_channel_closed_after_a_writers_death_still_ends_broken(make, spawn_peer):
     """C5: the channel is closed before any call has detected the death."""
     ch = make()
@@ -288,7 +288,7 @@ def test_await_on_several_channels_notices_a_writers_death(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("it would poll until the peer timeout expires")
+@pytest.mark.one_machine("the writer would poll until the peer timeout expires")
 def test_put_nowait_notices_the_last_readers_death(make, spawn_peer):
     """C5: otherwise the writer would put items that are never read."""
     ch = make(10**6)
@@ -327,7 +327,7 @@ def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("a remote reader has one item in advance")
+@pytest.mark.one_machine("a remote reader gets one item in advance")
 def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
     """C4, C5: the items return to the front, in order, as if the reader had never existed."""
     ch = make()

@@ -195,7 +195,7 @@ def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer,
     assert sorted(received) == [(number, i) for number in range(3) for i in range(100)]
 
 
-@pytest.mark.one_machine("items on their way to a closing reader may return behind later items")
+@pytest.mark.one_machine("items in transit to a closing reader may return after later items")
 def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
     """C5: the writer's endless loop ends with Closed after the last reader has closed."""
     ch = make(4)

@@ -111,10 +111,10 @@ ONCE |= {
     "put a loan, parked",
     "cut memory again between used blocks",
 }
-"""Operations whose recovery another operation walks, so that only one process dies in them."""
+"""Operations in which only one process dies, because other operations cover their recovery."""
 
 Points = tuple[int, int]
-"""Points at which a process died in an operation, and points at which a second one died in the recovery."""
+"""How many points a process died at in an operation, and a second process during the recovery."""
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,15 @@ OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
-"""Options by folder of build/native-tests; ``address`` includes the sanitizer of undefined behaviour."""
+"""Sanitizer options by folder of build/native-tests. ``address`` also detects undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""Only long runs compile the core for each sanitizer, as an unchanged core gives the same result."""
+"""Only long runs compile the core for each sanitizer, because an unchanged core gives the same result."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
     ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
-"""The faults to plant under these sanitizers, and the reports expected from them."""
+"""Faults to plant in builds with these sanitizers, and the reports expected for them."""
 planted = pytest.mark.parametrize(
     ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
 )

@@ -13,7 +13,7 @@ from flowchan import _core
 
 MANYLINUX = (2, 28)
 NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_threaded"}
-"""Older headers use __fxstat and __xstat64, and an older libstdc++ does not need the others."""
+"""Symbols that builds with older headers (__fxstat, __xstat64) or an older libstdc++ do not need."""
 
 
 def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:

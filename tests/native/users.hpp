@@ -100,7 +100,7 @@ struct HeldView {
 
     void verify() const {
         if (Message::value_of(at, size) != value)
-            die("a viewed block no longer contains message " + std::to_string(value) + ");
+            die("a viewed block no longer contains message " + std::to_string(value));
     }
 };
 
