@@ -36,7 +36,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parse `required` arguments and further optional ones, by position or by name.
+// Parse the `required` arguments, and the optional arguments after them, by position or by name.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

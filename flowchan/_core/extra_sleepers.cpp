@@ -9,7 +9,7 @@ namespace flowchan {
 
 namespace {
 
-constexpr int64_t LONG = 3600'000'000'000;  // ns
+constexpr int64_t LONG = 3600'000'000'000;  // an hour in ns
 
 bool same(const WaitedWord& one, const WaitedWord& other) {
     return one.uaddr == other.uaddr && one.val == other.val;

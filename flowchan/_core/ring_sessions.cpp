@@ -129,8 +129,8 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         wake_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
-    // The dead process may have been woken and not yet taken the lock, or was about to wake another. So all
-    // sleepers check again.
+    // The dead process may have been woken but not have taken the lock yet, or it may have been about to wake
+    // another process. So all sleepers check again.
     h_->reader_queue.woken = h_->writer_queue.woken = 0;
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);

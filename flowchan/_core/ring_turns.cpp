@@ -52,7 +52,7 @@ Step Ring::item_done(WriterState& writer, Wakes& wakes) {
 void Ring::advance(Wakes& wakes) {
     Change change(record(Side::Writer), windows_);
     uint64_t before = h_->turn, linked = 0;
-    // A closed channel gets no more outputs, so the parked ones stop waiting for those before them.
+    // A closed channel gets no more outputs, so parked outputs stop waiting for the outputs before them.
     const auto waits = [&](const Group& g) { return !g.complete && (h_->state != CLOSED || !h_->parked); };
     while (!h_->damaged) {
         Group& g = group(h_->turn);
