@@ -238,7 +238,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     36: (
         "shared-memory allreduce: memory order, threads, groups",
         (
-            "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
+            "native/test_group_walk.py::test_survivors_agree_when_members_die_at_any_point",
             "model/test_protocol_model.py::test_model_holds_in_an_exhaustive_search",
             "collective/test_group_failures.py::test_groups_free_all_resources_in_any_close_order",
         ),

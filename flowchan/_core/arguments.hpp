@@ -1,4 +1,4 @@
-// Helpers for methods that are plain C functions: arguments, and errors on their way to Python.
+// Helpers for methods that are plain C functions: they parse arguments, and pass C++ exceptions to Python.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,7 @@ PyObject* guarded(F&& f) {
     return nullptr;
 }
 
-// Raise TypeError for an unknown argument, and name the most similar one of the call.
+// Raise TypeError for an unknown argument; its message names the most similar argument of the function.
 inline void refuse_argument(const char* function, PyObject* name, const char* const* names, size_t n) {
     guarded([&]() -> PyObject* {
         nb::list known;
@@ -36,7 +36,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parse `required` arguments and further optional ones, by position or by name.
+// Parse the `required` arguments, and the optional arguments after them, by position or by name.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

@@ -10,9 +10,9 @@ namespace {
 PyObject* py_dumps = nullptr;
 PyObject* py_loads = nullptr;
 
-constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this release the GIL
+constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copying at least this many bytes releases the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers arrive as copies, which are cheaper than views
+constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, which is cheaper than making views
 
 void copy(char* to, const char* from, uint64_t n) {
     if (n < WITHOUT_GIL) {
@@ -23,11 +23,11 @@ void copy(char* to, const char* from, uint64_t n) {
     memcpy(to, from, n);
 }
 
-// Pickle an item. `dumps` gets True if the item leaves this host. Its result is one of these:
+// Pickle an item. `dumps` is called with True if the item goes to another host. It returns one of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
 // - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle
-// The callback gets the channel once the item has been put (see `notify_put`).
+// The callback is called with the channel once the item has been put (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);
@@ -57,7 +57,7 @@ bool encode_pickle(PyObject* object, ObjectFrame& frame) {
         header = frame.long_header.data();
     }
     frame.buffers.reserve(n);
-    memcpy(header, &id, 8);  // without an id, n takes its place
+    memcpy(header, &id, 8);  // without an id, the frame starts with n instead
     memcpy(header + 8, &frame.bundle, 8);
     frame.pieces.push_back({header, head, 0});
     header += pin;
@@ -83,8 +83,8 @@ PyObject* damaged() {
     return nullptr;
 }
 
-// Return a buffer of an item: in place, if the block stays valid, else a copy. It is read-only in either
-// case.
+// Return one of an item's buffers, read-only. It is a view if `block` keeps the memory valid, and otherwise a
+// copy.
 PyObject* buffer_at(const char* at, uint64_t size, const std::shared_ptr<Block>& block) {
     if (size < COPIED) return PyBytes_FromStringAndSize(at, Py_ssize_t(size));
     return (block ? View::over(block, at, size) : View::copy_of(at, size)).release().ptr();
@@ -113,9 +113,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
     return args;
 }
 
-// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE a tuple contains them, a view that
-// keeps the item alive (None where this reader may not), and the fd bundle. The buffers of such an item are
-// copied, so that a kept buffer does not keep the item.
+// Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple instead. It contains a
+// view that keeps the item alive (None if this reader may not keep it), the list, and the fd bundle. The
+// buffers of such an item are copied, so that a user who keeps a buffer does not keep the item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -196,8 +196,7 @@ uint64_t bundle_of(uint64_t kind, const char* at, uint64_t size) {
 void notify_put(const ObjectFrame& frame, PyObject* channel) {
     PyObject* put = PyTuple_GET_ITEM(frame.keep, 2);
     PyObject* none = PyObject_CallOneArg(put, channel);
-    if (!none)
-        PyErr_WriteUnraisable(put);  // the item is in the channel: it is too late for an error of the put
+    if (!none) PyErr_WriteUnraisable(put);  // the item is already in the channel, so the put cannot fail
     Py_XDECREF(none);
 }
 
@@ -216,8 +215,7 @@ bool lay_into(ObjectFrame& frame, const Block& loan) {
             at = piece.offset + piece.size;
             rest.push_back(piece);
         }
-        memcpy(table.data() + 8 + 16 * (i - 1), &piece.offset,
-               8);  // after the count, an offset and a size for each
+        memcpy(table.data() + 8 + 16 * (i - 1), &piece.offset, 8);
     }
     if (at > LOAN_HEAD) return false;
     memcpy(header, table.data(), table.size());

@@ -1,10 +1,11 @@
 // Direct encoding of the built-in values that need no pickle (see codec.hpp).
 //
-// Algorithm. A value is a tag byte and its content. A tuple is a tag, its length and its elements; so are the
-// lists and dictionaries of plain values.
+// Algorithm. A value is a tag byte, followed by its content. A tuple is a tag, its length and its elements.
+// Lists and dictionaries of plain values are encoded in the same way.
 //
 // Invariants. The writer never writes past its end: it returns false for a value that does not fit. Other
-// processes can write the memory that the reader reads, so the reader checks every length and the depth.
+// processes can write to the memory that the reader reads, so the reader checks every length and the nesting
+// depth.
 #pragma once
 
 #include <Python.h>
@@ -31,17 +32,18 @@ enum DirectTag : unsigned char {
     BYTES_SHORT,
     BYTES_LONG,
     ASCII_SHORT,
-    STR_LONG,  // STR_LONG: kind byte (0 ascii, 1, 2, 4 bytes a character), u32 characters
-    LIST,      // LIST and DICT: of plain values only
+    STR_LONG,  // STR_LONG: kind byte (0: ASCII; 1, 2, 4: bytes per character), u32 number of characters
+    LIST,      // LIST and DICT contain plain values only
     DICT,
 };
 
-// Writes from `p` up to `end`; false when the item does not fit or is not one of the direct types.
+// Writes a value from `p` up to `end`. Its methods return false if the value does not fit or has no direct
+// encoding.
 struct DirectWriter {
     char* p;
     char* end;
-    bool is_plain = false;   // also accepts lists and dictionaries
-    bool is_shared = false;  // inside of a value that may have other references
+    bool is_plain = false;   // whether lists and dictionaries are accepted
+    bool is_shared = false;  // whether the value is in a container that may have other references
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -116,11 +118,11 @@ struct DirectWriter {
         is_shared = before;
         return true;
     }
-    // Return whether a nested value has no other reference. Otherwise it could occur twice, or contain
-    // itself.
+    // Return whether only its container refers to this nested value. A value with other references could
+    // occur twice, or contain itself.
     static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
-        return false;  // it may change during the call
+        return false;  // without a GIL, the reference count may change during the call
 #else
         return depth == 0 || Py_REFCNT(o) == 1;
 #endif
@@ -147,7 +149,7 @@ struct DirectWriter {
     }
 };
 
-// Reads what DirectWriter wrote; null, without an error, for damaged bytes.
+// Reads values that DirectWriter wrote. Returns null, without an error, if the bytes are damaged.
 struct DirectReader {
     const char* p;
     const char* end;
@@ -171,7 +173,7 @@ struct DirectReader {
         return has(sizeof(Int)) ? PyLong_FromLong(raw<Int>()) : nullptr;
     }
     PyObject* real() { return has(sizeof(double)) ? PyFloat_FromDouble(raw<double>()) : nullptr; }
-    // Read bytes that begin with their length, a number of this type.
+    // Read bytes that are preceded by their length, an integer of type `Length`.
     template <class Length>
     PyObject* bytes() {
         return has(sizeof(Length)) ? bytes(raw<Length>()) : nullptr;
@@ -184,8 +186,8 @@ struct DirectReader {
     }
     PyObject* ascii(uint64_t n) {
         if (!has(n)) return nullptr;
-        // Checked, because another process wrote it: an "ASCII" string with other bytes would be a broken
-        // object.
+        // This check is needed because another process wrote the bytes: an "ASCII" string with other bytes
+        // would be an invalid object.
         if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; }))
             return nullptr;
         PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);
@@ -198,7 +200,7 @@ struct DirectReader {
         uint64_t width = raw<uint8_t>(), n = raw<uint32_t>();
         if (width == 0) return ascii(n);
         if ((width != 1 && width != 2 && width != 4) || !has(n * width)) return nullptr;
-        std::vector<char> aligned(p, p + n * width);  // the payload may have any address
+        std::vector<char> aligned(p, p + n * width);  // the payload may be unaligned
         p += n * width;
         if (width == 4)
             for (uint64_t i = 0; i < n; ++i) {
@@ -263,7 +265,7 @@ inline PyObject* DirectReader::tuple(int depth) {
 inline PyObject* DirectReader::list(int depth) {
     if (!has(4) || depth >= deepest) return nullptr;
     const uint32_t n = raw<uint32_t>();
-    if (!has(n)) return nullptr;  // each takes a byte at least
+    if (!has(n)) return nullptr;  // each element takes at least one byte
     PyObject* made = PyList_New(n);
     for (uint32_t i = 0; made && i < n; ++i) {
         PyObject* o = object(depth + 1);

@@ -9,7 +9,7 @@ namespace flowchan {
 
 namespace {
 
-constexpr int64_t LONG = 3600'000'000'000;  // ns
+constexpr int64_t LONG = 3600'000'000'000;  // an hour in ns
 
 bool same(const WaitedWord& one, const WaitedWord& other) {
     return one.uaddr == other.uaddr && one.val == other.val;
@@ -35,7 +35,8 @@ ExtraSleeper::~ExtraSleeper() {
 }
 
 void ExtraSleeper::notify() {
-    changes_.fetch_add(1, std::memory_order_relaxed);  // the news is read under the mutex
+    // relaxed, because the changes themselves are read under the mutex
+    changes_.fetch_add(1, std::memory_order_relaxed);
     futex_wake(changes_, 1, false);
 }
 
@@ -57,7 +58,8 @@ void ExtraSleeper::run() {
             changes = changes_.load(std::memory_order_relaxed);
             own.add({changes, reinterpret_cast<uint64_t>(&changes_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0},
                     {});
-            // After a ring these words have changed, so no thread can sleep on them; wait for other words.
+            // Once `ring_` was called, these words have changed, so no thread can sleep on them. Wait for new
+            // words.
             for (size_t i = 0; !has_signalled_ && i < watched_.words.size(); ++i)
                 own.add(watched_.words[i], watched_.kept[i]);
         }

@@ -1,4 +1,4 @@
-// Extra sleepers: further threads for futex words that exceed the limit of one thread's sleep.
+// Extra sleepers: additional threads that sleep on futex words when there are too many for a single thread.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace flowchan {
 
-// Words, and the owners that keep their memory mapped.
+// Futex words, and the objects that keep their memory mapped.
 struct Watched {
     std::vector<WaitedWord> words;
     std::vector<std::shared_ptr<void>> kept;
@@ -21,18 +21,18 @@ struct Watched {
     void add(const WaitedWord& word, std::shared_ptr<void> keeps);
 };
 
-// A thread that sleeps on words for another thread. It calls `ring` once when one of them has changed.
+// A thread that sleeps on words on behalf of another thread. It calls `ring` once when a word has changed.
 class ExtraSleeper {
   public:
     explicit ExtraSleeper(std::function<void()> ring);
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    void detach() { thread_.detach(); }  // in a forked child, which does not have the thread
+    void detach() { thread_.detach(); }  // for a forked child, which does not have the thread
 
   private:
     void run();
-    void notify();  // the caller holds the mutex: there are new words or an end
+    void notify();  // called with the mutex held, after new words or `over_` were set
     const std::function<void()> ring_;
     std::mutex mutex_;
     Watched watched_;
@@ -41,11 +41,11 @@ class ExtraSleeper {
     std::thread thread_;
 };
 
-// As many extra sleepers as are needed. One thread uses it.
+// A growing set of extra sleepers. Only one thread may use it.
 class ExtraSleepers {
   public:
     explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // Give each part to one sleeper. Return false if there are not enough threads.
+    // Assign each part to a sleeper. Return false if there are not enough threads.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
     void detach() {

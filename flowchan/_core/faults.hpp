@@ -1,10 +1,10 @@
-// Fault points: the places where the crash tests kill a process.
+// Fault points: places in the code at which the crash tests kill a process.
 #pragma once
 
 namespace flowchan {
 
-// A place where a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS and define a
-// function that kills at the n-th such place. In the module it does nothing.
+// Marks a place at which a process may be killed. The crash tests build the core with FLOWCHAN_FAULTS, and
+// define this function so that it kills the process at the n-th call. In the module it does nothing.
 #ifdef FLOWCHAN_FAULTS
 void fault_point();
 #else

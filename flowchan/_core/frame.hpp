@@ -1,4 +1,4 @@
-// An item on its way into a ring: a few pieces of memory that are stored one after the other.
+// An item before it is written into a ring: the pieces of memory that make up its payload.
 #pragma once
 
 #include <cstdint>
@@ -9,18 +9,20 @@ namespace flowchan {
 
 // Encoding of a slot's payload. The numbers are written into shared memory: never reuse one.
 enum Kind : uint64_t {
-    DIRECT = 1,   // direct encoding of small built-ins (direct_values.hpp)
-    BYTES = 2,    // the bytes of a `bytes` object
-    PICKLE = 3,   // a pickle without buffers
-    BUFFERS = 4,  // u64 count, then u64 offset and u64 size of each: a pickle, and its out-of-band buffers
-    // u64 id, u64 id of its fd bundle or 0, PIN bytes in all, then as BUFFERS: the process that put the item
-    // keeps an object alive for as long as the item exists
+    DIRECT = 1,  // direct encoding of small built-ins (direct_values.hpp)
+    BYTES = 2,   // the bytes of a `bytes` object
+    PICKLE = 3,  // a pickle without buffers
+    // u64 count, then for each its u64 offset and u64 size: a pickle, then its out-of-band buffers
+    BUFFERS = 4,
+    // PIN bytes that begin with u64 id and u64 id of the fd bundle or 0, followed by the format of BUFFERS.
+    // The process that put the item keeps an object alive for as long as the item exists.
     PINNED = 5,
-    // u64 0, u64 id of its fd bundle, PIN bytes in all, then as BUFFERS: descriptors travel with it
+    // PIN bytes that begin with u64 0 and u64 id of the fd bundle, followed by the format of BUFFERS.
+    // Descriptors travel with the item.
     BUNDLE = 6,
 };
 
-// The kinds whose items must exist while they are decoded: they are never copied out and freed first.
+// Whether an item of this kind must exist while it is decoded, so that it is not copied out and freed first.
 inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
 constexpr uint64_t PIN = 64;
@@ -30,18 +32,18 @@ struct Frame {
     struct Piece {
         const void* at;
         uint64_t size;
-        uint64_t offset;  // in the payload
+        uint64_t offset;  // from the start of the payload
     };
     uint64_t kind = DIRECT;
     uint64_t size = 0;
     uint64_t small_size = 0;
     char small[SMALL];          // the payload of DIRECT
-    Piece one{};                // the payload of BYTES and PICKLE, and of items that arrive in one piece
+    Piece one{};                // the payload of BYTES and PICKLE, and of any item received in one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
-    uint64_t deaths = 0;        // remote workers that died while they held the item
-    uint64_t bundle = 0;        // id of the descriptors that travel with it, 0 for none
+    uint64_t deaths = 0;        // number of remote workers that died while they held the item
+    uint64_t bundle = 0;        // id of the descriptors that travel with the item, or 0
     std::vector<int> descriptors;
-    mutable int refused = 0;  // the errno, if they could not be sent
+    mutable int refused = 0;  // errno if the descriptors could not be sent
 
     void write(char* to) const {
         if (one.at) {

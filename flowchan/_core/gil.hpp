@@ -1,13 +1,13 @@
-// Release of the GIL, and taking it again.
+// Releasing the GIL, and acquiring it again.
 //
-// A daemon thread that asks for the GIL while the interpreter shuts down does not get it. CPython up to 3.13
-// ends the thread by pthread_exit, which unwinds the C++ frames below as an exception would. Their
-// destructors would drop references without the GIL. So such a thread is stopped here for good, as CPython
-// 3.14 does; the process ends without it. A destructor stops it, because this unwinding is not an exception
-// that every C++ library lets a program catch.
+// A daemon thread that requests the GIL while the interpreter is shutting down does not get it. CPython up to
+// 3.13 ends the thread with pthread_exit, which unwinds the C++ frames below like an exception. Their
+// destructors would then drop references without the GIL. Such a thread is therefore blocked here forever, as
+// in CPython 3.14; the process exits without it. A destructor blocks it, because not every C++ library lets a
+// program catch this unwinding.
 //
-// A free-threaded interpreter has no GIL to release, but its collector sometimes stops all threads. A thread
-// that sleeps without having released its state would hold the others up.
+// A free-threaded interpreter has no GIL to release, but its garbage collector sometimes stops all threads. A
+// thread that went to sleep without releasing its thread state would keep the others waiting.
 #pragma once
 
 #include <Python.h>
@@ -27,7 +27,7 @@ inline void take_gil(PyThreadState* state) {
     held.got = true;
 }
 
-// Releases the GIL in a block, so that other threads may run Python.
+// Releases the GIL within a block, so that other threads can run Python code.
 class WithoutGil {
   public:
     WithoutGil() : state_(PyEval_SaveThread()) {}

@@ -1,4 +1,4 @@
-// A member of a group: joining, rounds, waiting, and the loss of others.
+// A member of a group: how it joins, runs rounds, waits, and notices that other members are lost.
 #include "group.hpp"
 
 #include "faults.hpp"
@@ -23,14 +23,14 @@ namespace flowchan {
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // interval in which a death is noticed
-constexpr uint32_t CHECKED_AT_ONCE = 8;                  // members checked each time
-constexpr uint32_t CHECKS_WITHOUT_PAUSE =
-    200;  // checks without a pause, for members that are about to arrive
+constexpr int64_t DEATH_CHECK_INTERVAL_NS = 20'000'000;  // how often to check for dead members
+constexpr uint32_t CHECKED_AT_ONCE = 8;                  // number of members to check each time
+// number of initial checks without a pause, for members that are just about to arrive
+constexpr uint32_t CHECKS_WITHOUT_PAUSE = 200;
 constexpr int YIELDS = 8;
 constexpr int64_t LONG_YIELD_NS = 300'000;
 constexpr uint32_t MOST_LEFT_OUT = 4096;
-// longer spins only while they pay, because a busy machine needs the core
+// Longer spins are used only while they succeed, because other programs on a busy machine need the core.
 constexpr uint32_t LEAST_PAUSES = 20;
 
 // A pause takes 11 ns, so the limit is 90 µs, the cost of a sleep and a wake-up. If there are more members
@@ -49,8 +49,9 @@ size_t result_length(uint32_t size) { return rounded(BIG / size + LINE, PAGE); }
 size_t big_length(uint32_t size) { return (BIG + result_length(size)) * 2 * size; }
 size_t entries_length(uint32_t size) { return rounded(sizeof(ChannelEntry) * TABLES * size * size, PAGE); }
 
-// Fences all threads of processes that share the group. After it, the caller sees what others stored before
-// they looked at the caller's store. Returns false if the kernel refuses.
+// Executes a fence in all threads of the processes that share the group. Afterwards the caller sees every
+// store that another thread made before it checked the caller's last store. Returns false if the kernel
+// refuses the call.
 bool fence_all_threads() { return syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL_EXPEDITED, 0) == 0; }
 
 }  // namespace
@@ -88,7 +89,7 @@ uint32_t size_of_group(int fd) {
     GroupHeader header;
     if (pread(fd, static_cast<void*>(&header), sizeof header, 0) != ssize_t(sizeof header) ||
         header.magic != GroupHeader::MAGIC || header.size < 1 || header.size > MOST_MEMBERS)
-        throw std::invalid_argument("the descriptor must be of the memory of a group");
+        throw std::invalid_argument("the descriptor must refer to the memory of a group");
     return header.size;
 }
 
@@ -178,15 +179,15 @@ void Member::depart() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, LEFT);
     slot_of(rank).over = 1;
-    std::atomic_thread_fence(std::memory_order_release);  // as in give_up
+    std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull, as in give_up
     wake_all();
 }
 
 void Member::give_up() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
-    // The next owner of this memory may overwrite data that others still read. They must see `membership` before
-    // that.
+    // From now on, this member's arrays may be overwritten while other members read them. They must see the
+    // new `membership` before they see new data.
     std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
     broken_ = true;
     wake_all();
@@ -206,7 +207,7 @@ MemberState Member::see(uint32_t member) const {
     const MemberSlot& s = slot_of(member);
     uint64_t pid = s.owner.load();
     const bool coming = pid || may_join(member);
-    if (!coming) pid = s.owner.load();  // the process may just have joined and ended
+    if (!coming) pid = s.owner.load();  // the process may have joined and ended just now
     return {pid,
             s.membership.load(),
             s.operation.load(std::memory_order_relaxed),
@@ -230,10 +231,11 @@ End Member::begin(Call call) {
     return End::Done;
 }
 
-// After a mismatch or missing memory the group can be used further; other failures are permanent.
+// After a mismatch or missing memory, the group remains usable. Any other failure is permanent.
 End Member::finish(End end) {
     MemberSlot& own = slot_of(rank);
-    prefetch(&own.cell[(round_ + 1) & 1]);  // the others' caches hold it for the next operation
+    // fetch it now: it is in other members' caches, and the next operation writes it
+    prefetch(&own.cell[(round_ + 1) & 1]);
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
     end_plan(end == End::Done);
     if (goes_on)
@@ -310,8 +312,9 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// If only members want the cores, yielding lets them run. If other programs do, a yield lasts for their whole
-// time slices, while a woken sleeper runs first. So after a long yield, yields are skipped for a while.
+// If all cores are busy with members, yielding lets the other members run. If other programs use the cores, a
+// yield lasts for their whole time slices, whereas a thread that is woken from a sleep runs first. So after a
+// long yield, the next waits skip yielding.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {
@@ -328,8 +331,8 @@ bool Member::arrives_after_yields(uint32_t member) {
     return false;
 }
 
-// Returns whether one of the members from `from` on is lost and will never publish the round. A member that
-// is gone published before it was marked as gone.
+// Returns whether one of the members from `from` on is lost and will never publish this round. A lost member
+// published all its rounds before it was marked as lost.
 bool Member::any_is_lost(uint32_t from) const {
     for (uint32_t i = 0; i < std::min(size, CHECKED_AT_ONCE); ++i) {
         const uint32_t member = (from + i) % size;
@@ -340,7 +343,7 @@ bool Member::any_is_lost(uint32_t from) const {
     return false;
 }
 
-// Judges the calls after the first round; the result is equal on all members.
+// Compares all calls after the first round. All members get the same result.
 End Member::judge(Call call) const {
     End end = End::Done;
     for (uint32_t member = 0; member < size; ++member) {

@@ -1,31 +1,34 @@
 // A group: members that run collective operations over shared memory.
 //
-// Algorithm. Every operation is a sequence of rounds, the same for all members. In a round each member writes
-// its data into its own part of the memory. Then it *publishes* the data: it stores the round's number into
-// its cell. Then it waits until the cells of all other members have that number, and reads their data. Cells
-// and slots exist twice, for odd and even rounds. Readers need no acknowledgement. A member that publishes
-// round r + 2 overwrites its data of round r. It has seen all members publish r + 1 before, and each did so
-// after reading round r.
+// Algorithm. Every operation is a sequence of rounds, and the sequence is the same for all members. In a
+// round, each member writes its data into its own part of the memory. It then *publishes* the data by storing
+// the round's number in its cell. It waits until the cells of all other members contain that number, and
+// reads their data. There are two copies of the cells and slots, for odd and even rounds. Readers need not
+// acknowledge anything, because a member overwrites the data of round r only for round r + 2. It does so
+// after it has seen all members publish r + 1, which each did only after reading round r.
 //
 // Invariants.
-//  - Only its owner writes a seat, a cell or a slot. Published data stays, even if its owner dies.
-//  - All members decide alike. A round is complete for all members once all have published it. A member gives
-//    up only if a cell that it waits for can never get the number. Then the owner is gone, and the number is
-//    not there afterwards. So all survivors complete an operation, or none does. Calls that do not match, and
-//    missing memory, follow from the data of the first round, which all members see.
+//  - Only its owner writes to a member slot, a cell or a data slot. Published data remains valid, even if its
+//    owner dies.
+//  - All members come to the same decision. A round is complete for all members once all have published it. A
+//    member gives up only if it is waiting for a cell that can never get the number. In this case the cell's
+//    owner is gone, and a second look at the cell did not find the number. So either all survivors complete
+//    an operation, or none does. Mismatched calls and missing memory are detected from the data of the first
+//    round, which all members see.
 //  - A member that gives up in the middle of an operation publishes nothing more, as if it had died. The same
-//    holds for a member that leaves, and leaving waits for the thread that is in an operation. So the visible
-//    data of a member that is gone never changes.
+//    holds for a member that leaves the group; if one of its threads is running an operation, leaving waits
+//    for that thread. So the visible data of a lost member never changes.
 //
-// Direct reads. A receiver reads large arrays from the sender's memory by process_vm_readv. The first round
-// publishes their addresses. A second round confirms the reads, and no member returns before it. So the data
-// is read as published, unless its owner has given up; the reader checks that after reading. If one member
-// could not read, all members see that in the second round, and use the slots from then on.
+// Direct reads. A receiver reads large arrays from the sender's memory with process_vm_readv. The first round
+// publishes their addresses. A second round confirms the reads, and no member returns before it. So the
+// reader gets the data as published, unless the sender has given up; the reader checks for that afterwards.
+// If one member could not read, all members see that in the second round, and use the slots from then on.
 //
-// Waking. A sleeper counts itself in `sleepers` of the seat whose cell it waits for. A publisher looks at
-// that count after its store, without a fence in between. The sleeper fences for both sides (membarrier), and
-// looks at the cell again before it sleeps. If membarrier is refused, publishers fence (`fenced`). A lost
-// wake-up would cost one slice of sleep, not a hang.
+// Waking. A sleeper increments `sleepers` in the member slot whose cell it is waiting for. A publisher checks
+// that count after storing the round, without a fence in between. The sleeper executes the fence for both
+// sides (membarrier), and checks the cell again before it sleeps. If the system refuses membarrier,
+// publishers execute a fence (`fenced`). A lost wake-up would cost one slice of sleep, but never cause a
+// hang.
 #pragma once
 
 #include "kernels.hpp"
@@ -42,11 +45,11 @@
 namespace flowchan {
 
 constexpr size_t LINE = 64;
-constexpr size_t INLINE = 32;        // bytes that fit into the cell
-constexpr size_t SMALL = 16 * 1024;  // bytes of a small slot
+constexpr size_t INLINE = 32;        // number of bytes that fit into the cell
+constexpr size_t SMALL = 16 * 1024;  // size of a small slot in bytes
 constexpr uint32_t MOST_MEMBERS = 1024;
 
-// One value for each member, on the heap only for large groups.
+// One value for each member; on the heap only for large groups.
 template <class T>
 class ByRank {
   public:
@@ -74,64 +77,68 @@ struct alignas(LINE) Cell {
     uint32_t flags = 0;
     uint64_t key = 0;  // key of the call; equal on all members of one operation
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // ns for writing the data of this operation, if it is timed
-    uint32_t took = 0;    // ns of the last timed operation, from the arrival of the last member
+    uint32_t filled = 0;  // time in ns that writing the data of this operation took, if it is timed
+    uint32_t took = 0;    // duration in ns of the last timed operation, from the arrival of the last member
     unsigned char data[INLINE] = {};
 };
 static_assert(sizeof(Cell) == LINE);
 
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
-// Flags of a cell. IN_PLACE: the data is to be read from its owner's memory. TELLS: rank 0 publishes the plan
-// for the next operation of this size class. All members also publish their own plan.
+// Flags of a cell. IN_PLACE: read the data from its owner's memory. TELLS: rank 0 publishes the plan for the
+// next operation in this size class. In addition, all members publish the plan that they use now.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
 constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // position of the lowest bit
 
 struct MemberSlot {
     Cell cell[2];
-    alignas(LINE) std::atomic<uint32_t> sleepers{0};  // members that sleep until one of the cells changes
-    alignas(LINE) std::atomic<uint64_t> owner{0};     // the process that joined as this member
+    // number of members that sleep until one of the cells changes
+    alignas(LINE) std::atomic<uint32_t> sleepers{0};
+    alignas(LINE) std::atomic<uint64_t> owner{0};  // the process that joined as this member
     std::atomic<uint64_t> started{0};
     std::atomic<uint32_t> membership{PRESENT};
-    std::atomic<uint32_t> over{0};       // the member has left, even if it gave up before
-    std::atomic<uint32_t> held{0};       // a lock shows whether a process can still join: Member::hold
-    std::atomic<uint32_t> operation{0};  // number of operations begun, for messages
-    std::atomic<uint32_t> doing{0};      // the last operation, for messages; the top bit: still running
-    std::atomic<uint64_t> proof{0};      // address of `proof_of` this seat in its owner's memory
+    std::atomic<uint32_t> over{0};  // nonzero: the member has left, even if it gave up first
+    // nonzero: a lock shows whether a process can still join; see Member::hold
+    std::atomic<uint32_t> held{0};
+    std::atomic<uint32_t> operation{0};  // number of operations started, for error messages
+    // the last operation, for error messages; the top bit is set while it runs
+    std::atomic<uint32_t> doing{0};
+    std::atomic<uint64_t> proof{0};  // address of this member's `proof_` in its process's memory
 };
 
 struct GroupHeader {
     static constexpr uint64_t MAGIC = 0x33707567'776f6c66;  // "flowgrup"3
     uint64_t magic = MAGIC;
     uint32_t size = 0;
-    uint32_t crowded = 0;  // more members than cores; the creator decides, so that all agree
+    uint32_t crowded = 0;  // nonzero: more members than cores; set by the creator, so that all members agree
     std::atomic<uint32_t> fenced{0};
-    std::atomic<uint32_t> disbanded{0};                             // no member begins an operation any more
-    std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};  // ns in the last trial; 0: not tried
+    std::atomic<uint32_t> disbanded{0};  // nonzero: no member may start another operation
+    // shortest time in ns in the last trial; 0: not tried
+    std::atomic<uint32_t> took[OPERATIONS][TRIED][ALL_PLANS] = {};
 };
 
-// A descriptor that a member offers to another one: a channel or the memory of another group.
+// Tables of descriptors that a member offers to another member: channels, and the memory of other groups.
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: none so far; partner: Member::channel_from
+    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; partner: Member::channel_from
 };
 
-// How an operation ended. These ends come before it began:
-//  - Closed: the member has left.
-//  - Taken: another process is the member.
-//  - Within: a signal handler called it during another operation.
-//  - Busy: another thread was in an operation until the timeout.
+// How an operation ended. In these cases it did not start:
+//  - Closed: this member has left the group.
+//  - Taken: another process has joined as this member.
+//  - Within: a signal handler called it while its own thread was running another operation.
+//  - Busy: another thread was running an operation until the timeout.
 enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
-// The deadline of a call, and its actions while it waits.
+// The deadline of a call, and what the call does while it waits.
 class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
     virtual ~Patience() = default;
-    // Called before waiting longer than a short spin, or before moving much data; repeated calls are
-    // possible.
+    // Called before a wait that is longer than a short spin, or before moving much data. May be called
+    // repeatedly.
     virtual void waits() {}
-    // Called every 20 ms while waiting; returns whether to give up.
+    // Called every 20 ms during a wait. Returns whether to give up.
     virtual bool interrupted(int64_t) { return false; }
     const Deadline deadline;
 };
@@ -145,50 +152,51 @@ struct MemberState {
 
 class Member {
   public:
-    // returns the descriptor of a new group's memory; throws std::system_error
+    // creates the memory of a new group and returns its descriptor; throws std::system_error
     static int make(uint32_t size);
 
-    Member(int fd, uint32_t rank);  // owns `fd`; throws system_error, invalid_argument
+    Member(int fd, uint32_t rank);  // takes ownership of `fd`; throws system_error, invalid_argument
     ~Member();
     Member(const Member&) = delete;
 
     const uint32_t rank, size;
     int fd() const { return fd_; }
     // Locks the open file description of this descriptor. Every process that may still join as this member
-    // has the descriptor. Once the last of them has closed it, the lock is gone, and the other members
-    // notice.
+    // has the descriptor. When the last of these processes closes it, the lock disappears, and the other
+    // members notice.
     void hold();
-    End join();  // makes this process the member; Taken: another process is
+    End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // by the process that forked this one
-    // May be called repeatedly. An operation of another thread ends first, and publishes nothing more. If the
-    // caller itself is in an operation (a signal handler), the member leaves at the end of that.
+    bool is_taken() const { return joined_ && !joined(); }  // the process that forked this one is the member
+    // Leaves the group; may be called repeatedly. If another thread is running an operation, this waits until
+    // the operation ends, and it publishes nothing more. If a signal handler calls this during an operation
+    // in the same thread, the member leaves when that operation ends.
     void leave();
     void retire();                    // leaves after a failure
-    void count_out(uint32_t member);  // that member ended before it joined
-    // Any process that has the memory may call it. Members that would begin an operation give up. So
-    // operations in progress end as if a member had died between two of them.
+    void count_out(uint32_t member);  // records that `member` ended before it joined
+    // May be called by any process that maps the memory. Members give up when they start another operation.
+    // Operations in progress end as if a member had died between two operations.
     void disband() { header_->disbanded = 1; }
     bool disbanded() const { return header_->disbanded; }
     MemberState see(uint32_t member) const;
-    // Offers a descriptor to `member`. Returns false with errno if memory is missing.
+    // Offers a descriptor to `member`. Returns false, with errno set, if memory is exhausted.
     bool publish_channel(Table table, uint32_t member, uint64_t fd, uint64_t inode);
     const ChannelEntry& channel_from(Table table, uint32_t member) const {
         return entries_[place_of(table, member, rank)];
     }
     bool broken() const { return broken_; }
 
-    // Returns the plan for an operation on that number of bytes: the chosen algorithm if it is possible, else
-    // the fastest plan.
+    // Returns the plan for an operation on `bytes` bytes: one with the chosen algorithm if that can run, and
+    // otherwise the fastest.
     const Plan& plan_of(uint32_t doing, uint64_t bytes) const { return PLANS[number_of(doing, bytes)]; }
-    // Returns the shortest time in ns in the last trial of a plan for that size class. It is 0 if the plan
-    // was never tried or can't run.
+    // Returns the shortest time in ns in the last trial of a plan in this size class. It is 0 if the plan was
+    // never tried or can't run.
     uint32_t took(uint32_t doing, uint64_t bytes, uint32_t plan) const {
         const uint32_t kind = kind_of(bytes);
         if (kind == UNTRIED || !(possible(doing, kind) >> plan & 1)) return 0;
         return header_->took[doing % OPERATIONS][kind][plan].load(std::memory_order_relaxed);
     }
-    // All members must choose the same, else their calls do not match.
+    // All members must choose the same algorithm, or else their calls do not match.
     void choose(uint32_t doing, Algorithm algorithm) { chosen_[doing % OPERATIONS] = algorithm; }
 
     // A mutex that allows one operation at a time.
@@ -215,7 +223,7 @@ class Member {
       private:
         bool own() { return by_ = std::this_thread::get_id(), true; }
 
-        std::atomic<uint32_t> word_{0};  // 1: held; 2: held, and others may sleep
+        std::atomic<uint32_t> word_{0};  // 1: locked; 2: locked, and other threads may be sleeping
         std::atomic<std::thread::id> by_{};
     };
     Use& in_use() { return in_use_; }
@@ -235,18 +243,18 @@ class Member {
         int root = -1;  // negative: all members get the result
     };
     End allreduce(Call call, const Combining& what, Patience& patience);
-    // `in` has `count` elements for each member; `out` gets those for this member.
+    // `in` has `count` elements for each member. This member's elements are combined into `out`.
     End reduce_scatter(Call call, const Combining& what, Patience& patience);
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
-    // Memory for the data of each member, of any size. It is called once with the sizes and sets the target
-    // of each; null targets are skipped, and false aborts the operation. `shown` is the published data, null
-    // if it is large.
+    // Provides memory for the data of each member, of any size. It is called once with the sizes, and sets
+    // the target for each member. Null targets are skipped; returning false aborts the operation. `shown`
+    // points to the published data, or is null if the data is large.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
     };
     End allgather(Call call, const void* in, size_t bytes, Place& place, Patience& patience);
-    // in[j] with in_sizes[j] bytes goes to member j; out[i] receives out_sizes[i] bytes from member i.
+    // in[j] has in_sizes[j] bytes for member j; out[i] receives out_sizes[i] bytes from member i.
     struct Parts {
         const ByRank<const void*>& in;
         const Sizes& in_sizes;
@@ -260,8 +268,8 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // A number in the memory of that member's process that hardly any other process has. A process id alone
-    // may belong to a later process, or mean another process in another namespace.
+    // Returns the number in the memory of that member's process that proves whose memory it is. A process id
+    // is not enough: a later process may reuse it, and in another namespace it may mean another process.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -283,7 +291,7 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    // Returns the size class of an operation, or UNTRIED if all plans are equally fast.
+    // Returns the size class of an operation, or UNTRIED if all plans are equally fast for it.
     static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);
@@ -292,16 +300,16 @@ class Member {
     void depart();
     void wake_all();
     void publish(Call call, uint32_t flags, uint64_t bytes);
-    // Runs one more round of an operation whose calls match.
+    // Runs one more round of an operation after its calls have matched.
     End next(Call call, Patience& patience);
-    // Runs the first round, with `payload` bytes that `fill` writes to its argument.
+    // Runs the first round. `fill` writes `payload` bytes to the address that it is called with.
     template <class Fill>
     End show(Call call, uint64_t bytes, size_t payload, Fill fill, Patience& patience, uint32_t flags = 0);
-    // Runs a round that publishes this member's big slot, or that its memory is missing.
+    // Runs a round that publishes this member's big slot, or the fact that its memory is missing.
     End show_big(Call call, bool fits, Patience& patience);
     bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
-    // Runs the round after direct reads, and publishes whether this member could read.
+    // Runs the round that follows direct reads. It publishes whether this member could read.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);
@@ -326,8 +334,8 @@ class Member {
     struct Swapping;
     bool sizes_match() const;
     End take_shown(Call call, Swapping& all, Patience& patience);
-    // Moves the rest of the data in rounds. In round t, `write` fills this member's big slot if it `has`
-    // data, and `read` reads that of another member.
+    // Moves the rest of the data in rounds. In round t, `write` fills this member's big slot if `has` returns
+    // true, and `read` reads the big slot of another member.
     template <class Has, class Write, class Read>
     End follow(Call call, uint64_t rounds, Patience& patience, Has has, Write write, Read read);
     uint32_t usable_plans(uint32_t doing, uint32_t kind) const;
@@ -336,22 +344,22 @@ class Member {
     uint64_t joined_ = 0;
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
-    // Plan of the next operation, if it is possible then. It is equal on all members, because rank 0
-    // published it in the last matching call. The set of possible plans is also equal; an algorithm chosen
-    // for a call that did not match has no effect on it.
+    // Plan of the next operation, used if that operation can run it. It is equal on all members, because rank
+    // 0 published it in the last matching call. Which plans can run is also equal on all members. If a member
+    // chose an algorithm in a call that did not match, that choice has no effect on this plan.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
-    std::vector<Tuner> tuners_;  // on rank 0
+    std::vector<Tuner> tuners_;  // only on rank 0
     struct Timed {
         bool is = false;
         uint32_t doing = 0, kind = 0, plan = 0;
-        uint32_t filled = 0;  // longest time in ns in which a member wrote its data
-        int64_t since = 0;    // arrival of the last member
+        uint32_t filled = 0;  // longest time in ns that a member took to write its data
+        int64_t since = 0;    // time at which the last member arrived
     };
-    Timed timed_;                     // this operation
-    Timed before_;                    // the operation before, while the times of the others are unknown
-    uint32_t took_ = 0, filled_ = 0;  // values for the cell
-    uint32_t round_flags_ = 0;        // flags of all rounds
+    Timed timed_;   // the current operation
+    Timed before_;  // the previous operation, while the other members' times are not yet known
+    uint32_t took_ = 0, filled_ = 0;  // values for the next cell
+    uint32_t round_flags_ = 0;        // flags for all rounds of the operation
     MemberSlot* slots_ = nullptr;
     unsigned char* small_ = nullptr;
     unsigned char* big_ = nullptr;
@@ -359,12 +367,12 @@ class Member {
     size_t control_ = 0, big_length_ = 0, length_ = 0, result_size_ = 0;
     uint32_t round_ = 0;
     uint32_t pauses_ = 0;
-    uint32_t left_out_ = 0, leave_out_ = 0;  // waits without yields: still to come, and last time
-    std::atomic<bool> leaving_ = false;      // waits give up
+    uint32_t left_out_ = 0, leave_out_ = 0;  // number of waits that skip yields: remaining, and as last set
+    std::atomic<bool> leaving_ = false;      // all waits must give up
     uint64_t proof_ = 0, identity_ = 0;
-    std::atomic<bool> broken_ = false;  // waits give up, and no operation begins
+    std::atomic<bool> broken_ = false;  // all waits must give up, and no operation may start
     bool fenced_ = false, reserved_ = false;
-    bool direct_ = true;  // false once a member could not read the memory of another
+    bool direct_ = true;  // false once a member could not read another member's memory
     Use in_use_;
 };
 

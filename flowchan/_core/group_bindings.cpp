@@ -1,4 +1,4 @@
-// The Python class Group. The slower operations and the error messages are in flowchan/collective/group.py.
+// The Python class Group. Slower operations and error messages are in flowchan/collective/group.py.
 #include "group_bindings.hpp"
 #include "group_calls.hpp"
 
@@ -29,13 +29,13 @@ void raise_unless_done(nb::handle self, End end, uint32_t doing, nb::handle x, n
     if (end != End::Done) raise_end(self.ptr(), end, doing, x.ptr(), more.ptr()), throw nb::python_error();
 }
 
-// Takes a new reference, or throws if it is null.
+// Takes ownership of a new reference, or throws if it is null.
 nb::object checked(PyObject* made) {
     if (!made) throw nb::python_error();
     return nb::steal(made);
 }
 
-// Creates Python bytes for the data of each member, or of one member.
+// Allocates Python bytes for the data of each member, or of one member.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}
@@ -60,7 +60,7 @@ class PlaceBytes : public Member::Place {
     const int only_;
 };
 
-// Returns the bytes of each member, or of the member `only`. `key` must be equal on all members.
+// Returns the bytes of every member, or only those of member `only`. `key` must be equal on all members.
 nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data, int only,
                   nb::handle timeout, nb::handle x, nb::handle more) {
     Bytes bytes(data.ptr());
@@ -81,7 +81,7 @@ void need_each(const Arrays& arrays, const Member& group, const char* what) {
                                   .c_str());
 }
 
-// Gathers into arrays whose sizes all members know, as `key` states.
+// Gathers data into arrays whose sizes are known to all members, because `key` contains them.
 void allgather_into(nb::handle self, uint32_t doing, uint64_t key, nb::list own, nb::list outs,
                     nb::handle timeout) {
     PyGroup& group = group_of(self.ptr());
@@ -108,7 +108,7 @@ void alltoall(nb::handle self, uint32_t doing, uint64_t key, nb::list ins, nb::l
     raise_unless_done(self, end, doing, ins, more);
 }
 
-// Combines local arrays in their order. An empty list only checks whether the operation exists.
+// Combines local arrays in the given order. An empty list only checks whether the operation exists.
 void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     Op op;
     Array to;
@@ -118,7 +118,8 @@ void combine(nb::handle out, nb::list ins, nb::handle op_name) {
     const Arrays from(ins.ptr());
     std::vector<const void*> in;
     for (size_t i = 0; i < from.size(); ++i) {
-        if (!fits(from[i], to, from[i].count)) throw nb::value_error("out must be like each of the arrays");
+        if (!fits(from[i], to, from[i].count))
+            throw nb::value_error("out must have the type and size of the arrays");
         in.push_back(from[i].data);
     }
     if (in.empty()) return;
@@ -154,7 +155,7 @@ nb::tuple as_tuple(const Plan& plan) {
     return nb::make_tuple(int(plan.algorithm), plan.piece, plan.shows_past, plan.keeps_past, plan.by_two);
 }
 
-// Returns the plans that trials have measured for that number of bytes, and the ns of each.
+// Returns the plans that trials have measured for this number of bytes, and the shortest time of each in ns.
 nb::list times(PyGroup& group, uint32_t doing, uint64_t bytes) {
     nb::list found;
     for (uint32_t i = 0; i < ALL_PLANS; ++i)

@@ -1,5 +1,5 @@
-// The fast calls of a group, for contiguous arrays. For other values, each calls the method of
-// flowchan/collective/group_steps.py with an underscore before its name.
+// The fast calls of a group, for contiguous arrays. For other values, each call falls back to the method in
+// flowchan/collective/group_steps.py that has its name with a leading underscore.
 #include "group_calls.hpp"
 
 namespace flowchan {
@@ -25,9 +25,9 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines the arrays of all members, for all of them if root < 0. Returns NotImplemented unless `x` and
-// `out` are contiguous arrays that fit. `part_of` is the key of the call over several hosts of which this is
-// a part.
+// Combines the arrays of all members; all members get the result if root < 0. Returns NotImplemented unless
+// `x` and `out` are contiguous arrays that fit. If this is one step of a call that spans several hosts,
+// `part_of` is the key of that call.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);
@@ -213,7 +213,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
     });
 }
 
-// flowchan/collective/group.py has the full documentation.
+// The full documentation is in flowchan/collective/group.py.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
      "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"

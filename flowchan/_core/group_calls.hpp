@@ -1,4 +1,4 @@
-// Common parts of a group's calls: arguments, waits and errors.
+// Code that all calls of a group share: arguments, waiting and errors.
 #pragma once
 
 #include "arguments.hpp"
@@ -16,10 +16,11 @@ namespace flowchan {
 
 using namespace nb::literals;
 
-// Kinds of inputs, as in flowchan/collective/operations.py: arrays of one type, or Python values.
+// Kinds of inputs, as in flowchan/collective/operations.py: arrays with one element type, or Python values.
 constexpr uint64_t TYPED = 0, VALUES = 1, KINDS = 4;
 
-// Returns the key by which members compare their calls. `array` is the input, if it is an array.
+// Returns the key that members compare to check that their calls match. `array` is the input, if it is an
+// array.
 inline uint64_t key_of(uint32_t doing, uint64_t key, const Array* array = nullptr) {
     const uint64_t found = mixed(mixed(0, doing), key);
     return array && key % KINDS == TYPED ? mixed(found, array->kind) : found;
@@ -31,13 +32,14 @@ constexpr int64_t STALLED_NS = 10'000'000'000;
 class PyGroup : public Member {
   public:
     using Member::Member;
-    std::atomic<uint32_t> queued{0};  // operations that a thread of this process must run first
+    // nonzero: Python runs all operations, because some are queued or use other backends
+    std::atomic<uint32_t> queued{0};
 };
 
 inline PyGroup& group_of(PyObject* self) { return *nb::inst_ptr<PyGroup>(self); }
 
-// A running call. It releases the GIL before it waits or moves much data. While it waits, it checks for
-// signals and reports stalls.
+// A call in progress. It releases the GIL before it waits or moves much data. While it is waiting, it checks
+// for signals and reports stalls.
 class Calling : public Patience {
   public:
     Calling(PyObject* self, uint32_t doing, Deadline deadline)
@@ -53,7 +55,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // Calls `f` with the GIL, in the middle of the operation.
+    // Calls `f` with the GIL held, in the middle of an operation.
     template <class F>
     bool with_gil(F f) {
         const bool released = take_back();
@@ -76,7 +78,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread is in an operation. A forked process would wait forever.
+    // Waits until no other thread is running an operation. A forked child gets Taken at once, because
+    // it would wait forever.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
@@ -102,8 +105,8 @@ class Calling : public Patience {
     bool has_reported_ = false;
 };
 
-// Raises the error for the end of an operation, and returns null. `x`, `root` (unless negative) and `more`
-// are the arguments of the call.
+// Raises the error for an operation that ended with `end`, and returns null. `x`, `root` (unless negative)
+// and `more` are the arguments of the call.
 inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
                            int root = -1) {
     if (end == End::Interrupted) return nullptr;
@@ -144,8 +147,8 @@ inline bool parse_root(const char* call, PyObject* value, const Member& group, u
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Returns whether `out` can hold the result; array_access.py raises the error if not. `out` may be `in` or
-// one of its parts of that size, because each element is read before it is written.
+// Returns whether `out` can hold the result; if not, array_access.py raises the error. `out` may be `in`, or
+// one of the parts of that size into which `in` divides, because each element is read before it is written.
 inline bool fits(const Array& in, const Array& out, size_t count) {
     if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);
@@ -179,18 +182,17 @@ inline PyObject* call_general(PyObject* self, const char* method, PyObject* cons
     return result;
 }
 
-// Existing memory for the data of each member: arrays or bytes, or None for data that is not needed.
+// Existing memory for the data of each member: arrays or bytes, or None if the data is not needed.
 class Arrays : public Member::Place {
   public:
     Arrays() = default;
     explicit Arrays(PyObject* objects) {
         if (!read(objects) && !PyErr_Occurred())
-            PyErr_Format(PyExc_TypeError, "arrays must be contiguous in this machine's memory, got %R",
-                         objects);
+            PyErr_Format(PyExc_TypeError, "arrays must be contiguous and in host memory, got %R", objects);
         if (PyErr_Occurred()) throw nb::python_error();
     }
-    // Reads a list or tuple. Returns false, perhaps with an error, unless all are contiguous in this
-    // machine's memory.
+    // Reads a list or tuple. Returns false, with or without an error set, unless all arrays are contiguous in
+    // host memory.
     bool read(PyObject* objects) {
         if (!PyList_Check(objects) && !PyTuple_Check(objects)) return false;
         many_ = std::vector<One>(size_t(PySequence_Fast_GET_SIZE(objects)));
@@ -212,7 +214,7 @@ class Arrays : public Member::Place {
         }
         return true;
     }
-    // Returns false with an error if the data of a member did not fit.
+    // Returns false, with an error set, if the data of a member did not fit.
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(PyExc_ValueError,
@@ -226,8 +228,8 @@ class Arrays : public Member::Place {
     bool are_of_kind(uint64_t kind) const {
         return std::all_of(many_.begin(), many_.end(), [=](const Array& one) { return one.kind == kind; });
     }
-    // Returns memory in which `in` can be read to the end while these arrays are written. It is `copy` if one
-    // of them overlaps `in`. The array at index `own` may be `in`.
+    // Returns memory from which `in` can be read while these arrays are being written. It is `in` itself, or
+    // a copy in `copy` if one of these arrays overlaps `in`. The array at index `own` may be `in`.
     const void* kept(const Array& in, size_t own, std::vector<char>& copy) const {
         const auto begins = [](const Array& array) { return reinterpret_cast<uintptr_t>(array.data); };
         for (size_t i = 0; i < many_.size(); ++i) {
@@ -271,15 +273,15 @@ PyObject* broadcast_array(PyObject* self, PyObject* x, uint32_t root, PyObject* 
 PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObject* op_name,
                                PyObject* timeout);
 
-// Sends the arrays of `in` to their members and receives into `out`.
+// Sends each array in `in` to its member, and receives the other members' arrays into `out`.
 End swap_arrays(PyObject* self, Member::Call call, const Arrays& in, const Arrays& out, Deadline deadline);
 
-// Returns the values of all members as a list, or NotImplemented if `x` is not a plain value.
+// Returns a list of the values of all members, or NotImplemented if `x` is not a plain value.
 PyObject* allgather_values(PyObject* self, PyObject* x, PyObject* timeout);
-// Convert a plain value to bytes and back; plain_bytes returns None for any other value.
+// Convert a plain value to bytes and back. `plain_bytes` returns None for any other value.
 PyObject* plain_bytes(PyObject* value);
 PyObject* from_plain_bytes(PyObject* bytes);
 
-extern PyType_Slot group_slots[];  // the methods in group_calls.cpp
+extern PyType_Slot group_slots[];  // the methods that group_calls.cpp defines
 
 }  // namespace flowchan

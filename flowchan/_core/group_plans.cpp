@@ -1,9 +1,9 @@
-// The choice of plans.
+// How plans are chosen.
 //
-// Algorithm. Rank 0 finds the fastest plan by trial, for each operation and size class. In each operation it
-// publishes the plan for the next one. So all members know the plan when they begin that operation, without
-// an extra message. The cells of the next operation carry the time of each member, and the slowest member
-// counts.
+// Algorithm. Rank 0 finds the fastest plan by trials, for each operation and size class. In each operation it
+// publishes the plan for the next one. So all members know the plan when that operation starts, without an
+// extra message. The cells of the next operation contain the time that each member took, and the slowest
+// member determines the result.
 #include "group.hpp"
 
 #include <algorithm>
@@ -12,18 +12,19 @@ namespace flowchan {
 
 namespace {
 
-// In an exchange each member reads all inputs. Larger groups try it only for small data, because there are
-// too many inputs.
+// In an exchange, each member reads all inputs. Larger groups try it only for small data, because reading
+// many large inputs is slow.
 constexpr uint32_t MOST_EXCHANGE = 7;
 constexpr uint32_t SMALL_KINDS = 2;
-// Lower bound in bytes of the smallest class; below it all plans are equally fast.
+// Lower bound of the smallest size class, in bytes. For smaller data, all plans are equally fast.
 constexpr uint64_t LEAST = 8 * 1024;
-constexpr uint32_t IN_ONE_PIECE = 4;  // classes of data that fits into one small piece
-constexpr uint32_t BY_ONE = 8;        // classes of data that one thread has read before a second one starts
+constexpr uint32_t IN_ONE_PIECE = 4;  // number of classes whose data fits into one small piece
+// number of classes whose data one thread has read before a second one could start
+constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
 constexpr uint32_t KEPT_PAST = plans_where([](const Plan& one) { return one.keeps_past; });
-// Plans with large pieces that equal a plan with small pieces otherwise.
+// Plans with large pieces that are otherwise equal to a plan with small pieces.
 constexpr uint32_t IN_LARGE = plans_where([](const Plan& one) {
     return one.algorithm != Algorithm::Direct && one.piece == BIG && !one.shows_past && !one.keeps_past;
 });
@@ -36,8 +37,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// Returns a bit for each plan that can run this operation, without plans that have the same effect as
-// another. The result is equal on all members that make the same call.
+// Returns a bit for each plan that can run this operation, except for plans with the same effect as another.
+// The result is equal on all members that make the same call.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = usable_plans(doing, kind);
@@ -47,12 +48,12 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     return found;
 }
 
-// Returns the same bits, including plans that have the same effect.
+// Returns a bit for each plan that can run this operation, including plans with the same effect.
 uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // Two members read the same amount with both algorithms, and copy less by exchange.
+        // Between two members, an exchange reads as much data as slices, but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |
@@ -62,7 +63,7 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     return plans_of(Algorithm::Chunks) | (may_read ? plans_of(Algorithm::Direct) : 0);
 }
 
-// Returns the plan to begin with. It has few rounds if there are more members than cores, because each round
+// Returns the plan to try first. If there are more members than cores, it has few rounds, because each round
 // then costs context switches.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
     uint32_t found = possible(doing, kind);
@@ -78,7 +79,7 @@ uint32_t Member::number_of(uint32_t doing, uint64_t bytes) const {
     return next != UNKNOWN && (possible(doing, kind) >> next & 1) ? next : first_of(doing, kind);
 }
 
-// Returns the plan of this operation, for which this member has that number of bytes.
+// Returns the plan for this operation, in which this member has `bytes` bytes.
 const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     const uint32_t plan = number_of(doing, bytes);
     round_flags_ = plan << OWN_PLAN;
@@ -93,7 +94,7 @@ const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     return PLANS[plan];
 }
 
-// Called in the first round, when all members have arrived with matching calls.
+// Called in the first round, once all members have arrived with matching calls.
 void Member::have_come(Call call) {
     if (cell(0).flags & TELLS)
         next_[call.doing % OPERATIONS][kind_of(cell(0).bytes)] = cell(0).flags >> NEXT_PLAN & 15;
@@ -115,9 +116,8 @@ void Member::have_come(Call call) {
 void Member::end_plan(bool done) {
     took_ = timed_.is && done ? saturated(now_ns() - timed_.since) : 0;
     before_ = timed_;
-    before_.is =
-        // not after a failed operation, whose cells do not have the times of the operation before
-        rank == 0 && took_;
+    // not after a failed operation: its cells lack the times of the previous operation
+    before_.is = rank == 0 && took_;
     timed_.is = false;
     filled_ = round_flags_ = 0;
 }

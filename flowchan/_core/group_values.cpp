@@ -1,5 +1,5 @@
-// Python values as bytes. Plain values use the encoding of direct_values.hpp, without a pickle. The last byte names
-// the format; flowchan/collective/value_bytes.py has the others.
+// Conversion between Python values and bytes. Plain values use the encoding of direct_values.hpp, without a
+// pickle. The last byte identifies the format; flowchan/collective/value_bytes.py handles the other formats.
 #include "codec.hpp"
 #include "group_calls.hpp"
 
@@ -10,10 +10,10 @@ namespace flowchan {
 namespace {
 
 constexpr char PLAIN = 2;
-constexpr size_t MOST_PLAIN = 64 * 1024;  // bytes; pickle is as fast for larger values
+constexpr size_t MOST_PLAIN = 64 * 1024;  // in bytes; for larger values, pickle is equally fast
 
-// An encoded value. The buffer is reused by the next one of this thread. While a call waits, a signal handler
-// may encode another value, so each value has its own buffer.
+// An encoded value. The next value that this thread encodes reuses the buffer. A signal handler may encode
+// another value during a call; that value gets its own buffer.
 class Written {
   public:
     explicit Written(PyObject* value) : buffer_(std::move(spare_)) {
@@ -27,7 +27,7 @@ class Written {
     Written(const Written&) = delete;
     const char* from() const { return buffer_.get(); }
 
-    size_t bytes = 0;  // 0: it is not a plain value
+    size_t bytes = 0;  // 0 if the value is not plain
 
   private:
     static thread_local std::unique_ptr<char[]> spare_;
@@ -44,7 +44,7 @@ PyObject* read_value(const void* at, size_t bytes) {
     return read_plain(from, from + bytes - 1);
 }
 
-// Decodes small plain values directly from the slots; other values are copied as bytes.
+// Decodes small plain values directly from the slots, and copies other values as bytes.
 class PlaceValues : public Member::Place {
   public:
     PlaceValues(Calling& calling, PyObject* found, uint32_t size)

@@ -1,6 +1,8 @@
-// The loops of kernels.cpp, which includes this file in a namespace for each instruction set.
+// The loops of kernels.cpp, which includes this file once for each instruction set, each time in another
+// namespace.
 
-constexpr size_t BLOCK = 512;  // elements that are combined at a time, within the first-level cache
+// number of elements to combine at a time, so that they fit into the first-level cache
+constexpr size_t BLOCK = 512;
 
 struct Half {
     uint16_t bits;
@@ -15,7 +17,7 @@ struct Complex {
 struct Truth {
     uint8_t is;
 };
-// A date or time span in the unit of its type. As in NumPy, the smallest number is NaT.
+// A date or time span in the unit of its type. As in NumPy, the smallest integer means NaT.
 struct Time {
     int64_t ticks;
     bool is_none() const { return ticks == INT64_MIN; }
@@ -24,7 +26,7 @@ struct Time {
 inline float bits_to_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t float_to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
-// Has no branches, so that the loops can be vectorized.
+// Branch-free, so that the loops can be vectorized.
 inline float widen(Half half) {
     const uint32_t sign = uint32_t(half.bits & 0x8000) << 16, rest = uint32_t(half.bits & 0x7fff) << 13;
     const float scaled = bits_to_float(rest) * 0x1p112f;  // also correct for subnormals
@@ -36,7 +38,7 @@ inline Half to_half(float value) {
     const uint32_t bits = float_to_bits(value), sign = (bits >> 16) & 0x8000;
     const uint32_t size = bits & 0x7fffffff;
     const uint32_t normal =
-        (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;  // to nearest, ties to even
+        (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;  // rounds to nearest, ties to even
     const uint32_t small = float_to_bits(bits_to_float(size) + 0.5f) - 0x3f000000u;
     uint32_t half = size < (113u << 23) ? small : normal;
     half = size >= 0x477ff000u ? 0x7c00u : half;
@@ -52,7 +54,7 @@ inline Brain to_brain(float value) {
     return {uint16_t((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0u : rounded)};
 }
 
-// The type in which elements are summed, and the conversions from and to the stored type.
+// The type in which elements are summed, with conversions from and to the stored type.
 template <class T>
 struct As {
     using Sum = T;
@@ -157,7 +159,7 @@ inline S divided(S sum, size_t by) {
         return sum;
 }
 
-// `out` may be one of the inputs, because each element depends only on the inputs at its index.
+// `out` may be one of the inputs, because each result depends only on the inputs with the same index.
 template <class T, class O, bool IS_MEAN = false>
 void combine(void* out, const void* const* in, size_t number, size_t count) {
     using S = typename As<T>::Sum;

@@ -1,8 +1,8 @@
-// Kernels that combine the values of several members element by element, always in the order of the ranks. So
-// every member that computes the result gets the same bits.
+// Kernels that combine the values of several members element by element, always in the order of their ranks.
+// Therefore every member that computes the result gets the same bits.
 //
-// Halves (float16 and bfloat16) are summed in float32 over all members and rounded once. Integers wrap. A NaN
-// stays NaN in minimum and maximum, and NaT (the date or time span without a value) stays NaT in every
+// float16 and bfloat16 values are summed in float32 over all members, and rounded once. Integers wrap around.
+// A NaN stays NaN in minimum and maximum, and NaT (the date or time span without a value) stays NaT in every
 // operation.
 #pragma once
 
@@ -33,13 +33,14 @@ enum class Element : uint8_t {
     Span
 };
 
-// In the order of the names for `op=`.
+// In the same order as the names for `op=`.
 enum class Op : uint8_t { Sum, Mean, Prod, Min, Max, And, Or, Xor };
 
-// Combines all `in` into `count` elements at `out`, which may be one of the inputs.
+// Combines `count` elements of each of the `number` inputs into `out`, which may be one of the inputs.
 using Kernel = void (*)(void* out, const void* const* in, size_t number, size_t count);
 
-Kernel find_kernel(Element element, Op op);  // null if the type has no such operation
+// null if elements of this type can't be combined with this operation
+Kernel find_kernel(Element element, Op op);
 size_t size_of_element(Element element);
 
 }  // namespace flowchan

@@ -1,8 +1,9 @@
 // A lock in memory that several processes share. It survives the death of its owner.
 //
-// It is a robust mutex of the C library, with a check that the library lacks: whether the mutex itself may be
-// damaged. The library trusts the mutex's type without a check, so this class remembers the type that it saw
-// first. A long waiter checks whether the thread that the mutex names as owner exists.
+// It is a robust mutex of the C library, with a check that the library lacks: whether the mutex itself may
+// have been damaged. The library trusts the mutex's type without a check, so this class remembers the type
+// that it saw first. During a long wait, it checks whether the thread that the mutex names as its owner
+// exists.
 #pragma once
 
 #include <pthread.h>
@@ -14,26 +15,26 @@ namespace flowchan {
 
 class SharedLock {
   public:
-    // FromDead: its owner died; repair the protected data, then call `mark_consistent`. Lost: it can never be taken
-    // again, and the protected data must be given up.
+    // FromDead: the owner died; repair the protected data, then call `mark_consistent`. Lost: the mutex can
+    // never be locked again, and the protected data must be given up.
     enum class Got { Taken, FromDead, Busy, Lost };
 
     static void make(pthread_mutex_t& mutex);
-    // `fd`: the memory that contains it. `given_up`: whether another process has found it Lost.
+    // `fd`: the memory that contains the mutex. `given_up`: nonzero once a process has found the mutex Lost.
     void attach(pthread_mutex_t& mutex, int fd, uint64_t& given_up);
 
-    // Busy only if not `patient`.
+    // Returns Busy only if not `patient`.
     Got lock(bool patient);
     void mark_consistent() { pthread_mutex_consistent(mutex_); }
     void unlock() {
         if (is_valid()) pthread_mutex_unlock(mutex_);
     }
     bool is_valid() const { return kind_of(*mutex_) == kind_.load(std::memory_order_relaxed); }
-    // This process does not touch it any more.
+    // From now on, this process does not use the mutex.
     void give_up() { kind_.store(-1, std::memory_order_relaxed); }
 
   private:
-    // Return the type of a mutex, 0 where it cannot be read.
+    // Return the type of a mutex, or 0 if the C library does not expose it.
     static int kind_of(const pthread_mutex_t& mutex) {
 #ifdef __GLIBC__
         return mutex.__data.__kind;
@@ -47,7 +48,7 @@ class SharedLock {
     pthread_mutex_t* mutex_ = nullptr;
     uint64_t* given_up_ = nullptr;
     int fd_ = -1;
-    std::atomic<int> kind_ = 0;  // -1: given up. A hint: relaxed
+    std::atomic<int> kind_ = 0;  // -1: given up. A hint, so relaxed
 };
 
 }  // namespace flowchan

@@ -1,11 +1,12 @@
-// Plans: how a group runs an operation, by an algorithm, a piece size and the use of the caches.
+// Plans: how a group runs an operation. A plan consists of an algorithm, a piece size, and a choice of which
+// data bypasses the caches.
 //
-// The fastest plan depends on the processor. On a virtual machine it changes within seconds, because the
-// cores move. Two cores with a common cache read each other's lines ten times as fast as two cores without
-// one. Small pieces are still in the cache of a core when they are read again. The first lines of large
-// pieces have moved to a cache that both cores reach. Data that bypasses the caches is equally fast for all
-// readers. One core cannot use the whole memory bandwidth, so a member reads faster with two threads while
-// others only wait.
+// Which plan is fastest depends on the processor. On a virtual machine it changes within seconds, because the
+// virtual cores move. Two cores with a common cache read each other's lines ten times as fast as two cores
+// without one. Small pieces are still in the core's own cache when they are read again. The first lines of
+// large pieces have already moved to a cache that both cores can reach. Data that bypasses the caches is
+// equally fast for all readers. One core cannot use the full memory bandwidth, so a member reads faster with
+// two threads if the other members are only waiting.
 #pragma once
 
 #include <cstddef>
@@ -13,22 +14,22 @@
 
 namespace flowchan {
 
-// Numbers of the operations; flowchan/collective/operations.py has their names.
+// Numbers of the operations. Their names are in flowchan/collective/operations.py.
 enum Doing : uint32_t { BARRIER = 1, BROADCAST, REDUCE, ALLREDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL = 9 };
-constexpr uint32_t OPERATIONS = 16;  // larger than all of these numbers
+constexpr uint32_t OPERATIONS = 16;  // larger than any of these numbers
 
-// Any: the fastest.
+// Any: the fastest algorithm.
 enum class Algorithm : uint8_t { Any, Exchange, Slices, Chunks, Direct };
 
-constexpr size_t BIG = 512 * 1024;     // bytes of a big slot, and of a piece of larger data
-constexpr size_t LITTLE = 128 * 1024;  // bytes of a small piece
+constexpr size_t BIG = 512 * 1024;     // size of a big slot, and of the pieces of larger data, in bytes
+constexpr size_t LITTLE = 128 * 1024;  // size of a small piece in bytes
 
 struct Plan {
     Algorithm algorithm;
     size_t piece;             // largest piece in bytes
-    bool shows_past = false;  // writes for others bypass the caches
-    bool keeps_past = false;  // writes for this member bypass the caches
-    bool by_two = false;      // two threads per member read
+    bool shows_past = false;  // data for other members bypasses the caches
+    bool keeps_past = false;  // data for this member bypasses the caches
+    bool by_two = false;      // each member reads with two threads
 };
 constexpr Plan PLANS[] = {{Algorithm::Exchange, LITTLE},    {Algorithm::Exchange, BIG},
                           {Algorithm::Exchange, BIG, true}, {Algorithm::Slices, LITTLE},
@@ -49,8 +50,8 @@ constexpr uint32_t plans_of(Algorithm algorithm) {
     return plans_where([=](const Plan& one) { return one.algorithm == algorithm; });
 }
 
-// Number of size classes for which trials find the fastest plan. A class reaches up to twice its lower bound,
-// and the last one has no upper bound.
+// Number of size classes in which trials find the fastest plan. The upper bound of a class is twice its lower
+// bound; the last class has no upper bound.
 constexpr uint32_t TRIED = 16, UNTRIED = TRIED;
 
 }  // namespace flowchan

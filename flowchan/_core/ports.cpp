@@ -1,4 +1,4 @@
-// In and Out: a stage's counted ends of a channel, and the assignment of a stage's outputs to the items of
+// In and Out: a stage's counted ports of a channel. This file also assigns a stage's outputs to the items of
 // its input.
 #include "channel.hpp"
 #include "raising.hpp"
@@ -9,13 +9,13 @@ namespace flowchan {
 
 namespace {
 
-// Mark item `number` as having no more outputs. As for a put, an item too far ahead of its turn waits. Return
-// false with a Python error set when a signal handler raised during the wait.
+// Record that item `number` has no more outputs. Like a put, this waits if the item is too far ahead of its
+// turn. Return false, with a Python error set, if a signal handler raised during the wait.
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {
         Wakes wakes;
-        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker needs to know
+        if (out.state.keyed || !Traits<M>::resumes(m)) {  // no other worker needs this information
             out.state.keyed = false;
             return true;
         }
@@ -34,7 +34,7 @@ bool done_with(M& m, Out& out, uint64_t number) {
     return step != Step::Interrupted;
 }
 
-// Open a session for a port, or adopt one that another process opened for it. Return its generation.
+// Open a session for a port, or adopt a session that another process opened for it. Return its generation.
 uint64_t open_session(LocalQueue& queue, Channel&, int, bool writer, uint32_t&) {
     Locked locked(queue);
     (writer ? queue.writers : queue.readers) += 1;
@@ -79,8 +79,9 @@ Step Turn::enter(Deadline deadline) {
         if (deadline.now_only() || deadline.passed()) return Step::NotNow;
         if (PyErr_CheckSignals() != 0) return Step::Interrupted;
         WithoutGil without;
-        waiting_ +=
-            1;  // before the word is read: `leave` writes the word first, so one of the two sees the other
+        // This increments `waiting_` before reading `owner_`, and `leave` writes `owner_` before reading
+        // `waiting_`. So at least one of the two threads sees the other's write.
+        waiting_ += 1;
         futex_wait(owner_, other, deadline.slice(), false);
         waiting_ -= 1;
     }
@@ -94,8 +95,8 @@ void Turn::leave() {
     if (waiting_.load(std::memory_order_seq_cst)) futex_wake(owner_, 1, false);
 }
 
-// Wait, with the transport's lock free, until no thread of this process reads or writes the port's items in
-// place. Then take the lock.
+// Wait until no thread of this process is reading or writing the port's items in place, and then take the
+// transport's lock. The lock is free during the wait.
 template <class Transport, class Busy>
 static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked<Transport>>& locked) {
     for (;;) {
@@ -108,7 +109,7 @@ static void lock_when_idle(Transport& transport, Busy busy, std::optional<Locked
     }
 }
 
-// A forked child has none of the threads that may have been using the port.
+// Reset the record of threads that use a port, because a forked child does not have these threads.
 static void forget_threads(In& in) {
     in.turn.forget();
     in.copying = false;
@@ -124,7 +125,7 @@ bool ready(Port& port) {
     if (port.forks == fork_count) return true;
     nb::object self = nb::find(port);
     nb::ft_object_guard guard(self);
-    if (port.forks == fork_count) return true;  // another thread was quicker
+    if (port.forks == fork_count) return true;  // another thread has just done this
     if (!port.ch->usable()) return false;
     forget_threads(port);
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.adopt(port.state.session); });
@@ -151,7 +152,7 @@ void runs(In* in, Session::At at) {
     in->ch->with(Each{[](LocalQueue&) {}, [&](Ring& ring) { ring.session(in->state.session).at = at; }});
 }
 
-// Return whether the port is open, and has not been sent to another process.
+// Return whether the port is open and was not sent to another process.
 template <class Port>
 static bool is_own(Port& port) {
     if (!port.open || port.forks != fork_count) return false;
@@ -161,7 +162,7 @@ static bool is_own(Port& port) {
     });
 }
 
-// Errors of the callbacks do not concern the caller.
+// Call each function. Errors are only reported, and not raised, because the caller did not cause them.
 static void call_all(const std::vector<nb::object>& calls) {
     if (calls.empty()) return;
     nb::error_scope kept;
@@ -217,7 +218,8 @@ Out::~Out() {
 
 void In::close(bool finished) {
     if (!open.exchange(false)) return;
-    if (finished && !pass_turns(*this)) PyErr_Clear();  // interrupted; the port still closes
+    // the wait was interrupted, but the port closes anyway
+    if (finished && !pass_turns(*this)) PyErr_Clear();
     ch->with([&](auto& transport) { leave(transport, finished); });
     const std::vector<nb::object> calls = std::exchange(due, {});
     if (finished) call_all(calls);

@@ -37,14 +37,15 @@ namespace {
 
 std::atomic<uint64_t> own_start_{0};  // 0: not yet queried; no partner
 
-std::mutex open_mutex;  // a fork holds it, so the child gets it unlocked and its data consistent
-auto& all_open =
-    *new std::vector<std::weak_ptr<const Pidfd>>;  // never destroyed: threads use it while a program exits
+// held during a fork, so that in the child it can be unlocked and its data is consistent
+std::mutex open_mutex;
+// Never destroyed, because threads use it while a program exits.
+auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // The users of these descriptors do not exist here, or do not touch them: see Peers::table.
+    // In the child, the users of these descriptors do not exist or do not use them: see Peers::table.
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();
@@ -55,8 +56,7 @@ void in_child() {
 
 [[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
-// Read the state letter and the start time from /proc/<pid>/stat. Return false, with errno, if that is
-// impossible.
+// Read the state letter and the start time from /proc/<pid>/stat. Return false, with errno set, on failure.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     char path[32], text[512];
     snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
@@ -68,10 +68,10 @@ bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     errno = error;
     if (n <= 0) return false;
     text[n] = 0;
-    const char* p = strrchr(text, ')');  // the command may itself contain ")" and spaces
+    const char* p = strrchr(text, ')');  // the command name may itself contain ")" and spaces
     if (!p) return false;
     unsigned long long start = 0;
-    // after ")": state is field 3, start time is field 22
+    // after the ")": state is field 3 of the line, start time is field 22
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                &state, &start) != 2)
         return false;
@@ -91,8 +91,9 @@ bool process_alive(uint64_t pid, uint64_t started) {
     char state;
     uint64_t now = 0;
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
-    if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;  // hidden from this user, perhaps
-    return errno != ESRCH;  // unknown without a free descriptor
+    // it may be hidden from this user
+    if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
+    return errno != ESRCH;  // unknown, for example when no descriptor is free; count it as alive
 }
 
 uint64_t own_start() {
@@ -101,15 +102,15 @@ uint64_t own_start() {
     return start;
 }
 
-// Leave most descriptors to the program.
+// Return whether this many descriptors leave most of the limit to the program.
 static bool is_room_for(size_t descriptors) {
     rlimit most;
     return getrlimit(RLIMIT_NOFILE, &most) != 0 || descriptors <= most.rlim_cur / 4;
 }
 
-// Return null if a pidfd is impossible, or while another thread looks or forks. A wait here, with a lock that
-// the fork also needs, would never end. The number may have gone to another process, so the start is compared
-// last.
+// Return null if no pidfd can be opened, or if another thread holds the mutex. Waiting for the mutex could
+// cause a deadlock with a fork, which needs it too. The pid may have been reused, so the start time is
+// compared after opening.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;
@@ -135,7 +136,7 @@ bool Peers::alive(uint64_t pid, uint64_t started) {
     peer->round = round;
     if (peer->pidfd && !peer->pidfd->may_have_ended()) return true;
     peer->pidfd = nullptr;
-    return process_alive(pid, started);  // a program that closes all descriptors has closed this one too
+    return process_alive(pid, started);  // a program that closes all its descriptors also closes this one
 }
 
 void Peers::begin_round() {
@@ -144,7 +145,8 @@ void Peers::begin_round() {
     now.round += 1;
 }
 
-// Return this process's own table. A fork may have copied the old one half changed, so it is left unused.
+// Return this process's own table. In a forked child, the parent's table may be inconsistent, so it is
+// abandoned.
 Peers::Table& Peers::table() {
     if (!table_ || table_->of != process_number()) table_ = new Table{process_number()};
     return *table_;

@@ -1,5 +1,5 @@
-// Queries about processes: whether one is alive, and which of the processes with a number it is. Also threads
-// without signals.
+// Queries about processes: whether one is alive, and when it started. Also a guard that starts threads with
+// signals blocked.
 #pragma once
 
 #include <pthread.h>
@@ -12,18 +12,18 @@ namespace flowchan {
 
 struct Pidfd;
 
-// Return the start time of a process, in the kernel's ticks since boot, 0 if there is none. With the number
-// it identifies one process for all time.
+// Return the start time of a process, in the kernel's ticks since boot, or 0 if the process does not exist.
+// With the pid, it identifies a process uniquely.
 uint64_t process_start(uint64_t pid);
 
-// Return whether the process with this number and start time still runs (a zombie does not). started = 0: any
-// start time.
+// Return whether the process with this pid and start time is still running (a zombie is not). started = 0
+// matches any start time.
 bool process_alive(uint64_t pid, uint64_t started);
 
-// Other processes whose state is asked for repeatedly. From the second query on, each has an open pidfd, so
-// that an answer is one system call without /proc. All users that ask for the same process share it. If the
-// system refuses pidfds, or if they exceed a quarter of this process's descriptor limit, /proc answers. A
-// forked child closes those of its parent. Not for several threads at once.
+// Other processes whose state is queried repeatedly. From the second query on, each process has an open
+// pidfd, so that a query needs one system call and not /proc. All users that query the same process share its
+// pidfd. If the system refuses pidfds, or if they would exceed a quarter of this process's descriptor limit,
+// queries use /proc. A forked child closes its parent's pidfds. Only one thread at a time may use this.
 class Peers {
   public:
     Peers() = default;
@@ -39,7 +39,7 @@ class Peers {
         std::shared_ptr<const Pidfd> pidfd;
     };
     struct Table {
-        const uint32_t of;  // the process that made it
+        const uint32_t of;  // pid of the process that created it
         uint64_t round = 0;
         std::vector<Peer> peers;
     };
@@ -48,13 +48,14 @@ class Peers {
     Table* table_ = nullptr;
 };
 
-// This process's number, without a system call; a forked child has its own.
+// This process's pid, available without a system call. A fork updates it in the child.
 extern uint32_t own_number;
 inline uint32_t process_number() { return own_number; }
 // Return the start time of this process.
 uint64_t own_start();
 
-// Blocks signals for threads that start while it exists, because Python's main thread handles signals.
+// Blocks all signals in this thread, and in the threads that it starts while this object exists. Python's
+// main thread must handle the signals.
 class NoSignals {
   public:
     NoSignals() {

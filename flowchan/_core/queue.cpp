@@ -26,7 +26,7 @@ void LocalQueue::push(const Item& item) {
     puts += 1;
 }
 
-// Return an item to its place at the front, where earlier returned items are sorted by their numbers.
+// Put a returned item back at the front. Returned items are sorted by their numbers.
 void LocalQueue::put_back(const Item& item) {
     grow();
     head_ = (head_ - 1) & (buffer_.size() - 1);
@@ -70,7 +70,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (reader && reader->orders && !reader->leases) {
         if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-        if (reader->orders & RETIRE) return Step::Drained;  // the end of the call wakes the next one
+        if (reader->orders & RETIRE) return Step::Drained;  // when this call ends, it wakes the next reader
     }
     if (count_ == 0)
         return is_exhausted() && (leased == 0 || (reader && (reader->alone || reader->leases)))
@@ -97,7 +97,8 @@ void LocalQueue::acknowledge(ReaderState& reader, Wakes& wakes) {
     if (!reader.leases) return;
     leased -= reader.leases;
     reader.leases = 0;
-    // Other readers wait for the last lease to end. To wake them all for each lease would be quadratic.
+    // Other readers wait until no lease is left. Waking all of them after each lease would take quadratic
+    // time.
     if (leased == 0) wake_at_end(wakes);
 }
 
@@ -138,7 +139,7 @@ void LocalQueue::advance(Wakes& wakes) {
         linked += uint32_t(g.items.size());
         parked -= g.items.size();
         g.items.clear();
-        if (!g.complete && state == OPEN) break;  // after the close no missing output comes
+        if (!g.complete && state == OPEN) break;  // a closed channel gets no more outputs
         groups_.pop_front();
         turn += 1;
     }
@@ -149,7 +150,7 @@ void LocalQueue::advance(Wakes& wakes) {
     }
 }
 
-// As in Ring.
+// See Ring::start_turns_at.
 void LocalQueue::start_turns_at(uint64_t number, Wakes& wakes) {
     if (state != OPEN || number <= turn) return;
     const uint64_t parked_to = std::min<uint64_t>(number - turn, groups_.size());
@@ -189,7 +190,7 @@ void LocalQueue::break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wa
 
 void LocalQueue::end_port(Side side, const void* port, Wakes& wakes) {
     if (--(side == Side::Writer ? writers : readers) == 0) close(wakes);
-    wait_list(side).wake_port(port, wakes);  // a thread that waits in it must wake
+    wait_list(side).wake_port(port, wakes);  // threads that are waiting in the port must wake
 }
 
 Counts LocalQueue::counts() const {

@@ -1,12 +1,14 @@
 // LocalQueue: the FIFO of a `threads` channel. Items are references; nothing is copied.
 //
-// It has a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. The outputs of an
-// ordered stage are ordered as in ring_turns.cpp, with deques in place of lists of slots. Its operations move
-// references and never drop one, because dropping could run any Python code under the lock. They run attached
-// to the interpreter (GIL held), because the garbage collector looks at the items without the lock.
+// It consists of a circular buffer that doubles up to `capacity`, and the wait lists of wait_list.hpp. It
+// orders the outputs of an ordered stage in the same way as ring_turns.cpp, with deques instead of lists of
+// slots. Its operations move references and never drop one, because that could run arbitrary Python code
+// under the lock. They run attached to the interpreter (holding the GIL), because the garbage collector
+// visits the items without taking the lock.
 //
-// Where there is a GIL, a thread holds it between lock and unlock, so the GIL is the lock. The two atomic
-// operations of a mutex would be a quarter of a put. A free-threaded interpreter uses a small futex mutex.
+// If there is a GIL, a thread holds it between lock and unlock, so the GIL serves as the lock. The two atomic
+// operations of a mutex would add a quarter to the cost of a put. A free-threaded interpreter uses a small
+// futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -20,7 +22,7 @@
 
 namespace flowchan {
 
-// 0 free, 1 taken, 2 taken with a sleeper. Drepper, "Futexes are tricky" (2011), mutex 2.
+// 0: free, 1: locked, 2: locked with a sleeper. This is mutex 2 of Drepper, "Futexes are tricky" (2011).
 class FutexMutex {
   public:
     void lock() {
@@ -59,7 +61,7 @@ class LocalQueue {
     struct Item {
         static constexpr uint64_t UNNUMBERED = UINT64_MAX;
         PyObject* object;
-        uint64_t size;                 // counted against max_bytes and the share; 0 where there are none
+        uint64_t size;                 // counted against max_bytes and the share; 0 without such limits
         uint64_t number = UNNUMBERED;  // assigned at the first take, as in Slot
     };
 
@@ -74,17 +76,19 @@ class LocalQueue {
     void wake(const Wakes& w) { w.wake_words(false); }
 
     // --- all under the lock; the same meaning as in Ring ---
-    Step try_put(const Item& item, WriterState* writer, Wakes& wakes);  // takes over the reference when Done
-    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);       // passes the reference to the caller
+    // if Done, takes ownership of the reference
+    Step try_put(const Item& item, WriterState* writer, Wakes& wakes);
+    // the caller becomes owner of the reference
+    Step try_take(Item& item, ReaderState* reader, Wakes& wakes);
     void acknowledge(ReaderState& reader, Wakes& wakes);
-    void give_back(const std::vector<Item>& items, ReaderState& reader,
-                   Wakes& wakes);  // takes over the references
+    // takes ownership of the references
+    void give_back(const std::vector<Item>& items, ReaderState& reader, Wakes& wakes);
     void begin_item(WriterState& writer, uint64_t number);
     void start_turns_at(uint64_t number, Wakes& wakes);
     void order(ReaderState& reader, const void* port, Orders what, Wakes& wakes);
     Step item_done(WriterState& writer, Wakes& wakes);
     void close(Wakes& wakes);
-    // The caller drops the references, unlocked.
+    // The caller drops the references without the lock.
     void break_(PyObject* by, std::vector<PyObject*>& dropped, Wakes& wakes);
     void end_port(Side side, const void* port, Wakes& wakes);
     bool drained() const { return leased == 0 && is_exhausted(); }
@@ -93,7 +97,7 @@ class LocalQueue {
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
     Counts counts() const;
-    // threads do not die alone, and no view points into the queue
+    // none: a thread does not die without its process, and no view points into the queue
     std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
@@ -107,12 +111,12 @@ class LocalQueue {
     void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
     WaitList reader_list, writer_list;
     std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
-    PyObject* cause = nullptr;           // of BROKEN
+    PyObject* cause = nullptr;           // cause of the BROKEN state
     uint64_t puts = 0, takes = 0, bytes_in = 0, bytes_out = 0;
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
-    bool short_of_bytes = false;  // a writer waits for bytes, not for a place
+    bool short_of_bytes = false;  // a writer is waiting for bytes, not for a place
 
-    // Return whether too many outputs wait for a place for a worker to take another item.
+    // Return whether too many outputs are waiting for a place, so that a worker must not take another item.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }
@@ -143,7 +147,7 @@ class LocalQueue {
     void wake_turn(Wakes& wakes) {
         writer_list.wake_turn([&](uint64_t number) { return has_turn(number); }, wakes);
     }
-    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // as in Ring
+    void wake_writers(const ReaderState* reader, Wakes& wakes) {  // see Ring::wake_writers
         if (!writer_list.waiting) return;
         if (short_of_bytes) writer_list.call_all(wakes);
         short_of_bytes = false;
@@ -154,11 +158,11 @@ class LocalQueue {
 
     Mutex mutex_;
     uint64_t capacity_, max_bytes_;
-    uint64_t share_ = 0;  // as in Header
+    uint64_t share_ = 0;  // see Header::share
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
-    uint64_t numbered_ = 0;     // how many items have got their number
-    std::deque<Group> groups_;  // groups_[i - turn], as long as the furthest parked i
+    uint64_t numbered_ = 0;     // how many items have been numbered
+    std::deque<Group> groups_;  // indexed by i - turn, up to the highest parked i
 };
 
 }  // namespace flowchan

@@ -2,22 +2,23 @@
 // is killed.
 //
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
-// value). It is first written to the record, then the record is marked valid, then it is applied, then it is
-// cleared. A process that takes the lock of a dead owner looks at the record. If it is valid, it was written
-// completely, so it is applied (again). If it is not valid, no part of it was applied, so there is nothing to
-// do. Values are absolute, so applying twice is the same as applying once.
+// value) pairs. The list is first written to the record. The record is then marked as valid, applied, and
+// cleared. A process that takes the lock from a dead owner looks at the record. A valid record was written
+// completely, so it is applied (again). If the record is not valid, no part of it was applied, and there is
+// nothing to do. The values are absolute, so applying them twice has the same effect as applying them once.
 //
-// Why compiler fences are enough. The reader of a dead owner's record gets the lock from the kernel, after
-// the owner was descheduled for good. All stores that the owner executed are visible then, in whatever order
-// they left its core. Only the order in which the owner executed them matters, and that is the program's
-// order once the compiler is kept from changing it. The same holds on processors that order stores less than
-// x86_64 does: a core stops between two instructions, and everything before them has happened. The kernel
-// marks the lock of a dead thread with a full barrier (on aarch64 dmb ish), in the dead thread itself.
+// Why compiler fences are enough. A process that reads a dead owner's record gets the lock from the kernel,
+// after the owner was descheduled for the last time. All stores that the owner executed are visible by then,
+// in whatever order they left its core. So only the order in which the owner executed them matters. This is
+// the program's order, provided that the compiler does not change it. The same holds for processors with a
+// weaker store order than x86_64: a core stops between two instructions, and everything before them has
+// happened. The kernel marks the lock of a dead thread with a full barrier (dmb ish on aarch64), in the dying
+// thread itself.
 //
-// There are several records, so that the lines of a record stay in the cache of its user. Writers and readers
-// have different ones, and so have processes as far as there are enough. The choice of a record affects only
-// speed. Only the holder of the lock writes a record and leaves it cleared, so at most one is valid. A
-// process that finds the owner dead looks at all of them.
+// There are several records, so that the cache lines of a record stay with the core that uses it. Writers and
+// readers have different records, and so do processes, as far as there are enough. Which record is used
+// affects only speed. Only the lock's holder writes a record, and it clears the record before it unlocks, so
+// at most one is valid. A process that finds the owner dead looks at all records.
 #pragma once
 
 #include "faults.hpp"
@@ -36,21 +37,21 @@ struct alignas(64) Redo {
         uint64_t offset;
         uint64_t value;
     };
-    volatile uint64_t valid;  // number of entries, 0 when there is nothing to redo
+    volatile uint64_t valid;  // number of entries, or 0 if there is nothing to redo
     Entry entry[MOST];
 
     template <class Words>
     void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            // Atomic because some words are read without the lock, as hints (Traits<Ring>::ready in
-            // blocking.hpp is the partner). Relaxed because a reader that acts on a hint takes the lock and
-            // looks again.
+            // Atomic, because some words are read as hints without the lock (the partner is
+            // Traits<Ring>::ready in blocking.hpp). Relaxed, because a reader that acts on a hint takes the
+            // lock and checks the word again.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }
     }
-    // Apply the record after its owner died. Return false, with nothing done, if the record is damaged: an
-    // entry names a word that is not in `words`.
+    // Apply the record after its owner died. If the record is damaged, that is, if an entry refers to a word
+    // that is not in `words`, change nothing and return false.
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;
@@ -66,8 +67,8 @@ struct alignas(64) Redo {
     }
 };
 
-// A change under construction. Reads of the state between `set` calls see the old values. `Words` converts
-// between words and their offsets.
+// A change under construction. Until `commit`, reads see the old values. `Words` converts between words and
+// their offsets.
 template <class Words>
 class ChangeOf {
   public:

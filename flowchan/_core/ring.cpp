@@ -1,4 +1,4 @@
-// The mapping and the lock of a ring, and the end of its channel. ring.hpp lists the other files.
+// The mapping and the lock of a ring, and how its channel ends. ring.hpp lists the other files.
 #include "ring.hpp"
 
 #include "memory.hpp"
@@ -31,12 +31,12 @@ struct Layout : Constants {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // Four times max_bytes. Leased and viewed items are not "inside", classes waste up to a fifth, and
-        // long-lived views leave gaps that are too small to use.
+        // The blocks get four times max_bytes. Leased and viewed items are not "inside", size classes waste
+        // up to a fifth, and long-lived views leave gaps that are too small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
-        blocks_end =
-            (length - slots) / PAGE * PAGE;  // blocks must leave the slots for `capacity` their memory
+        // Blocks must leave room for the slots of `capacity` items.
+        blocks_end = (length - slots) / PAGE * PAGE;
     }
 };
 
@@ -83,7 +83,7 @@ Ring::Ring(RingHandle handle) {
     try {
         map(layout, layout.blocks_end);
     } catch (...) {
-        fd_ = -1;  // it still belongs to the caller
+        fd_ = -1;  // on failure, it still belongs to the caller
         throw;
     }
     lock_.attach(h_->mutex, fd_, h_->damaged);
@@ -117,7 +117,7 @@ bool Ring::lock(bool patient) {
     const bool had = had_by.load(std::memory_order_relaxed) == process_number();
     const int64_t wanted = had ? 0 : ticks();
     if (!had && !patient && turn_taking.should_rest(wanted))
-        rest(wanted);  // a patient caller has just rested
+        rest(wanted);  // a patient call follows an impatient one, which has already rested
     const SharedLock::Got got = lock_.lock(patient);
     if (got == SharedLock::Got::Busy) return false;
     fault_point();
@@ -136,11 +136,12 @@ bool Ring::lock(bool patient) {
     return true;
 }
 
-// The mutex itself is damaged. The channel breaks, and operations that do not read the state find `damaged`.
+// Break the channel because the mutex itself is damaged. Operations that do not read the state check
+// `damaged`.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
-    std::atomic_ref(h_->damaged)
-        .store(1, std::memory_order_relaxed);  // hints to readers without the lock: no partner
+    // Both stores are hints for readers without the lock, so they have no partner.
+    std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;
 }
@@ -153,13 +154,15 @@ bool Ring::redo() {
     return right;
 }
 
-// Repair after the owner of the lock died in its critical section. Only the last Change can be incomplete,
-// and it is completed. `advance` is the one operation of several Changes that no other call would resume.
+// Repair the ring after the lock's owner died in its critical section. Only the last Change can be
+// incomplete; it is completed. Among the operations that need several Changes, only `advance` would not be
+// continued by another call.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;
     advance(wakes);
-    h_->reader_queue.woken = h_->writer_queue.woken = 0;  // it may have counted sleepers that it did not wake
+    // the dead process may have counted sleepers as woken without waking them
+    h_->reader_queue.woken = h_->writer_queue.woken = 0;
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
     wake(wakes);
@@ -169,7 +172,7 @@ void Ring::recover() {
 
 void Ring::close(Wakes& wakes) {
     if (h_->state != OPEN) return;
-    sweep_now(wakes);  // remembers a writer that was killed before this
+    sweep_now(wakes);  // detects a writer that was killed before this close
     if (h_->state != OPEN) return;
     Change change(record(Side::Writer), windows_);
     close_with(change, wakes);
@@ -177,8 +180,8 @@ void Ring::close(Wakes& wakes) {
     advance(wakes);
 }
 
-// Close as a part of `change`: when the last port leaves, its leaving and the close must be one step. Call
-// `advance` afterwards.
+// Close the channel as a part of `change`: when the last port leaves, leaving and closing must be one step.
+// Call `advance` afterwards.
 void Ring::close_with(Change& change, Wakes& wakes) {
     if (h_->state != OPEN) return;
     change.set(h_->state, CLOSED);
@@ -187,7 +190,7 @@ void Ring::close_with(Change& change, Wakes& wakes) {
 }
 
 void Ring::break_(const std::string& cause, Wakes& wakes, const std::string& in_short) {
-    if (h_->state == BROKEN || at_end()) return;  // the end is final
+    if (h_->state == BROKEN || at_end()) return;  // BROKEN and drained are final states
     Change change(record(Side::Writer), windows_);
     for (const std::string* text : {&cause, &in_short}) {
         Slot* slot = text->empty() || map_incomplete_ ? nullptr : take_slot(text->size(), change);

@@ -1,14 +1,15 @@
 // Descriptors that travel with items: how a channel is put into a channel (C14).
 //
-// A descriptor lives as long as a process has it open, or as long as it is in the queue of a socket. So each
-// ring has a socket that all its users share. It is a datagram socket connected to itself, and no other
-// socket may send to it. A put sends the descriptors of its item as one datagram, an fd bundle, with an id
-// that the item names. The receiver of the item peeks at the bundle in the queue, which opens the
-// descriptors. The bundle stays in the queue for the next receiver of the item in case this one dies.
+// A descriptor stays open as long as a process has it open or it is queued in a socket. So each ring has a
+// socket that all its users share. It is a datagram socket connected to itself, and no other socket may send
+// to it. A put sends the descriptors of its item as one datagram, an fd bundle, with an id that is also in
+// the item. The receiver of the item peeks at the bundle in the queue, which opens the descriptors. The
+// bundle stays in the queue: if this receiver dies, the next receiver of the item needs it.
 //
-// All of this runs under the ring's lock. The bundle is sent before the put's commit, so an item that exists
-// has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each send and
-// after each received item, bundles are removed from the front while their items no longer exist.
+// All of this runs under the ring's lock. The bundle is sent before the put's commit, so every item that
+// exists has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each
+// send and after each received item, bundles are removed from the front of the queue until reaching one whose
+// item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <algorithm>
@@ -23,11 +24,11 @@ namespace {
 struct Label {
     uint64_t id, count;
 };
-constexpr int MOST = 253;  // SCM_MAX_FD of the kernel
+constexpr int MOST = 253;  // the kernel's SCM_MAX_FD
 constexpr size_t CONTROL_BYTES = CMSG_SPACE(MOST * sizeof(int));
 
-// Set the datagram that the next peek sees, as an offset in bytes that whole datagrams use up; -1 is the
-// first.
+// Choose the datagram that the next peek returns, by an offset in bytes that consists of whole datagrams; -1
+// selects the first.
 bool peek_at(int socket, int offset) {
     return setsockopt(socket, SOL_SOCKET, SO_PEEK_OFF, &offset, sizeof offset) == 0;
 }
@@ -38,8 +39,8 @@ bool peek(int socket, Label& label) {
 
 }  // namespace
 
-// Return a socket connected to itself, or -1 if the system has no such sockets. Only item descriptors need
-// it.
+// Return a socket connected to itself, or -1 if the system does not support such sockets. Only items with
+// descriptors need it.
 int socket_to_itself() {
     const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
     if (fd < 0) return -1;
@@ -47,8 +48,8 @@ int socket_to_itself() {
     address.sun_family = AF_UNIX;
     socklen_t length = sizeof address;
     const int room = 1 << 20;
-    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // as much as the system allows
-    // Bound without a name, it gets an abstract name that the kernel chooses.
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);  // capped by the system's limit
+    // Binding without a name lets the kernel choose an abstract name.
     if (bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address.sun_family) == 0 &&
         getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
         connect(fd, reinterpret_cast<sockaddr*>(&address), length) == 0)
@@ -111,7 +112,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     }
     return descriptors.size() < label.count
                ? EMFILE
-               : 0;  // the kernel opens as many as it may, and does not report why it stopped
+               : 0;  // the kernel opens as many as its limits allow, and does not report why it stopped
 }
 
 void Ring::drop_bundles() {

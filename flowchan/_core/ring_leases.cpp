@@ -1,5 +1,5 @@
-// The items that readers lease: finished, given back to the front, or reserved for one replacement to try
-// again.
+// Items that readers lease: they are finished, given back to the front, or reserved for a replacement that
+// tries them again.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -14,7 +14,7 @@ void Ring::free_leased(Session& s, uint64_t most, Wakes& wakes) {
     }
     memory_freed(wakes);
     if (h_->notify_writer) wakes.writers += h_->writer_queue.call(1);
-    if (h_->leased == 0) wake_at_end(wakes);  // as in LocalQueue::acknowledge
+    if (h_->leased == 0) wake_at_end(wakes);  // see LocalQueue::acknowledge
 }
 
 void Ring::acknowledge(ReaderState& reader, Wakes& wakes) {
@@ -27,7 +27,7 @@ void Ring::acknowledge_oldest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n) free_leased(session(index), n, wakes);
 }
 
-// Move the newest `n` leased items to the front, in their old order and with their old numbers.
+// Move the newest `n` leased items to the front. They keep their order and their numbers.
 void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     if (h_->damaged || !slot_exists(s.lease_tail)) return void(found_damage());
     if (h_->head && !slot_exists(h_->head)) return void(found_damage());
@@ -62,9 +62,9 @@ void Ring::give_back(Session& s, uint64_t n, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call(uint32_t(n));
 }
 
-// Do the same where others were given back before. Each item goes to its place among them, because the front
-// of the FIFO is sorted by number. After a death, the call that gives back the rest handles the remaining
-// items.
+// Do the same if other items were given back earlier. Each item goes to its place among them, because the
+// front of the FIFO is sorted by number. If this process dies in between, the call that cleans up after it
+// gives back the remaining items.
 void Ring::give_back_between(Session& s, uint64_t n, Wakes& wakes) {
     uint64_t kept = 0, p = s.lease_head;
     for (uint64_t left = s.leased; left > n; left -= 1, kept = p, p = at<Slot>(p)->next)
@@ -102,8 +102,8 @@ void Ring::give_back_newest(uint32_t index, uint64_t n, Wakes& wakes) {
     if (n && n <= session(index).leased) give_back(session(index), n, wakes);
 }
 
-// Remove the items that were put and never taken, as if they had not been put. Their owner may put them
-// elsewhere.
+// Remove all items that were put and never taken, as if they had not been put. Their owner can put them into
+// another channel.
 uint64_t Ring::take_back(Wakes& wakes) {
     uint64_t before = 0, p = h_->head, n = 0;
     for (uint64_t left = inside(); p && left && at<Slot>(p)->numbered(); before = p, p = at<Slot>(p)->next)
@@ -124,24 +124,24 @@ uint64_t Ring::take_back(Wakes& wakes) {
     return n;
 }
 
-// Count the death of a reader for the first `suspects` of its leased items. Return false when the ring is
-// damaged. `last` becomes the last of the first `most` items, and `rest` the item after it.
+// Count the reader's death for the first `suspects` of its leased items. Return false if the ring is damaged.
+// Set `last` to the last of the first `most` items, and `rest` to the item after it.
 bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64_t& rest) {
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // A death between here and the commit counts twice: `deaths` may then be one too high, with no other
-        // effect.
+        // If this process dies between here and the commit, the death is counted twice. `deaths` may then be
+        // one too high, which has no other effect.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
     return true;
 }
 
-// Reserve leased items of a dead reader for its replacement. They are the items that may have killed the
-// reader, so that the other readers run without that risk (R10). With `all` they are all items, because no
-// other reader may take them. The remaining items go back to all readers. The reserved items stay on lease.
-// Without `blame`, flowchan ended the reader.
+// Reserve leased items of a dead reader for its replacement. These items may have killed the reader;
+// reserving them spares the other readers that risk (R10). With `all`, reserve all its items, because no
+// other reader may take them. Otherwise the remaining items go back to all readers. Reserved items stay
+// leased. Without `blame`, flowchan ended the reader, so no item is suspected.
 void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
@@ -192,7 +192,7 @@ Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     return Step::Done;
 }
 
-// Reserve the leased items of a reader for this reader, which takes them again before any others.
+// Reserve the leased items of this reader for itself. It takes them again before any others.
 void Ring::begin_again(ReaderState& reader) {
     Session& s = session(reader.session);
     reader.leases = 0;
@@ -210,8 +210,9 @@ void Ring::begin_again(ReaderState& reader) {
     change.commit();
 }
 
-// Return the number of the first unfinished item. Items are taken in the order of their numbers. So that item
-// is the oldest that is leased, reserved for another try or given back, or else the next to be taken.
+// Return the number of the first unfinished item. Items are taken in the order of their numbers. Therefore it
+// is the oldest item that is leased, reserved or given back; if there is none, it is the next item to be
+// taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto check = [&](uint64_t slot) {
@@ -232,7 +233,7 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call_all();
 }
 
-// Give the reserved items of a session that ends before it tried them again back to all readers.
+// Give the reserved items of a session back to all readers, because it ends before it tried them again.
 void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

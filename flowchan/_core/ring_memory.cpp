@@ -1,17 +1,18 @@
-// The memory of a ring: slots and their blocks, views of blocks, and the response to damage.
+// The memory of a ring: slots and their blocks, views of blocks, and handling of damage.
 //
-// A block is cut from the middle of the mapping when its class has no free one. When its slot is free again,
-// it goes to the free list of its class. So it is reused while it is still in the caches. When the middle is
-// used up, `rebuild_lists` cuts the memory outside of used blocks again.
+// If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
+// its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
+// still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
+// again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
-// that looks at it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead.
-// The viewer frees it when its last view is gone. If the item is still somewhere else, the viewer only
-// removes its name. (An item that was given back is read by its next worker while the first still looks at
-// it.) A slot has one viewer, and a second reader makes a private copy. So does every reader once the views
-// cover max_bytes, and every reader of the end of the memory. Otherwise readers that keep their items could
-// stop a writer. A session whose port was closed stays as HOLDER until its process has dropped its last view,
-// or has died.
+// that views it, its `viewer`. A call that would free such a slot leaves it HELD for the viewer instead. The
+// viewer frees it when its last view is gone. If the slot is in another place by then, the viewer only
+// removes its name. (An item that was given back may be read by its next worker while the first worker still
+// views it.) A slot has only one viewer, so a second reader makes a private copy. A reader also makes a copy
+// when the views cover max_bytes, or when the block is at the end of the memory. Otherwise, readers that keep
+// their items could block a writer. A session whose port was closed stays as HOLDER until its process has
+// dropped its last view, or has died.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -20,7 +21,7 @@ namespace flowchan {
 
 namespace {
 
-// Whether the last put of this thread without a slot could not map memory into this process.
+// Whether this thread's last put got no slot because this process could not map memory.
 thread_local bool unmapped = false;
 
 uint64_t block_start(uint64_t top, uint32_t cls) {
@@ -31,7 +32,7 @@ uint64_t block_start(uint64_t top, uint32_t cls) {
 
 // --- what is allocated, and mapped ---
 
-// Allocate and map the memory below `upto`. Return false, with the state unchanged, when there is none.
+// Allocate and map the memory below `upto`. If that fails, leave the state unchanged and return false.
 bool Ring::reserve_low(uint64_t upto) {
     if (!windows_.show_blocks(upto)) return !(unmapped = true);
     h_->map_blocks_to = std::max(h_->map_blocks_to, windows_.blocks_to());
@@ -56,7 +57,7 @@ bool Ring::reserve_high(uint64_t from) {
     return true;
 }
 
-// Allocate `n` records of sessions.
+// Allocate `n` session records.
 bool Ring::reserve_sessions(uint32_t n) {
     if (n <= h_->reserved_sessions) return true;
     if (n > SESSIONS) return false;
@@ -66,7 +67,8 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Map memory that another process has cut. While this process cannot map it, it neither puts nor gets.
+// Map the blocks and slots that another process has added. Until it can map them, this process can neither
+// put nor get.
 void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -75,14 +77,15 @@ void Ring::map_growth() {
 
 // --- slots ---
 
-// Return the first class from `cls` on, before `upto`, with a free slot; CLASSES if there is none.
+// Return the first class in the range from `cls` to `upto` (exclusive) with a free slot, or CLASSES if there
+// is none.
 [[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
 }
 
-// Return a slot with room for `size` bytes of payload. Return null, with nothing changed, when memory is
-// exhausted now.
+// Return a slot with room for `size` bytes of payload. If memory is exhausted now, change nothing and return
+// null.
 Slot* Ring::take_slot(uint64_t size, Change& change) {
     unmapped = false;
     const uint32_t cls = class_of(size);
@@ -93,7 +96,8 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));  // twice as large is an acceptable waste
+    // a block up to twice as large is an acceptable waste
+    uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);
         if (Slot* slot = h_->free_slots[cls] || h_->damaged ? nullptr : new_slot(cls, change)) return slot;
@@ -104,14 +108,15 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
     if (!slot_exists(h_->free_slots[found]) || slot->place() != SlotState::Free || slot->cls != found ||
         !payload_exists(slot))
         return found_damage(), nullptr;
-    prefetch(at<Slot>(slot->next));  // for the next put
+    prefetch(at<Slot>(slot->next));  // needed by the next put
     change.set(h_->free_slots[found], slot->next);
     change.set(h_->slots_used, h_->slots_used + 1);
     return slot;
 }
 
-// The kernel has to find and clear new memory, which takes longer than to copy the item, and new memory is in
-// no cache. After a wait in vain, no other put waits before readers have finished more items.
+// Return whether a put should wait for recycled memory. The kernel has to find and clear new memory, which
+// takes longer than copying the item, and new memory is in no cache. If such a wait was in vain, no other put
+// waits until readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
     if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
@@ -120,7 +125,7 @@ bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     return !late;
 }
 
-// Return a slot with a new block, cut where the blocks end.
+// Return a slot with a new block, cut from the start of the uncut memory.
 Slot* Ring::new_slot(uint32_t cls, Change& change) {
     const uint64_t block = block_start(h_->blocks_top, cls), upto = block + class_size(cls);
     const uint64_t bare = cls ? h_->free_slots[0] : 0;  // a slot without a block
@@ -131,8 +136,8 @@ Slot* Ring::new_slot(uint32_t cls, Change& change) {
     Slot* slot = at<Slot>(from);
     if (bare) {
         change.set(h_->free_slots[0], slot->next);
-        change.commit();  // now it is in no list until it is used; after a death in between, `rebuild_lists`
-                          // finds it
+        // Now the slot is in no list until it is used. If this process dies first, `rebuild_lists` finds it.
+        change.commit();
     } else {
         change.set(h_->slots_at, from);
     }
@@ -160,7 +165,7 @@ void Ring::push_free(Slot* slot, Change& change) {
     change.set(h_->slots_used, h_->slots_used - 1);
 }
 
-// Find the used blocks, in their order, and the free slots. Return false if the memory is damaged.
+// Find the used blocks, sorted by address, and the free slots. Return false if the memory is damaged.
 bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     for (uint64_t p = first_slot(); p < length_; p += sizeof(Slot)) {
         Slot* slot = at<Slot>(p);
@@ -175,7 +180,7 @@ bool Ring::find_used(std::vector<Span>& used, std::vector<Slot*>& free) {
     return true;
 }
 
-// Return one more slot without a block, null when memory is exhausted.
+// Return one more slot without a block, or null if memory is exhausted.
 Slot* Ring::new_bare_slot(Change& change) {
     const uint64_t from = h_->slots_at - sizeof(Slot);
     if (!reserve_high(from)) return nullptr;
@@ -185,7 +190,7 @@ Slot* Ring::new_bare_slot(Change& change) {
     return at<Slot>(from);
 }
 
-// The lists are empty before.
+// Set the free lists, which must be empty.
 void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
     for (uint32_t c = 0; c < CLASSES; ++c) {
         if (!heads[c]) continue;
@@ -196,8 +201,8 @@ void Ring::fill_free_lists(const std::vector<uint64_t>& heads, Change& change) {
 
 namespace {
 
-// Return the memory between used blocks, which are sorted. `top` is where it begins, and becomes where the
-// last of them ends.
+// Return the gaps between used blocks, which must be sorted. `top` is the start of the memory; it is set to
+// the end of the last used block.
 std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
     const std::vector<std::pair<uint64_t, uint64_t>>& used, uint64_t& top) {
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -211,9 +216,9 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 }  // namespace
 
 // Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
-// between used blocks become blocks of the class in demand, and their rests blocks of the largest class that
-// fits. First all free lists are emptied, so that the memory written next has no owner; at the end they are
-// filled. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because it
+// between used blocks are cut into blocks of class `cls`, and what remains into the largest blocks that fit.
+// First all free lists are emptied, because memory that is in a list must not be cut. They are filled at the
+// end. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because it
 // looks only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
@@ -221,7 +226,7 @@ void Ring::rebuild_lists(uint32_t cls) {
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // the gaps may still need one
+    if (free.empty()) {  // cutting the gaps needs at least one slot
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);
@@ -243,9 +248,9 @@ void Ring::rebuild_lists(uint32_t cls) {
     };
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
-    // Cut blocks of the class in demand from all gaps first, then the rest. The rest must leave a slot for
-    // the memory behind the gaps, because there may be no memory for another slot. No block of class 1 is
-    // ever cut: it would hold less than a slot without a block.
+    // Cut blocks of class `cls` from all gaps first, then other blocks. Keep one free slot for the memory
+    // behind the gaps, because there may be no memory for another slot. Blocks of class 1 are never cut: they
+    // would hold less than a slot without a block.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -267,13 +272,13 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // --- views ---
 
-// Return whether the payload of this slot, about to be taken, may be read in place. A large block may contain
-// a small payload, but a plain user copies that and frees the slot at once. The end of the memory, as much as
-// the largest item needs, must not be viewed. Even a few views scattered over it would stop the writer of
-// such an item.
+// Return whether the payload of this slot, which is about to be taken, may be read in place. A large block
+// may contain a small payload, but that is copied and its slot is freed at once. The end of the memory, as
+// much as the largest item needs, must not be viewed. Even a few views scattered over it would block the
+// writer of such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
-    if (slot->kind == PINNED) return true;  // small, and gone when the object that it names is in use
+    if (slot->kind == PINNED) return true;  // small, and viewed only until its object is in use
     if (slot->kind != BUFFERS || slot->cls < VIEWABLE || slot->size <= Taken::LOCAL) return false;
     const uint64_t end = blocks_end_ - class_size(class_of(max_bytes_)) - PAGE;
     return h_->viewed_bytes + slot->size <= max_bytes_ &&
@@ -287,13 +292,13 @@ uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& 
     return state | Slot::viewed_by(session);
 }
 
-// Subtract one view from a session; the last one ends a HOLDER.
+// Subtract one view from a session; a HOLDER ends with its last view.
 void Ring::forget_view(Session& s, Change& change) {
     if (s.views == 1 && s.role == Session::HOLDER) change.set(s.role, Session::NONE);
     change.set(s.views, s.views - 1);
 }
 
-// Handle the end of the last view of this slot.
+// Remove the viewer of this slot, whose last view has ended.
 void Ring::unview(Slot* slot, Wakes& wakes) {
     if (h_->damaged || !slot->viewer()) return;
     if (slot->cls >= CLASSES) return void(found_damage());
@@ -301,7 +306,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (!slot->loaned())
         change.set(h_->viewed_bytes, h_->viewed_bytes - std::min(h_->viewed_bytes, slot->size));
     forget_view(session(slot->viewer()), change);
-    // If another session has it HELD, that session makes a copy now and frees the slot afterwards.
+    // If another session has the slot HELD, that session is making a copy, and frees the slot afterwards.
     const bool held = slot->place() == SlotState::Held && slot->owner() == slot->viewer();
     if (held)
         push_free(slot, change);
@@ -311,7 +316,7 @@ void Ring::unview(Slot* slot, Wakes& wakes) {
     if (held) memory_freed(wakes);
 }
 
-// Lend memory that a writer fills in place: a slot that is HELD and LOANED, outside the FIFO.
+// Lend memory that a writer fills in place: a slot that is HELD and LOANED, outside of the FIFO.
 Step Ring::loan(uint64_t size, uint32_t session, Slot*& slot) {
     if (h_->state == BROKEN) return Step::Broken;
     if (h_->state == CLOSED) return broken() ? Step::Broken : Step::Closed;
@@ -345,8 +350,8 @@ Step Ring::put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& 
     return Step::Done;
 }
 
-// Return the ids of the PINNED items that exist: inside, held by a process, or viewed. An item that is being
-// written now may show the id of its slot's previous item.
+// Return the ids of the PINNED items that exist: inside, held by a process, or viewed. For an item that is
+// being written now, this may return the id of the slot's previous item.
 std::vector<uint64_t> Ring::pinned() const {
     std::vector<uint64_t> ids;
     if (!memory_is_valid()) return ids;
@@ -379,11 +384,11 @@ std::vector<Held> Ring::held() const {
 
 // --- damage ---
 // Other processes write this memory, and one of them may have a stray pointer. Each offset is checked before
-// it is followed, so that damage breaks the channel and never crashes its users or lets them read outside. A
-// list is followed no further than its count says. A slot is taken out of a list only if its state belongs to
-// the list. Once damage has been found, no offset is followed any more.
+// it is followed. So damage breaks the channel, but never crashes its users or makes them read outside of the
+// memory. A list is followed no further than its length allows. A slot is removed from a list only if its
+// state matches that list. Once damage has been found, no offsets are followed.
 
-// The order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
+// Check the order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {
     return blocks_at_ <= h_->blocks_top && h_->blocks_top <= h_->reserved_low &&
            h_->reserved_low <= h_->reserved_high && h_->reserved_high <= h_->slots_at &&
@@ -399,8 +404,8 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // `write` reads it without the lock: the partner is Redo::apply; relaxed, because an existing slot stays
-    // above it.
+    // `write` calls this without the lock: the partner is Redo::apply. Relaxed, because an existing slot
+    // always stays above `slots_at`.
     const uint64_t end =
         std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&
@@ -413,9 +418,9 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Handle a put without memory: wait until some is freed, unless no memory is in use that could be freed. Where
-// the address space of this process is exhausted, wait only for a reader with a port: the caller may be the
-// only reader, and would wait forever for a channel that has places.
+// Return what a put does if it finds no memory. It waits until memory is freed, unless none is in use. If the
+// address space of this process is exhausted, it waits only for a reader with a port. Otherwise, a caller
+// that is the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

@@ -1,9 +1,10 @@
-// Runs of several small items. The cost of an item besides its own slot, the words that link and count, is
-// paid once for a run of them. A run is one Change in the record, so it happens wholly or not at all.
+// Runs of several small items. Putting or taking an item changes the words of its slot, and words that link
+// and count items. A run changes the latter only once. A run is one Change in the record, so it happens
+// wholly or not at all.
 //
-// A run contains only items that need no more than that. Items that were given back, are viewed, have
-// descriptors or have a turn go one by one. So do items that find no room; the single call then reports the
-// cause.
+// A run contains only items that need no other changes. Items that were given back, are viewed, have
+// descriptors or must wait for a turn are handled one at a time. So are items that find no room; the call for
+// the single item then reports the cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -12,13 +13,13 @@ namespace flowchan {
 
 namespace {
 
-// The words of a Change that are needed once for the whole run.
+// Numbers of words that a Change needs once for the whole run, in addition to the words for each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 
 }  // namespace
 
-// Put the first of these items, as far as they have one class, without a key. Return their number, 0 when
-// they must be put one by one.
+// Put the first of these items, up to the first with another size class. They must not belong to an input
+// item. Return how many were put, or 0 if they must be put one at a time.
 uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     if (h_->state != OPEN || map_incomplete_ || (h_->head && !slot_exists(h_->tail))) return 0;
     const uint64_t inside = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -41,7 +42,7 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
         rest = slot->next;
     }
     if (n < 2) return 0;
-    if (rest) prefetch(at<Slot>(rest));  // for the next run
+    if (rest) prefetch(at<Slot>(rest));  // needed by the next run
     Change change(record(Side::Writer), windows_);
     for (uint64_t i = 0; i < n; ++i)
         change.set(run[i]->state, uint64_t(SlotState::Inside) | items[i].deaths * Slot::DEATH);
@@ -57,8 +58,8 @@ uint64_t Ring::put_run(const Small* items, uint64_t count, Wakes& wakes) {
     return n;
 }
 
-// Lease up to `count` items, and no more once `most_bytes` are reached. Return their number, 0 when they must
-// be taken one by one.
+// Lease up to `count` items, but stop once they have `most_bytes` bytes. Return how many were leased, or 0 if
+// they must be taken one at a time.
 uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes) {
     Session& s = session(reader.session);
     if (h_->state >= BROKEN || map_incomplete_ || s.reserved_head) return 0;
@@ -101,8 +102,8 @@ uint64_t Ring::take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_
     return n;
 }
 
-// Free the oldest leases of a session, up to `most`, and at once those of one class without viewers. Return
-// their number; 0: a value there is damaged.
+// Free up to `most` of the oldest leases of a session. These are a run of items that have one size class and
+// no viewer, or a single item. Return how many were freed, or 0 if the memory is damaged.
 uint64_t Ring::free_run(Session& s, uint64_t most) {
     const uint64_t first = s.lease_head;
     Slot* run[Redo::MOST];
@@ -115,7 +116,7 @@ uint64_t Ring::free_run(Session& s, uint64_t most) {
         rest = slot->next;
         if (slot->viewer()) break;
     }
-    if (most == 0) return 0;  // the count says that there are none
+    if (most == 0) return 0;  // there must be leases, but their count says 0
     Change change(record(Side::Reader), windows_);
     change.set(s.lease_head, rest);
     if (run[0]->viewer()) {

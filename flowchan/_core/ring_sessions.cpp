@@ -1,4 +1,4 @@
-// The sessions of a ring: its participants, their roles, and the handling of their items when they end or
+// The sessions of a ring: its participants and their roles, and what happens to their items when they end or
 // die.
 #include "process.hpp"
 #include "ring.hpp"
@@ -9,7 +9,7 @@
 
 namespace flowchan {
 
-// Return an unused record, cleared for this process; 0 if there is none.
+// Return an unused record, initialised for this process, or 0 if there is none.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
@@ -58,9 +58,9 @@ void Ring::adopt(uint32_t index) {
     s.started = own_start();
 }
 
-// Handle a port that moves to another process. The former process keeps its views, so they pass to a separate
-// HOLDER. Otherwise they would end with the new process. There is one Change for each slot, and a death may
-// come between any two. (When all records are taken, the views stay with the port.)
+// Move a port's views to a HOLDER when the port moves to another process. The former process may still use
+// its views, which would otherwise end with the new process. There is one Change for each slot, and the
+// process may die between any two. (If all records are taken, the views stay with the port.)
 void Ring::move_views(uint32_t index) {
     Wakes wakes;
     if (!memory_is_valid()) return void(found_damage());
@@ -86,8 +86,8 @@ void Ring::move_views(uint32_t index) {
     wake(wakes);
 }
 
-// Undo the copies and waits of a session that ends, perhaps because its process was killed. `views`: it does
-// not use its views any more.
+// Undo the copies and waits of a session that is ending, perhaps because its process was killed. `views`:
+// also undo its views, which are no longer used.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_valid()) found_damage();
@@ -104,24 +104,23 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     int64_t now = now_ns();
     auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
         const uint32_t n = in_queue;
-        in_queue =
-            // first: a death in between leaves `waiting` too high, never too low, and costs a needless
-            // wake-up
-            0;
+        // This comes first: a death in between then leaves `waiting` too high, which costs only a needless
+        // wake-up. It must never be too low.
+        in_queue = 0;
         keep_order();
         fault_point();
         queue.waiting -= std::min(queue.waiting, n);
         queue.woken = std::min(queue.woken, queue.waiting);
         queue.selecting = std::min(queue.selecting, queue.waiting);
         queue.waited_ns += int64_t(n) * now;
-        return n ? queue.call_all() : 0;  // a thread that waits in the closing port must wake
+        return n ? queue.call_all() : 0;  // threads that are waiting in the closing port must wake
     };
     wakes.readers += leave(h_->reader_queue, s.in_reader_queue);
     wakes.writers += leave(h_->writer_queue, s.in_writer_queue);
     s.clock.all.set(s.awaits != 0, now);
     if (s.awaits) {
         s.word.store(s.word.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
-        wakes.add(s.word, true);  // a thread that waits in the closing port must wake
+        wakes.add(s.word, true);  // a thread that is waiting in the closing port must wake
         end_turn_wait(s);
         const auto waits = [](const Session& one) { return one.awaits != 0; };
         h_->writer_queue.ordered = uint32_t(std::ranges::count_if(h_->sessions(), waits));
@@ -130,21 +129,23 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
         wake_turns(wakes);
     }
     if (s.pid == uint64_t(getpid())) return;
-    // It died, perhaps woken and on its way back, or about to wake another: all sleepers look again.
+    // The dead process may have been woken but not have taken the lock yet, or it may have been about to wake
+    // another process. So all sleepers check again.
     h_->reader_queue.woken = h_->writer_queue.woken = 0;
     wakes.readers += h_->reader_queue.call_all();
     wake_all_writers(wakes);
 }
 
-// Return whether the views of this session may still be used after its end. Its process is alive, or may have
-// live children.
+// Return whether the views of this session may be used after it ends, because its process is alive or may
+// have live children.
 bool Ring::may_still_view(uint32_t index) const {
     const Session& s = session(index);
     return s.views && (s.forked || s.pid == uint64_t(getpid()) || process_alive(s.pid, s.started));
 }
 
-// `finished`: the leased items are finished, else they go back. `died`: the process ended without closing the
-// session. For a writer that is not a clean end (C5) unless the channel was closed before.
+// End a session. Its leased items are finished if `finished`, and given back otherwise. `died`: the process
+// ended without closing the session. For a writer, that is not a clean end (C5) unless the channel was
+// already closed.
 void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     Session& s = session(index);
     if (s.role == Session::NONE) return;
@@ -164,7 +165,8 @@ void Ring::end_session(uint32_t index, bool finished, Wakes& wakes, bool died) {
     } else if (s.role == Session::RESUME) {
         change.set(h_->resumes, h_->resumes - 1);
     }
-    if (looks) change.set(s.supervised, 0);  // any process that notices its process's death may end it
+    // any process that notices the death of the viewing process may end this session
+    if (looks) change.set(s.supervised, 0);
     change.set(s.role, looks ? Session::HOLDER : Session::NONE);
     change.commit();
     if (h_->state == CLOSED) advance(wakes);
@@ -212,14 +214,14 @@ void Ring::sweep_now(Wakes& wakes) {
     h_->swept_ns.store(uint64_t(coarse_now_ns()), std::memory_order_relaxed);
     uint64_t me = uint64_t(getpid());
     const Session* alive = nullptr;
-    const bool locked = !h_->damaged;  // a lost lock may not exclude other threads
+    const bool locked = !h_->damaged;  // if the lock is lost, other threads may be running here
     if (locked) peers_.begin_round();
     for (uint32_t i = 1; i < h_->sessions().size(); ++i) {
         Session& s = session(i);
         if (s.role == Session::NONE || s.role == Session::RESUME || s.supervised || s.pid == me) continue;
-        if (s.role == Session::HOLDER && s.forked) continue;  // until the channel's end
+        if (s.role == Session::HOLDER && s.forked) continue;  // its views last until the channel ends
         if (alive && s.pid == alive->pid && s.started == alive->started)
-            continue;  // one process with many ports
+            continue;  // the same process, with another port
         if (locked ? peers_.alive(s.pid, s.started) : process_alive(s.pid, s.started))
             alive = &s;
         else

@@ -1,4 +1,4 @@
-// Sizes of items, counted against the byte limit of a `threads` channel.
+// Sizes of items, which count against the byte limit of a `threads` channel.
 #pragma once
 
 #include <Python.h>
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Estimate how many bytes an item keeps alive. Never raises. Numbers cost a comparison of types; see
-// sizes.cpp.
+// Estimate how many bytes an item keeps alive; see sizes.cpp. Never raises. For a number, it only compares
+// types.
 uint64_t estimate_size(PyObject* item);
 
 inline uint64_t size_of(PyObject* item) {

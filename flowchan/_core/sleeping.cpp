@@ -1,5 +1,5 @@
-// Linux 5.16 and later sleep on many words by futex_waitv. `sleep_by_turns` replaces it where it is missing
-// or refused.
+// Linux 5.16 and later can sleep on many words with futex_waitv. If that call is missing or refused,
+// `sleep_by_turns` replaces it.
 #include "sleeping.hpp"
 
 #include "system.hpp"
@@ -12,14 +12,14 @@ namespace flowchan {
 namespace {
 
 constexpr size_t WAITV_MAX = 128;  // FUTEX_WAITV_MAX
-std::atomic<bool> waitv_refused{
-    false};  // by this kernel or a filter of system calls, so for good; no partner
+// set permanently if the kernel or a system-call filter refuses futex_waitv; no partner
+std::atomic<bool> waitv_refused{false};
 
 std::atomic<uint32_t>& word(const WaitedWord& w) {
     return *reinterpret_cast<std::atomic<uint32_t>*>(w.uaddr);
 }
-// Sleep without futex_waitv: on one of the words, with ever rarer checks of the others. A single word needs
-// no checks. It costs at most 4 ms of delay, and 250 checks a second.
+// Sleep without futex_waitv: on one of the words, while polling the others at increasing intervals. Polling
+// adds at most 4 ms of delay, and costs 250 checks a second. A single word needs no polling.
 bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     for (int64_t nap = 125'000;; nap = std::min<int64_t>(2 * nap, 4'000'000)) {
         if (std::any_of(words.begin(), words.end(), is_changed)) return false;
@@ -31,7 +31,7 @@ bool sleep_by_turns(const std::vector<WaitedWord>& words, int64_t at) {
     }
 }
 
-// Return an error number, 0 for none.
+// Return an error number, or 0.
 int wait_for_any(WaitedWord* words, size_t count, const timespec& until) {
     return syscall(SYS_futex_waitv, words, count, 0, &until, CLOCK_MONOTONIC) < 0 ? errno : 0;
 }

@@ -1,4 +1,4 @@
-// Sleep on several futex words at once.
+// Sleeping on several futex words at once.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,8 @@ namespace flowchan {
 
 constexpr uint32_t FUTEX_WORD_32 = 2;  // FUTEX_32
 
-// The kernel's struct futex_waitv: a 32-bit word and the value that it must still have for a sleep.
+// The kernel's struct futex_waitv: a 32-bit word, and the value that it must still have for the thread to
+// sleep.
 struct WaitedWord {
     uint64_t val;
     uint64_t uaddr;
@@ -22,7 +23,7 @@ bool is_changed(const WaitedWord& word);
 // Return how many words one thread can sleep on.
 size_t words_at_once();
 
-// Sleep until one of the words changes, or until the time `at`. Return true when the time has come.
+// Sleep until one of the words changes, or until the time `at`. Return true if `at` has passed.
 bool sleep_on_any(std::vector<WaitedWord>& words, int64_t at);
 
 }  // namespace flowchan

@@ -1,7 +1,7 @@
 // System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS), and the
-// seccomp filters of containers and service managers refuse some (EPERM or ENOSYS). Each has a fallback or an
-// error that names it. The numbers and structures that the headers of Linux 5.10 lack are defined here, so
-// that the core compiles with them.
+// seccomp filters of containers and service managers refuse some (EPERM or ENOSYS). Each has a fallback, or
+// an error that names it. This file defines the numbers and structures that the headers of Linux 5.10 lack,
+// so that the core compiles with these headers.
 #pragma once
 
 #include "waiting.hpp"
@@ -20,7 +20,7 @@ namespace flowchan {
 
 inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 
-// Raise the error of a system call that channels between processes cannot do without.
+// Raise an error for a system call that channels between processes cannot do without.
 [[noreturn]] inline void fail(int error, const char* call) {
     std::string text = call;
     if (error == EPERM || error == EACCES || error == ENOSYS)
@@ -32,7 +32,7 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
 }
 
 // Check that /proc is mounted. It shows which users of a channel are alive, and which file a descriptor
-// names.
+// refers to.
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)

@@ -1,5 +1,6 @@
-// The operations that a channel needs from every transport. Where transports differ more (references or
-// bytes), each has its own function in puts.cpp, gets.cpp, channel.cpp and raising.cpp.
+// The operations that a channel needs from every transport. For everything else, the transports differ too
+// much: one passes references, the other bytes. There each transport has its own functions, in puts.cpp,
+// gets.cpp, channel.cpp and raising.cpp.
 #pragma once
 
 #include <concepts>
@@ -12,21 +13,21 @@ namespace flowchan {
 
 enum State : uint64_t { OPEN = 0, CLOSED = 1, BROKEN = 2 };
 
-// Counts of one moment.
+// A snapshot of a channel's counters.
 struct Counts {
     uint64_t items_in, items_out, bytes_in, bytes_inside;
     uint64_t inside, leased, readers, writers;
     uint64_t waiting_readers, waiting_writers;
-    int64_t read_wait_ns, write_wait_ns;  // total
-    // part of write_wait_ns: for a turn, while no item was inside that a reader could take
+    int64_t read_wait_ns, write_wait_ns;  // total over all calls
+    // part of write_wait_ns: waiting for a turn while the channel had no item for its readers
     int64_t turn_wait_ns;
-    int64_t readers_waiting_for_ns, writers_waiting_for_ns;  // how long there has always been a waiter
+    int64_t readers_waiting_for_ns, writers_waiting_for_ns;  // how long at least one call has been waiting
     uint64_t selecting;                                      // waiters that may continue without this channel
-    uint64_t woken;                                          // waiters on their way
-    bool short_of_bytes;                                     // a writer waits for bytes, not for a place
+    uint64_t woken;       // waiters that were woken and have not continued yet
+    bool short_of_bytes;  // a writer is waiting for bytes, not for a place
 };
 
-// The blocks that one process looks at or fills in place.
+// The blocks that one process views or fills in place.
 struct Held {
     uint64_t pid, blocks, bytes;
 };
@@ -36,12 +37,13 @@ concept Transport = requires(M& m, const M& seen, Wakes& wakes) {
     { m.lock(false) } -> std::same_as<bool>;
     m.unlock();
     m.wake(wakes);
-    // without the lock
+    // called without the lock
     { seen.seen_state() } -> std::same_as<uint64_t>;
     { seen.is_sweep_due() } -> std::same_as<bool>;
-    { seen.fd() } -> std::same_as<int>;  // needed by another process to share it; -1 for threads
+    // the descriptor that another process needs to share the channel; -1 for threads
+    { seen.fd() } -> std::same_as<int>;
     { seen.socket() } -> std::same_as<int>;
-    // under the lock
+    // called with the lock held
     { seen.counts() } -> std::same_as<Counts>;
     { seen.held() } -> std::same_as<std::vector<Held>>;
     { seen.inside() } -> std::same_as<uint64_t>;

@@ -1,9 +1,9 @@
-// The choice of the fastest of several ways to run a repeated operation.
+// Choosing the fastest of several plans for a repeated operation.
 //
-// Algorithm. A trial runs a few operations in the best way known and a few in another way. The better of both
-// is the best from then on. The loser is tried again after a while, and later if it was clearly slower. All
-// ways are tried again if the best one takes much longer than before. Other load on the caches or the
-// placement of the cores may have changed then.
+// Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. From then
+// on, the faster of the two is the best. The slower plan is tried again after a while, or later if it was
+// clearly slower. All plans are tried again if the best plan takes much longer than before. Other load on the
+// caches, or the placement of the cores, may have changed.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace flowchan {
 
-// Nanoseconds in 32 bits, at most 4.3 s.
+// Nanoseconds as 32 bits, capped at 4.3 s.
 inline uint32_t saturated(int64_t ns) { return uint32_t(std::min<int64_t>(ns, UINT32_MAX)); }
 
 class Tuner {
@@ -19,12 +19,12 @@ class Tuner {
     static constexpr uint32_t MOST_PLANS = 16;
 
     Tuner() = default;
-    // `plans` has a bit for each way.
+    // `plans` has a bit for each plan.
     Tuner(uint32_t plans, uint32_t best) : plans_(plans), best_(best) {}
 
     uint32_t plans() const { return plans_; }
 
-    // Returns the way of the next operation. The times of the last operations may still be unknown.
+    // Returns the plan for the next operation. The times of the last few operations may still be unknown.
     uint32_t next() {
         ++count_;
         if (remaining_ && --remaining_ == 0) judge();
@@ -40,15 +40,16 @@ class Tuner {
         std::fill_n(rest_, MOST_PLANS, 0);
         std::fill_n(due_, MOST_PLANS, 0);
     }
-    // Returns the shortest time in the last trial of this way, or 0 before its first trial.
+    // Returns the shortest time in the last trial of this plan, or 0 before its first trial.
     int64_t least(uint32_t plan) const { return least_[plan]; }
 
   private:
-    static constexpr uint32_t TRIES = 4;  // other load hardly ever disturbs all of them
-    static constexpr uint32_t LATE = 2;   // operations until the time of an earlier one is known
-    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the loser is tried again
+    // operations with each plan in a trial; other load hardly ever disturbs all of them
+    static constexpr uint32_t TRIES = 4;
+    static constexpr uint32_t LATE = 2;  // number of operations until the time of an earlier one is known
+    static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again
     static constexpr uint32_t SLOW = 8;  // number of slow operations in a row that indicate a change
-    // operations between two such changes, in case the machine is only loaded
+    // least number of operations between two such changes, in case the machine is only busy
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {
@@ -63,7 +64,8 @@ class Tuner {
     void judge() {
         const int64_t best = now_[best_], other = now_[other_];
         uint32_t loser = other_;
-        if (best != INT64_MAX && other != INT64_MAX) {  // else some operations failed
+        // otherwise, all operations with one of the plans failed
+        if (best != INT64_MAX && other != INT64_MAX) {
             least_[best_] = best, least_[other_] = other;
             if (other < best) std::swap(best_, loser);
         }
@@ -76,7 +78,8 @@ class Tuner {
     uint32_t plans_ = 0, best_ = 0, other_ = 0, remaining_ = 0, slow_ = 0;
     uint32_t rest_[MOST_PLANS] = {};
     uint64_t count_ = 0, patient_until_ = 0, due_[MOST_PLANS] = {};
-    int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};  // of the current trial, and of the last one
+    // shortest time: in the current trial, and in the last one
+    int64_t now_[MOST_PLANS] = {}, least_[MOST_PLANS] = {};
 };
 
 }  // namespace flowchan

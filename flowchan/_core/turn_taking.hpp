@@ -1,18 +1,19 @@
-// Turn-taking of two processes that are both busy with one ring.
+// Turn-taking between two processes that are both busy with one ring.
 //
-// An operation costs the cache lines that it fetches from another core. Two sides in tight loops take these
-// lines from each other at every item, and wait for them most of the time. One side alone passes ten items in
-// the same time.
+// An operation costs the cache lines that it fetches from another core. Two processes in tight loops take
+// these lines from each other for every item, and spend most of the time waiting for them. One process alone
+// passes ten items in the same time.
 //
-// Algorithm. A process that wants the ring after another process used it rests for about 4 µs before it takes
-// the lock. The other process has all lines in its cache for that time, and rests when it is overtaken. So
-// runs of items alternate, and the lines move once for each run. Resting delays no item that was put: every
-// reader can get it at once, and each call does one operation.
+// Algorithm. If another process has used the ring last, a process rests for about 4 µs before it takes the
+// lock. During that time, the other process has all lines in its cache. When it finds that it was overtaken,
+// it rests too. So runs of items alternate, and the lines move once for each run. Resting never delays an
+// item that was put: readers can get it at once, and each call does one operation.
 //
-// Only a process in a tight loop rests, because a process that works between its operations gains more by
-// running in parallel. Resting must also pay, like spinning (waiting.hpp). A rest fails if the others do not
-// use it for a run, or do not rest in turn. After a failure, rests are skipped, twice as many each time. A
-// round trip never rests, because its time between two operations is far longer than that of a tight loop.
+// Only a process in a tight loop rests. A process that works between its operations gains more by running in
+// parallel. Resting must also pay off, like spinning (waiting.hpp). A rest fails if the other processes do
+// not use it for a run, or do not rest in turn. After a failure, the next rests are skipped, about twice as
+// many as after the previous failure. A process that makes round trips never rests, because the time between
+// two of its operations is far longer than in a tight loop.
 //
 // All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once
@@ -36,13 +37,13 @@ inline int64_t ticks() {
 
 class TurnTaking {
   public:
-    static constexpr int64_t REST = 10'000;    // in ticks, like TIGHT and CROWDED
-    static constexpr int64_t TIGHT = 900;      // a loop this short gains by taking turns ...
-    static constexpr int64_t CROWDED = 2'500;  // ... and lasts up to this long while lines move at every item
-    static constexpr uint64_t LONG = REST / TIGHT;  // operations of a run that was worth a rest
+    static constexpr int64_t REST = 10'000;    // in ticks; so are TIGHT and CROWDED
+    static constexpr int64_t TIGHT = 900;      // a loop this short gains from taking turns ...
+    static constexpr int64_t CROWDED = 2'500;  // ... and takes up to this long if lines move for every item
+    static constexpr uint64_t LONG = REST / TIGHT;  // operations in a run that makes a rest worthwhile
     static constexpr uint32_t MOST_LEFT_OUT = 256;
 
-    // Returns whether to rest before taking the ring, which another process has used.
+    // Returns whether to rest before taking the ring, which another process has used last.
     bool should_rest(int64_t now) {
         const uint64_t run = count_.get();
         if (rested_.get()) leave_out(chances_, run < LONG);
@@ -52,7 +53,7 @@ class TurnTaking {
         rested_.set(rests);
         return rests;
     }
-    // Called under the lock after that. `total` counts the operations of all processes so far.
+    // Called under the lock after `should_rest`. `total` is the number of operations of all processes so far.
     void took_over(int64_t wanted, uint64_t total) {
         const int64_t others = int64_t(total - total_.get() - count_.get());
         if (rested_.get()) leave_out(alone_, others < int64_t(LONG / 2));
@@ -60,7 +61,7 @@ class TurnTaking {
         since_.set(rested_.get() ? wanted + REST : wanted);
         count_.set(0);
     }
-    // Called under the lock at every operation.
+    // Called under the lock for every operation.
     void count() { count_.set(count_.get() + 1); }
 
   private:
@@ -70,7 +71,7 @@ class TurnTaking {
         T get() const { return value.load(std::memory_order_relaxed); }
         void set(T to) { value.store(to, std::memory_order_relaxed); }
     };
-    // Number of rests to skip from now on, and the number last time.
+    // How many rests to skip: remaining, and as last set.
     struct Doubt {
         Hint<uint32_t> left, last;
     };
@@ -84,11 +85,11 @@ class TurnTaking {
         return left == 0;
     }
 
-    Hint<uint64_t> count_;  // operations since this process took over the ring; since_: when it did
+    Hint<uint64_t> count_;  // operations since this process took over the ring at the time `since_`
     Hint<int64_t> since_;
-    Hint<uint64_t> total_;  // operations of all processes at that time
-    Hint<bool> rested_;     // whether this process rested before it
-    Doubt alone_;           // skips rests if the others did little during a rest
+    Hint<uint64_t> total_;  // operations of all processes at the time `since_`
+    Hint<bool> rested_;     // whether this process rested before it took over
+    Doubt alone_;           // skips rests if the others made little use of a rest
     Doubt chances_;         // skips rests if the others did not rest in turn
 };
 

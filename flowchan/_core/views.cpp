@@ -12,10 +12,11 @@ namespace flowchan {
 
 namespace {
 
-constexpr uint64_t MAPPED =
-    1 << 16;  // smaller views are copied: as cheap, and a process has only some 65,000 mappings
+// Smaller views are copied: that is equally fast, and a process can have only about 65,000 mappings.
+constexpr uint64_t MAPPED = 1 << 16;
 
-std::mutex live_mutex;  // a fork holds it, so the child gets it unlocked and `live` consistent
+// held during a fork, so that in the child it can be unlocked and `live` is consistent
+std::mutex live_mutex;
 std::unordered_set<Block*> live;
 
 void before_fork() {
@@ -38,9 +39,10 @@ nb::object wrap(View view) { return nb::cast(std::move(view)); }
 
 PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}, {0, nullptr}};
 
-// A child that was forked while the block was in view may still look at it, without any trace. So the block
-// keeps its viewer until the channel's end, even when the parent dies (Session::forked). In the child the
-// block belongs to the parent. A loan has no content to look at yet, and belongs to the process that took it.
+// If the process forks while a block has views, the child may use them, and nothing records that. So the slot
+// keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the child, the block
+// belongs to the parent. A loan is different: it has no content yet, so it belongs only to the process that
+// took it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);
@@ -91,7 +93,7 @@ nb::object private_view(nb::handle self) {
     if (view.size >= MAPPED)
         p = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, ring.fd(),
                  off_t(begin));
-    if (p == MAP_FAILED) {  // small, or no room for another mapping: a plain copy is enough
+    if (p == MAP_FAILED) {  // small, or without room for another mapping: make a plain copy
         nb::object copy = View::copy_of(view.at, view.size);
         nb::inst_ptr<View>(copy)->writable = true;
         return copy;

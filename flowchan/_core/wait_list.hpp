@@ -1,26 +1,26 @@
-// The wait list of threads of this process at one side of a `threads` channel.
+// The wait list of this process's threads at one side of a `threads` channel.
 //
-// Algorithm. Each waiting thread has a node on its stack with its own futex word. Nodes are asleep, oldest
-// first, or woken and on their way. An opportunity wakes only the oldest sleeper, so a thousand waiters cost
-// one wake-up, like a single one. While a waiter is on its way, no other is woken. Two callers wake the next
-// one: an operation that leaves another opportunity (LocalQueue::try_put, try_take), and a woken waiter that
-// does not use its own. So k opportunities wake k waiters, each by the one before. Where a running thread
-// takes all k before another gets the GIL, one waiter was woken in vain and not k. A waiter woken in vain
-// goes back to the head of the list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken
-// in vain twice in PATIENCE_NS and is `starving`. Then newcomers stand back as long as that waiter could
-// continue.
+// Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
+// (in a list, oldest first) or woken and not yet running. An opportunity wakes only the oldest sleeper, so it
+// costs one wake-up, whether there are a thousand waiters or one. Until the woken waiter runs, no other
+// waiter is woken. Two callers wake the next waiter: an operation that leaves another opportunity
+// (LocalQueue::try_put, try_take), and a woken waiter that does not use its own opportunity. So k
+// opportunities wake k waiters, each of which wakes the next. If a running thread takes all k opportunities
+// before a woken thread gets the GIL, one waiter was woken in vain, not k. That waiter returns to the head of
+// the list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken in vain twice within
+// PATIENCE_NS and is `starving`. Newcomers then let that waiter go first, as long as it could continue.
 //
-// The workers of a stage are exchangeable. The last of them to arrive goes to the head of the list, because
-// its stack and its function's data are still in the caches. So if 300 workers find work for two, the same
-// few do it, and the others sleep.
+// The workers of a stage are interchangeable. The last worker to arrive goes to the head of the list, because
+// its stack and its function's data are still in the caches. So if 300 workers have enough work for only two,
+// the same few process it, and the others sleep.
 //
-// Writers of an ordered stage have turns and are sorted by the numbers of their items. The first of them may
-// continue first, and waking any other would be in vain. Workers without an output come last (ANY_TURN). A
-// worker that finds CROWD others with outputs that have no place waits for a place before it takes an item.
-// So a few of many workers of a cheap function do the work. The others sleep instead of waking for each of
-// their items.
+// Writers of an ordered stage wait for their turns, and are sorted by the numbers of their items. Only the
+// first of them can continue, so waking any other would be in vain. Workers that have no output yet come last
+// (ANY_TURN). If CROWD other workers are waiting with outputs that have no place, a worker waits for a place
+// before it takes an item. So a few of the many workers of a cheap function do the work. The others keep
+// sleeping, and are not woken for each of their items.
 //
-// Everything here runs under the queue's lock. A thread does not die in it, so no repair is needed.
+// Everything here runs under the queue's lock. No thread can die while holding it, so no repair is needed.
 #pragma once
 
 #include <map>
@@ -29,7 +29,7 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // as the number of an item
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
 constexpr uint32_t CROWD = 2;
 
 struct Node {
@@ -40,7 +40,7 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // it waits for its turn and not for a place
+    bool for_turn = false;  // it is waiting for its turn, not for a place
 };
 
 class WaitList {
@@ -78,7 +78,7 @@ class WaitList {
         return called;
     }
 
-    // Wake the first waiter without a turn.
+    // Wake the first waiter that does not wait for a turn.
     void call(Wakes& wakes) {
         if (woken_without_) return;
         if (starving && starving->state == Node::ASLEEP)
@@ -86,17 +86,17 @@ class WaitList {
         else if (first_)
             wake(*first_, wakes);
     }
-    // Wake the waiter with the lowest number, if `may(number)` holds.
+    // Wake the waiter with the lowest number, if `may(number)` returns true.
     template <class May>
     void wake_turn(May may, Wakes& wakes) {
         if (!woken_with_turn_ && !turns_.empty() && may(turns_.begin()->first))
             wake(*turns_.begin()->second, wakes);
     }
-    // Return whether another waiter's turn comes before that of this sleeping node.
+    // Return whether another waiter has an earlier turn than this sleeping node.
     bool is_behind(const Node& node) const {
         return node.caller.ordered && turns_.begin()->first < node.caller.number;
     }
-    // Wake all threads that wait through this port.
+    // Wake all threads that are waiting through this port.
     void wake_port(const void* port, Wakes& wakes) {
         for (Node *node = first_, *next; node; node = next) {
             next = node->after;
@@ -119,18 +119,19 @@ class WaitList {
     int64_t total_wait_ns() const { return waited_ns_ + int64_t(waiting) * now_ns(); }
 
     uint32_t waiting = 0;
-    WaitClock turns;           // of the waiters for their turn, not for a place
-    Node* starving = nullptr;  // newcomers must not overtake it while it could continue
+    WaitClock turns;           // counts only waiters for a turn, not for a place
+    Node* starving = nullptr;  // newcomers must not overtake this waiter while it could continue
 
   private:
     static bool has_turn(const Node& node) { return node.caller.ordered && node.caller.number != ANY_TURN; }
     uint32_t& woken_(const Node& node) { return node.caller.ordered ? woken_with_turn_ : woken_without_; }
 
-    // `first`: at the head of the list.
+    // `first`: put the node at the head of the list.
     void sleep(Node& node, bool first) {
         node.state = Node::ASLEEP;
         if (node.caller.ordered) {
-            // before those of the same number: with ANY_TURN, the last to arrive has the warmest caches
+            // The node goes before nodes with the same number. This matters for ANY_TURN, where the last to
+            // arrive has the warmest caches.
             turns_.emplace_hint(turns_.lower_bound(node.caller.number), node.caller.number, &node);
             return;
         }
@@ -158,12 +159,12 @@ class WaitList {
         wakes.add(node.word, false);
     }
 
-    Node *first_ = nullptr, *last_ = nullptr;  // asleep, without turns
-    std::multimap<uint64_t, Node*> turns_;     // asleep, by the numbers of their items
+    Node *first_ = nullptr, *last_ = nullptr;  // asleep, not for a turn
+    std::multimap<uint64_t, Node*> turns_;     // asleep, sorted by the numbers of their items
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
-    uint32_t with_turn_ = 0;  // waiting with an output, including woken ones
-    int64_t waited_ns_ = 0;   // total time waited: minus the start of each wait, plus its end
-    int64_t since_ns_ = 0;    // since when there has always been a waiter
+    uint32_t with_turn_ = 0;  // waiting with an output, including woken waiters
+    int64_t waited_ns_ = 0;   // total waiting time: the start of each wait is subtracted, its end is added
+    int64_t since_ns_ = 0;    // since when there has been at least one waiter
 };
 
 }  // namespace flowchan

@@ -1,15 +1,16 @@
-// Windows: the mappings through which one process sees the file of a ring.
+// Windows: the mappings through which one process accesses the file of a ring.
 //
-// Algorithm. The part before the blocks, including the mutex, is mapped once and for good: a process must
-// know a robust mutex at one address only. Blocks grow up, and slots grow down from the end of the file. A
-// window shows the existing ones of each kind. When there are more, a window at least twice as large replaces
-// the old one. The old one stays mapped until the ring's end in this process. Views, loans, and threads that
-// copy outside of the lock point into it. So the mapped address space is a small multiple of the memory used,
-// however large the file could become. A word may have several addresses.
+// Algorithm. The part before the blocks, including the mutex, is mapped once and permanently, because a
+// process must use a robust mutex at only one address. Blocks grow up, and slots grow down from the end of
+// the file. One window covers all blocks that existed when it was mapped, and another all slots. When more
+// are added, a new window, at least twice as large, replaces the old one. The old window stays mapped until
+// the ring ends in this process. Views, loans, and threads that copy outside of the lock point into it. So
+// the mapped address space is a small multiple of the memory in use, however large the file could become. A
+// word may have several addresses.
 //
 // Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it.
-// `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a value that is read
-// too new covers more, not less.
+// `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a window that is
+// read too new covers more, not less.
 #pragma once
 
 #include <atomic>
@@ -17,13 +18,13 @@
 
 namespace flowchan {
 
-// The largest page size, at whose multiples mappings begin. Pages have 4 KB on x86_64, and 4, 16 or 64 KB on
-// aarch64, depending on the kernel's build.
+// The largest page size; mappings begin at its multiples. Pages have 4 KB on x86_64, and 4, 16 or 64 KB on
+// aarch64, depending on how the kernel was built.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
   public:
-    // how much of the blocks is mapped together with the part before them
+    // how many bytes of the blocks are mapped together with the part before them
     static constexpr uint64_t FIRST = 1 << 16;
 
     Windows() = default;
@@ -31,7 +32,7 @@ class Windows {
     ~Windows();
 
     void open(int fd, uint64_t blocks_at, uint64_t length);  // throws std::system_error
-    // offset of the first word that a redo record may name
+    // sets the offset of the first word that a redo record may refer to
     void begin_words(uint64_t at) { words_from_ = at; }
 
     char* header() const { return header_; }
@@ -40,12 +41,13 @@ class Windows {
     uint64_t slots_from() const { return slots_from_; }
     uint64_t blocks_to() const { return blocks_to_.load(std::memory_order_acquire); }
 
-    // Map blocks up to, or slots from, an offset. Return false when address space is exhausted.
+    // Map the blocks up to an offset, or the slots from an offset on. Return false if the address space is
+    // exhausted.
     bool show_blocks(uint64_t upto);
     bool show_slots(uint64_t from);
 
-    // Convert between the offset and the address of a word of the header, a session, a group or a slot. `has`
-    // returns whether an offset names one.
+    // Convert between the offset and the address of a word in the header, a session, a group or a slot. `has`
+    // returns whether an offset refers to such a word.
     uint64_t* at(uint64_t offset) const {
         return reinterpret_cast<uint64_t*>((offset < blocks_at_ ? header_ : slots_) + offset);
     }
@@ -59,7 +61,7 @@ class Windows {
         if (in_slots >= slots_from_ && in_slots < length_) return in_slots;
         return offset_in_window(p);
     }
-    // Return the offset of any address, whichever window contains it.
+    // Return the offset of any address, in whichever window it is.
     uint64_t offset_in_window(const void* p) const;
 
   private:
@@ -74,11 +76,11 @@ class Windows {
     int fd_ = -1;
     uint64_t words_from_ = 0, blocks_at_ = 0, length_ = 0, slots_from_ = 0;
     char* header_ = nullptr;
-    char* slots_ = nullptr;                // where offset 0 would be in this window
-    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be in this window
+    char* slots_ = nullptr;                // where offset 0 would be relative to this window
+    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be relative to this window
     std::atomic<uint64_t> blocks_to_ = 0;
-    std::atomic<const Window*> newest_ =
-        nullptr;  // all windows; release when one is added, acquire by lookups
+    // head of the list of all windows; release when one is added, acquire by lookups
+    std::atomic<const Window*> newest_ = nullptr;
 };
 
 }  // namespace flowchan

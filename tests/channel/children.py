@@ -1,4 +1,4 @@
-"""Functions that children started with spawn or forkserver import by name."""
+"""Functions for child processes, which spawn and forkserver import by name."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from flowchan import Channel
 
 
 def echo(requests: Any, replies: Any) -> None:
-    """Copy all items from one channel to the other, and close the other."""
+    """Copy all items from one channel to the other, and then close the other channel."""
     for item in requests:
         replies.put(item)
     replies.close()
 
 
 def answer_by_what_arrives(carrier: Any) -> None:
-    """Receive pairs of channels, and move one item from the first to the second of each pair."""
+    """Receive pairs of channels, and move one item from the first to the second channel of each pair."""
     for source, reply in carrier:
         reply.put(("answer", source.get()))
 
 
 def make_and_send(carrier: Any) -> None:
-    """Make two channels, send them through the carrier, and answer each number with the next one."""
+    """Create two channels, send them through the carrier, and answer each number with its successor."""
     source, reply = Channel(3, across="processes"), Channel(1, across="processes")
     carrier.put((source, reply))
     reply.put(source.get() + 1)
 
 
 def write_by_port(channel: Any, items: list[Any]) -> None:
-    """Put the items through a writer, whose exit closes the channel."""
+    """Put the items through a writer. When the writer exits, the channel closes."""
     with channel.writer() as out:
         out.put_many(items)
 
@@ -38,7 +38,7 @@ def pass_one(source: Any, target: Any) -> None:
 
 
 def put_and_take_back(first: Any, second: Any, result: Any) -> None:
-    """Put into one argument and get from the other. Both must be the same channel."""
+    """Put an item into one argument and get it from the other. Both must be the same channel."""
     first.put("round")
     result.put(second.get())
 

@@ -1,4 +1,4 @@
-"""C2, C12: a channel between processes takes address space and memory only for the items in it."""
+"""C2, C12: a channel between processes uses address space and memory only for the items in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def address_space() -> int:
 
 
 def with_address_space(more: int, act: Callable[[], None]) -> None:
-    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its present mappings."""
+    """Run ``act`` in a forked child that may map ``more`` bytes in addition to its existing mappings."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -42,7 +42,7 @@ def increment(item: int) -> int:
     return item + 1
 
 
-def test_c2_hundreds_of_channels_fit_a_small_address_space() -> None:
+def test_c2_hundreds_of_channels_fit_into_a_small_address_space() -> None:
     def use_many() -> None:
         channels: list[Channel[int]] = [Channel(across="processes") for _ in range(400)]
         for number, ch in enumerate(channels):
@@ -52,7 +52,7 @@ def test_c2_hundreds_of_channels_fit_a_small_address_space() -> None:
     with_address_space(512 * MB, use_many)
 
 
-def test_c2_twenty_process_stages_run_in_2_gb_address_space() -> None:
+def test_c2_twenty_process_stages_run_in_small_address_space() -> None:
     def run() -> None:
         graph = Graph("narrow")
         stream = graph.source(range(100))
@@ -64,7 +64,7 @@ def test_c2_twenty_process_stages_run_in_2_gb_address_space() -> None:
     with_address_space(2048 * MB, run)
 
 
-def test_c2_unused_capacity_takes_no_memory() -> None:
+def test_c2_unused_capacity_uses_no_memory() -> None:
     def use() -> None:
         ch: Channel[Any] = Channel(10**15, across="processes", max_bytes=10**15)
         array = np.arange(100_000)
@@ -123,7 +123,7 @@ def test_c4_channel_with_four_thousand_ports_rejects_one_more() -> None:
 
 
 def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
-    """The caller may be the only reader, so the put must not wait for one."""
+    """The caller may be the only reader, so the put must not wait for a reader."""
     array = np.zeros(64 * MB, dtype=np.uint8)
 
     def put() -> None:
@@ -137,7 +137,7 @@ def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
     with_address_space(256 * MB, put)
 
 
-def test_c11_put_without_address_space_waits_for_port_of_reader() -> None:
+def test_c11_put_without_address_space_waits_for_reader_with_port() -> None:
     array = np.zeros(64 * MB, dtype=np.uint8)
 
     def put() -> None:

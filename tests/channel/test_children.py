@@ -1,4 +1,4 @@
-"""Pass a channel between processes to a child by inheritance, by pickling, or through another channel."""
+"""Pass a channel between processes to a child: by inheritance, by pickling, or through another channel."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ METHODS = ["fork", "spawn", "forkserver"]
 
 @pytest.fixture(scope="module", autouse=True)
 def helpers_of_multiprocessing() -> Iterator[None]:
-    """Start the two server processes of multiprocessing first, so that they do not look like a test's
-    leak."""
+    """Start multiprocessing's two server processes first, so that no test appears to leak them."""
     resource_tracker.ensure_running()
     forkserver.ensure_running()
     yield
@@ -41,13 +40,13 @@ def context(request: pytest.FixtureRequest) -> Any:
 
 
 def end(process: Any) -> None:
-    """Wait for a child, which must exit with code 0, and release it."""
+    """Wait until a child exits with code 0, and release it."""
     process.join()
     assert process.exitcode == 0
     process.close()
 
 
-def test_a_channel_can_be_an_argument_of_a_process(context):
+def test_channel_can_be_passed_to_a_process_as_argument(context):
     """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.echo, args=(requests, replies))
@@ -58,8 +57,8 @@ def test_a_channel_can_be_an_argument_of_a_process(context):
     end(process)
 
 
-def test_a_channel_reaches_a_child_through_another_channel(context):
-    """Send a channel that was made after the child had started."""
+def test_channel_reaches_a_child_through_another_channel(context):
+    """Send a channel that was created after the child had started."""
     carrier = Channel(4, across="processes")
     process = context.Process(target=children.answer_by_what_arrives, args=(carrier,))
     process.start()
@@ -72,7 +71,7 @@ def test_a_channel_reaches_a_child_through_another_channel(context):
     end(process)
 
 
-def test_a_channel_made_in_a_child_reaches_its_parent(context):
+def test_channel_made_in_a_child_reaches_the_parent(context):
     """Send a channel from the child to its parent."""
     carrier = Channel(4, across="processes")
     process = context.Process(target=children.make_and_send, args=(carrier,))
@@ -84,7 +83,7 @@ def test_a_channel_made_in_a_child_reaches_its_parent(context):
 
 
 def test_closing_a_writer_in_a_child_closes_the_channel(context):
-    """C5 for every start method."""
+    """Check C5 for every start method."""
     ch = Channel(4, across="processes")
     process = context.Process(target=children.write_by_port, args=(ch, [1, 2, 3]))
     process.start()
@@ -93,7 +92,7 @@ def test_closing_a_writer_in_a_child_closes_the_channel(context):
 
 
 def test_parent_wakes_a_waiting_child(context):
-    """C8 for every start method."""
+    """Check C8 for every start method."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.pass_one, args=(ch, result))
     process.start()
@@ -134,7 +133,7 @@ def test_channel_sent_twice_to_a_process_is_one_object(context):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_executor_initialiser_receives_a_channel(method):
-    """Pass a channel the way users of concurrent.futures pass an object that all workers share."""
+    """Pass a channel in the way in which concurrent.futures passes an object that all workers share."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     context = multiprocessing.get_context(method)
     requests.put_many([1, 2, 3])
@@ -160,7 +159,7 @@ def test_os_fork_child_uses_the_channel():
 
 
 def test_unpickled_channel_is_the_same_object_in_its_process():
-    """Unpickling or copying a channel must return the same object while it is alive."""
+    """Unpickling or copying a channel must return the existing object while it is alive."""
     ch = Channel(across="processes")
     assert pickle.loads(pickle.dumps(ch)) is ch
     assert copy.copy(ch) is ch
@@ -168,14 +167,14 @@ def test_unpickled_channel_is_the_same_object_in_its_process():
 
 
 def test_threads_channel_can_be_neither_pickled_nor_copied():
-    """The error must name a transport that can be pickled."""
+    """The error must name a transport whose channels can be pickled."""
     ch = Channel(across="threads")
     for action in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="across='processes'"):
             action(ch)
 
 
-def test_a_threads_channel_cannot_be_an_argument_of_another_process():
+def test_threads_channel_cannot_be_passed_to_another_process():
     """The error must name both transports."""
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=children.echo, args=(Channel(across="threads"), None))
@@ -185,7 +184,7 @@ def test_a_threads_channel_cannot_be_an_argument_of_another_process():
 
 
 @pytest.mark.parametrize("call", ["put", "get", "put_nowait", "get_nowait"])
-def test_using_a_threads_channel_in_a_forked_child_raises(call):
+def test_threads_channel_raises_when_used_in_a_forked_child(call):
     """The call would affect only the child's copy. The error must say so and name a suitable transport."""
     ch = Channel(across="threads")
     ch.put("in the parent")
@@ -208,7 +207,7 @@ def test_using_a_threads_channel_in_a_forked_child_raises(call):
 
 
 def test_both_processes_work_after_a_fork_while_a_thread_waits(context):
-    """A child may start at any time, and must be able to use the channel immediately."""
+    """A child may be started at any time, and must be able to use the channel immediately."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -221,7 +220,7 @@ def test_both_processes_work_after_a_fork_while_a_thread_waits(context):
 
 
 def test_script_that_leaves_channels_open_exits_cleanly(tmp_path):
-    """A program whose channels are open, filled and awaited by daemon threads must exit with code 0."""
+    """A program with open channels, full channels and waiting daemon threads must exit with code 0."""
     script = tmp_path / "forgets.py"
     script.write_text(
         "import threading\n"
@@ -248,7 +247,7 @@ def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
         sums.append(children.sum_of(item))
 
     exchange(1)
-    assert replies.get() == 1  # the child has mapped the channel at its present size
+    assert replies.get() == 1  # now the child has mapped the channel at its present size
     for size in (1_000, 30_000, 1 << 20, 4 << 20):
         exchange(np.arange(size))
     for number in range(20_000):
@@ -259,7 +258,7 @@ def test_c1_early_and_late_processes_map_a_grown_channel(context: Any) -> None:
         exchange(np.arange(size))
     requests.close()
     answers = sums[:1]
-    # arrays that the child kept while the channel grew must be unchanged
+    # the arrays that the child has kept must be unchanged, although the channel grew
     answers += [replies.get() for _ in range(2 * len(sums) - 1)]
     for process in processes:
         process.join()

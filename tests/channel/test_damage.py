@@ -1,10 +1,10 @@
-"""Damage in the shared memory of a channel breaks the channel, and never crashes or blocks its users.
+"""Damage in a channel's shared memory breaks the channel, and never crashes or blocks its users.
 
-Other processes write this memory, and one of them may have a stray pointer. Each case is one forked child.
-The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. Then it
+Other processes write this memory, and one of them may have a stray pointer. Each case runs in a forked child.
+The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. It then
 damages the memory and makes further calls. A call may raise ``Broken`` or any other error, time out, or
-succeed; the child must not die by a signal. An ``abort`` after a while represents a user who gives up on the
-channel. After that, every call must end.
+succeed, but the child must not be killed by a signal. An ``abort`` after a while stands for a user who gives
+up on the channel. After the abort, every call must end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from flowchan import Broken, Channel, ChannelError, Drained, In, Out, _core, sel
 from flowchan.channel.channel import _arrive
 from flowchan.transport.descriptors import Borrowed
 
-CASES, FEW = 400, 25  # number of cases; all of them run with --long
-BATCH = 25  # children per test, two at a time
-MUTEX, COUNTS = 128, 192  # offsets of the lock, and of the fields that it protects, in the header
+CASES, FEW = 400, 25  # number of cases with --long, and without
+BATCH = 25  # number of children per test; two run at a time
+MUTEX, COUNTS = 128, 192  # offsets in the header: of the lock, and of the fields that it protects
 RECORDS, RECORD = 1_856, 448  # offset of the first redo record, and the distance between two records
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
@@ -53,7 +53,7 @@ ERRORS = (
 
 
 class Memory:
-    """Memory of a channel, as a stray pointer could reach it."""
+    """A channel's memory, which tests access in the way a stray pointer would."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.map = mmap.mmap(channel._fd, 0)
@@ -66,16 +66,16 @@ class Memory:
         struct.pack_into("<Q", self.map, at, value % 2**64)
 
     def sessions(self) -> list[int]:
-        """Return the offsets of the records of this process's ports. Their second word is the pid."""
+        """Return the offsets of this process's session records, whose second word is the pid."""
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Return the offset of the slots. The last slots are used first."""
+        """Return the offset of the last slots, which are used first."""
         return self.length - 24 * SLOT
 
 
 class Use:
-    """Channel of which every part is in use, and the calls that are made after the damage."""
+    """A channel that uses all its parts, and the calls that are made after the damage."""
 
     def __init__(self) -> None:
         self.ch: Channel[Any] = Channel(24, across="processes", max_bytes=1 << 18)
@@ -86,7 +86,7 @@ class Use:
         self.reader.get()
         self.reader.get_more()
         self.ch.get()  # leaves a free slot
-        # Two workers of an ordered stage. The second is ahead of its turn.
+        # two workers of an ordered stage; the second is ahead of its turn
         before.put_many(range(6))
         self.inputs = [before.reader() for _ in range(2)]
         self.outputs = [self.ch.writer() for _ in range(2)]
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """Return a word that has a meaning (such as an offset, a count or a flag), or a random word."""
+    """Return either a word with a meaning (such as an offset, a count or a flag) or a random word."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [
@@ -196,14 +196,14 @@ def damage_words(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_slot(chance: random.Random, memory: Memory) -> None:
-    """Damage one or more slots: next, state, size, number, kind and class, or block."""
+    """Damage the fields of one or more slots: next, state, size, number, kind and class, or block."""
     for _ in range(chance.choice([1, 1, 3])):
         slot = memory.length - SLOT * chance.randrange(1, 14)
         memory.set(slot + 8 * chance.randrange(6), some_value(chance, memory))
 
 
 def damage_bytes(chance: random.Random, memory: Memory) -> None:
-    """Write random bytes to a random range."""
+    """Write random bytes to a random range of the memory."""
     session = chance.choice(memory.sessions())
     begin = chance.choice([0, MUTEX, COUNTS, session, memory.groups_at, memory.slots(), memory.blocks_at])
     at = begin + chance.randrange(2_000)
@@ -212,7 +212,7 @@ def damage_bytes(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_record(chance: random.Random, memory: Memory) -> None:
-    """Make the owner of the lock look dead, and leave a random redo record."""
+    """Make the lock's owner appear to be dead, and leave a random redo record."""
     record = RECORDS + RECORD * chance.randrange(16)
     memory.set(record, chance.choice([1, 3, 24, 25, 2**40]))
     for entry in range(24):
@@ -222,8 +222,7 @@ def damage_record(chance: random.Random, memory: Memory) -> None:
 
 
 def damage_lock(chance: random.Random, memory: Memory) -> None:
-    """Damage the words of the lock: no owner, this thread or an invalid thread as owner, or a different
-    type."""
+    """Damage the lock: set its owner to none, this thread or an invalid thread, or change its type."""
     memory.set(
         MUTEX + 8 * chance.randrange(5),
         chance.choice(
@@ -246,7 +245,7 @@ KINDS = (damage_words, damage_slot, damage_bytes, damage_record, damage_lock)
 
 
 def one_case(number: int) -> None:
-    """Run one case in a child."""
+    """Run one case, in a child."""
     chance = random.Random(number)
     use = Use()
     memory = Memory(use.ch)
@@ -255,7 +254,7 @@ def one_case(number: int) -> None:
 
 
 def start_child(number: int) -> tuple[int, int]:
-    """Fork a child for the case, and return its pid and the descriptor of its error report."""
+    """Fork a child for one case. Return its pid, and the descriptor on which it reports errors."""
     answer, write = os.pipe()
     pid = os.fork()
     if pid:
@@ -264,7 +263,7 @@ def start_child(number: int) -> tuple[int, int]:
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)  # ends a child that hangs
+        signal.alarm(30)  # kills the child if it hangs
         one_case(number)
         code = 0
     except BaseException:
@@ -274,7 +273,7 @@ def start_child(number: int) -> tuple[int, int]:
 
 
 def outcome(number: int, pid: int, answer: int) -> str:
-    """Return what was wrong with the way the child ended, or an empty string."""
+    """Return what was wrong with how the child ended, or an empty string."""
     with open(answer, "rb") as reported:
         text = reported.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -301,7 +300,7 @@ def test_damage_breaks_the_channel_but_never_crashes_its_users(first: int) -> No
     assert not [text for text in wrong if text], "\n".join(text for text in wrong if text)
 
 
-# damage that is detected in every case
+# damage that is always detected
 
 
 def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
@@ -314,7 +313,7 @@ def damaged(change: Callable[[Memory], None]) -> Channel[Any]:
 
 
 @pytest.mark.parametrize("offset", [8, 2**63, 128 * 3])
-def test_first_item_outside_the_slots_breaks_the_channel(offset: int) -> None:
+def test_first_item_offset_outside_the_slots_breaks_the_channel(offset: int) -> None:
     ch = damaged(lambda memory: memory.set(COUNTS, offset))
     for call in (ch.get, lambda: ch.put(1), ch.get):
         with pytest.raises(Broken, match="shared memory is damaged"):
@@ -338,7 +337,7 @@ def test_payload_outside_the_memory_breaks_the_channel(word: int, value: int) ->
 
 
 @pytest.mark.parametrize(("word", "value"), [(4, 77), (4, 2**31), (6, 0xFF)])
-def test_item_of_unknown_kind_raises_in_its_reader(word: int, value: int) -> None:
+def test_item_with_unknown_kind_raises_in_the_reader(word: int, value: int) -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT + 8 * word, value))
     with pytest.raises(Broken):
         ch.get()
@@ -370,21 +369,21 @@ def test_two_open_redo_records_break_the_channel() -> None:
         ch.get()
 
 
-def test_lock_of_another_type_breaks_the_channel() -> None:
+def test_lock_with_wrong_type_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(MUTEX + 16, 5))
     with pytest.raises(Broken, match="damaged"):
         ch.get()
 
 
 @pytest.mark.parametrize("owner", [1, 2**22 + 1, threading.get_native_id()], ids=["1", "none", "mine"])
-def test_lock_with_a_false_owner_breaks_the_channel(owner: int) -> None:
+def test_lock_with_wrong_owner_breaks_the_channel(owner: int) -> None:
     ch = damaged(lambda memory: memory.set(MUTEX, owner))
     with pytest.raises(Broken, match="damaged"):
         ch.put(1)
 
 
 def test_waiting_call_raises_when_the_channel_is_damaged() -> None:
-    """One user sleeps in the channel while another user detects the damage."""
+    """One user is sleeping in a call when another user detects the damage."""
     ch: Channel[int] = Channel(1, across="processes")
     ch.put(1)
     result: list[BaseException] = []
@@ -405,7 +404,7 @@ def test_waiting_call_raises_when_the_channel_is_damaged() -> None:
     assert "damaged" in str(result[0])
 
 
-# attach to the memory
+# attaching to the memory
 
 
 CONSTANTS = ("magic", "version", "capacity", "max_bytes", "length", "groups", "groups_at", "blocks_at")
@@ -418,7 +417,7 @@ def test_invalid_header_is_rejected(word: int) -> None:
     with pytest.raises(OSError, match="not the memory of a channel"):
         _core.Channel.__init__(Channel.__new__(Channel), fd=copy, socket=-1, name="")
     os.close(copy)
-    assert ch.get() == 1  # a user that has mapped the memory keeps its own copy of the constants
+    assert ch.get() == 1  # a user that has already mapped the memory has a copy of the constants
 
 
 def test_file_of_a_different_type_is_rejected() -> None:
@@ -430,7 +429,7 @@ def test_file_of_a_different_type_is_rejected() -> None:
 
 
 def test_channel_memory_cannot_be_truncated() -> None:
-    """A truncated memory would raise SIGBUS in all its users."""
+    """Truncating the memory would raise SIGBUS in all its users."""
     ch: Channel[int] = Channel(4, across="processes")
     with pytest.raises(PermissionError):
         os.ftruncate(ch._fd, 4_096)

@@ -1,6 +1,6 @@
 """C11: a waiting call checks ten times a second whether the other processes are alive.
 
-The check makes no read system call, and uses one descriptor for each process that uses the channel.
+The check makes no read system call. It uses one descriptor for each process that uses the channel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowchan import Channel
 
 
 class Waiting:
-    """Thread that waits for an item."""
+    """A thread that waits for an item."""
 
     def __init__(self, channel: Channel[Any]) -> None:
         self.ids: list[int] = []
@@ -46,7 +46,7 @@ class Waiting:
 
 
 def take_part(channels: list[Channel[Any]], leave: Channel[Any], end: Channel[Any]) -> None:
-    """Hold a writer of each channel until ``leave`` is closed, and return when ``end`` is closed."""
+    """Hold a writer of each channel until ``leave`` is closed, and return once ``end`` is closed."""
     writers = [channel.writer() for channel in channels]
     list(leave)
     for writer in writers:
@@ -64,7 +64,7 @@ def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.checks_again(3)  # by now, the thread has opened the descriptor of the process
+    waiting.checks_again(3)  # by now, the thread has opened a descriptor for the process
     before = waiting.reads()
     waiting.checks_again(5)
     assert waiting.reads() == before
@@ -85,7 +85,7 @@ def test_one_descriptor_watches_each_process_that_uses_channels() -> None:
     for waiting in both:
         waiting.checks_again(3)
     assert pidfds() == 1
-    assert ProcessPeer(pidfds).result() == 0  # a forked child inherits none of its parent's
+    assert ProcessPeer(pidfds).result() == 0  # a forked child inherits none of its parent's pidfds
     leave.close()
     wait_until(lambda: all(channel.stats().writers == 1 for channel in channels))
     for waiting in both:
@@ -99,7 +99,7 @@ def test_one_descriptor_watches_each_process_that_uses_channels() -> None:
 
 
 def looking_for_many(channel: Channel[Any], leave: Channel[Any], end: Channel[Any]) -> tuple[int, int]:
-    """Return the number of descriptors that the checks use, and the limit of the process."""
+    """Return the number of descriptors that the checks use, and the process's descriptor limit."""
     most = max(int(number) for number in os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     children = []

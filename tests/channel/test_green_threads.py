@@ -1,4 +1,4 @@
-"""A program whose threads gevent or eventlet has replaced gets an error, where a put would block for good."""
+"""Programs with green threads (gevent, eventlet) get an error, because a put could block forever."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ PATCHERS = [("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_mon
 
 
 def patch(monkeypatch: pytest.MonkeyPatch, module: str, function: str, patched: tuple[str, ...]) -> None:
-    """Pretend that the library has patched these modules."""
+    """Pretend that the library has patched the modules in ``patched``."""
     stand_in: Any = SimpleNamespace(**{function: lambda name: name in patched})
     monkeypatch.setitem(sys.modules, module, stand_in)
 
 
 @pytest.mark.parametrize(("module", "function"), PATCHERS)
-def test_channel_of_threads_is_refused_with_green_threads(
+def test_threads_channel_raises_with_green_threads(
     module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch(monkeypatch, module, function, ("thread", "threading"))
@@ -30,14 +30,14 @@ def test_channel_of_threads_is_refused_with_green_threads(
 
 
 @pytest.mark.parametrize(("module", "function"), PATCHERS)
-def test_channel_is_allowed_if_the_library_leaves_threads_alone(
+def test_channel_is_allowed_if_the_library_does_not_patch_threads(
     module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch(monkeypatch, module, function, ("socket",))
     assert Channel[int]().stats().inside == 0
 
 
-def test_run_is_refused_with_green_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_raises_with_green_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = Graph("green")
     graph.source([1]).sink(abs)
     patch(monkeypatch, *PATCHERS[0], ("thread", "threading"))

@@ -1,7 +1,6 @@
-"""Python code that runs when an item of a channel between threads is released.
+"""Test Python code that runs when a ``threads`` channel releases an item.
 
-A destructor may use the port that had leased the item. The garbage collector may visit the items that a port
-has leased at any time.
+A destructor may use the port that leased the item. The garbage collector may visit leased items at any time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def numbers(ch):
 
 
 def test_closing_port_releases_its_items_before_their_destructors_run():
-    """A destructor may run the garbage collector, which must not visit items that were already released."""
+    """A destructor may run the garbage collector, which must not visit items that have been released."""
     found = []
 
     class Looks:
@@ -46,7 +45,7 @@ def test_closing_port_releases_its_items_before_their_destructors_run():
 
 
 class Stage:
-    """Object in a reference cycle, as objects with callbacks often are."""
+    """An object in a reference cycle, like many objects that have callbacks."""
 
     def __init__(self, ch):
         self.into = ch.reader()
@@ -55,7 +54,7 @@ class Stage:
 
 
 def test_item_leased_by_a_collected_port_returns_intact():
-    """C4: the item was not finished. The collector clears every object in the cycle, even a returned item."""
+    """C4: an unfinished item returns, although the collector clears the cycle that contains it."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))
@@ -88,7 +87,7 @@ def test_port_inside_its_own_leased_item_is_freed():
 
 
 def test_destructor_of_a_leased_item_may_use_its_port():
-    """The destructor's ``get`` finishes the earlier items, as always, and its own item is leased."""
+    """The destructor's ``get`` finishes the earlier items, as every ``get`` does, and leases its own item."""
     got = []
 
     class GetsAnother(Item):
@@ -114,7 +113,7 @@ def test_destructor_of_a_leased_item_may_use_its_port():
 
 
 def test_select_puts_the_original_item_if_its_list_changes():
-    """The pairs are lists, so the caller may change them."""
+    """The pairs are lists, which the caller may change during the call."""
     ch = Channel(1)
     ch.put("full")
     pair = [ch, Item(1)]

@@ -1,4 +1,4 @@
-"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and a mapping must start at the start of a page."""
+"""Kernels for aarch64 have pages of 4, 16 or 64 KB, and a mapping must begin at the start of a page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LARGEST = 1 << 16
 
 
 def mapped_from() -> set[int]:
-    """Return the offsets at which this process's mappings of channel memory start."""
+    """Return the offsets at which this process's mappings of channel memory begin."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return {int(line.split()[2], 16) for line in maps if "memfd:flowchan" in line}
 
 
 class Writable:
-    """Item that arrives as writable bytes, which have their own mapping."""
+    """An item that arrives as writable bytes, which have their own mapping."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,7 +29,7 @@ class Writable:
 
 
 def test_channel_mappings_are_aligned_to_64_kb() -> None:
-    """Check slots and blocks that grow, and writable bytes."""
+    """Check slots, blocks and writable bytes while the channel grows."""
     channel: Channel[Any] = Channel(5000, across="processes")
     for count in (100, 1000, 4000):
         channel.put_many(range(count))

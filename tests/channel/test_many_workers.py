@@ -1,7 +1,7 @@
-"""C8: of the many workers of a stage, only as many run as are needed, and the others sleep.
+"""C8: only as many of a stage's many workers run as are needed, and the others sleep.
 
-If an ordered stage cannot pass its outputs on, a few workers hold an output, and the others take no items.
-When there is room again, all of them continue.
+If an ordered stage cannot pass its outputs on, a few workers hold one output each, and the others take no
+items. When there is room again, all workers continue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CROWD = 2
 
 
 def work(into: Any, out: Any, go: threading.Event) -> None:
-    """Work like a ``map`` worker. The worker with item 0 holds up the others until ``go`` is set."""
+    """Work like a ``map`` worker. The worker that has item 0 holds up the others until ``go`` is set."""
     try:
         while True:
             item = into.get()
@@ -49,8 +49,8 @@ def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, singl
     for thread in threads:
         thread.start()
     wait_blocked(after, writers=WORKERS - 1)
-    # the worker that holds up the others, the parked outputs, and the outputs that wait for room
     assert after.stats().items_out == 0
+    # item 0, the items whose outputs are parked, and those whose outputs are waiting for room
     taken = before.stats().items_out
     assert capacity <= taken <= capacity + CROWD
     before.close()
@@ -94,7 +94,7 @@ def test_worker_waiting_for_room_raises_when_the_channel_breaks() -> None:
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
 def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
-    """One worker takes all items if all workers are waiting at each item; in a ring, its rank is low.
+    """If all workers are waiting whenever an item comes, one of them takes all; in a ring, its rank is low.
 
     Plain readers take turns.
     """
@@ -128,8 +128,7 @@ def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) ->
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
 def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
-    """Each reader that takes an item and leaves one wakes the next. No reader runs while this test has the
-    GIL."""
+    """Each reader that takes an item wakes the next. No reader can run while this test holds the GIL."""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     channel: Channel[int] = Channel(across="processes")
     taken: list[int] = []
@@ -152,8 +151,8 @@ def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_reader_at_the_end_sleeps_while_other_leases_end(across: Any) -> None:
-    """Each end of a lease used to wake all readers, which took a time quadratic in their number."""
+def test_reader_of_closed_channel_sleeps_until_all_leases_end(across: Any) -> None:
+    """If each finished lease woke all readers, that would take quadratic time."""
     channel: Channel[int] = Channel(WORKERS, across=across)
     turns = [threading.Event() for _ in range(WORKERS)]
     switches: list[int] = []

@@ -1,4 +1,4 @@
-"""A writer of large items that outpaces its readers waits a short time for recycled memory."""
+"""A writer of large items that outpaces its readers waits briefly for recycled memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
     assert channel.stats().write_wait == 0
 
 
-def test_wait_for_unreturned_memory_is_short_and_happens_once() -> None:
-    """Later puts do not wait until readers have finished more items."""
+def test_put_waits_briefly_and_once_for_unreturned_memory() -> None:
+    """After one wait, later puts do not wait until readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []
     kept = []
     for _ in range(2):
         channel.put(ITEM)
-        kept.append(channel.get())  # an array views its memory, so the memory cannot be recycled
+        kept.append(channel.get())  # the array is a view of its memory, which therefore cannot be recycled
         for _ in range(2):
             channel.put(ITEM)
             waits.append(channel.stats().write_wait)

@@ -1,6 +1,6 @@
-"""Threads share a port, an item or a loan without the protection of a GIL.
+"""Threads share a port, an item or a loan, without a GIL that protects it.
 
-Any Python can run these tests, but they show more on a free-threaded build (``make test-pythons``).
+The tests run on any Python, but they show more on a free-threaded build (``make test-pythons``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ free_threaded = pytest.mark.skipif(
 
 
 def at_once(*functions: Callable[[], object]) -> None:
-    """Run each function in a thread, start them at the same time, and raise their errors."""
+    """Run each function in its own thread, start all at the same time, and raise their errors."""
     together = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -50,7 +50,7 @@ def at_once(*functions: Callable[[], object]) -> None:
 
 @free_threaded
 def test_importing_flowchan_keeps_the_gil_disabled() -> None:
-    """Importing and running a graph must not enable the GIL: the core and all its imports declare support."""
+    """Neither importing flowchan nor running a graph may enable the GIL."""
     code = """if True:
         import sys
         from flowchan import Graph
@@ -112,8 +112,7 @@ def test_port_closed_while_threads_read_takes_no_more_items() -> None:
 
 
 def test_an_item_may_change_while_it_is_put() -> None:
-    """For ``max_bytes``, put estimates the size of a list, a dict and an object while other threads change
-    them."""
+    """With ``max_bytes``, a put estimates the size of the item while other threads change it."""
 
     class Thing:
         pass
@@ -179,7 +178,7 @@ def test_graph_on_threads_keeps_order_and_counts() -> None:
 
 
 def test_running_event_loop_can_be_inspected() -> None:
-    """The supervisor of a run inspects the loop when it looks for deadlocks."""
+    """When a run's supervisor looks for deadlocks, it inspects the loop."""
     channel, over = Channel[int](), threading.Event()
 
     def count_items() -> None:

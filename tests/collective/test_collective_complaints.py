@@ -20,7 +20,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torchtitan#1790, returnn#1484": (
         "the other ranks hang after one has died",
         (
-            "native/test_group_walk.py::test_survivors_agree_after_a_death_at_any_point",
+            "native/test_group_walk.py::test_survivors_agree_when_members_die_at_any_point",
             "collective/test_linked_groups.py::test_death_raises_on_all_hosts",
         ),
     ),

@@ -28,13 +28,13 @@ KINDS = {"thread": ThreadPeer, "process": ProcessPeer, "host": HostPeer}
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "copying: only over transports that copy items")
     config.addinivalue_line("markers", "other_process: only with peers in another process")
-    config.addinivalue_line("markers", "one_machine(why): not with peers on another host")
-    config.addinivalue_line("markers", "not_hosts(why): not over channels across hosts")
+    config.addinivalue_line("markers", "one_machine(why): do not run the test with peers on another host")
+    config.addinivalue_line("markers", "not_hosts(why): do not run the test on channels across hosts")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _impatient() -> Iterator[None]:
-    """Shorten the peer timeout. A dead remote process counts as dead after 1.5 times the timeout."""
+    """Shorten the peer timeout. A dead remote process is detected after 1.5 times this timeout."""
     serve(peer_timeout=5)
     yield
     serve()
@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Factory:
-    """Make channels of one transport and remember them."""
+    """Makes channels of one transport, and remembers them."""
 
     def __init__(self, transport: Transport) -> None:
         self._medium = transport
@@ -84,7 +84,7 @@ class Factory:
 
 @pytest.fixture
 def make(transport: Transport) -> Iterator[Factory]:
-    """Yield the factory ``make(capacity=64, **options)`` of one transport."""
+    """Yield the factory ``make(capacity=64, **options)`` for one transport."""
     factory = Factory(transport)
     yield factory
     factory.forget()
@@ -92,8 +92,7 @@ def make(transport: Transport) -> Iterator[Factory]:
 
 @pytest.fixture
 def spawn_peer(make: Factory, peer_kind: str) -> Iterator[Callable[..., Peer]]:
-    """Yield ``spawn_peer(function, *args)``, which starts a peer. Peers left over by a failed test are
-    ended."""
+    """Yield ``spawn_peer(function, *args)``, which starts a peer, and end peers that a failed test left."""
     peers: list[Peer] = []
 
     def spawn(function: Callable[..., Any], *args: Any) -> Peer:
@@ -126,7 +125,7 @@ def make_gate() -> Iterator[Callable[[int], Gate]]:
 
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch, by_fork: None) -> Iterator[None]:
-    """Replace the device state of this process and its workers by an empty state with a file-based device."""
+    """Reset the device state of this process and its workers, and give them a device made of files."""
     from fake_device import FAKE
 
     from flowchan.transport.device import transfer

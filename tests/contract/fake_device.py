@@ -1,9 +1,9 @@
-"""Device made of shared files, to test the protocol of device tensors on machines without a real device.
+"""A fake device made of shared files, to test the protocol for device tensors on machines without a GPU.
 
-Its memory is a memfd. Other processes map the memfd through the owner's ``/proc/<pid>/fd``, so only while the
-owner is alive. Each process has one stream per device. Enqueued work runs at once, unless the test holds the
-stream, or the stream waits for an event. Held work continues at the next call that checks it. Every relevant
-call is counted.
+Its memory is a memfd. Other processes map the memfd through the owner's ``/proc/<pid>/fd``, which works only
+while the owner is alive. Each process has one stream per device. Enqueued work runs immediately, unless the
+test is holding the stream, or the stream is waiting for an event. Held work continues at the next call that
+checks it. Every relevant call is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_EVENTS = 4096
 
 
 class Memory:
-    """Memory of a file, mapped."""
+    """A mapped file."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -56,14 +56,15 @@ class Memory:
 
 
 class Event:
-    """Event made of two shared numbers: how often it was recorded, and the last record that was reached."""
+    """An event made of two shared numbers: how often it was recorded, and the last record that was
+    completed."""
 
     def __init__(self, numbers: Any, memory: Memory | None = None) -> None:
         self.numbers, self.memory = numbers, memory
 
 
 class Stream:
-    """Enqueued work, in order."""
+    """A queue of work, which runs in order."""
 
     def __init__(self) -> None:
         self.work: deque[Callable[[], bool | None]] = deque()
@@ -82,7 +83,7 @@ class Stream:
 
 
 class FakeTensor:
-    """Array on a fake device."""
+    """An array on a fake device."""
 
     def __init__(self, array: Any, device: str = "fake-A") -> None:
         self.array, self.device = np.array(array), device
@@ -91,7 +92,7 @@ class FakeTensor:
         FAKE.stream(self.device).add(lambda: self.array.fill(value))
 
     def numpy(self) -> Any:
-        """Wait for the device, as a read by the host would, and return the array."""
+        """Wait for the device, as a host read would, and return the array."""
         FAKE.wait_for(self.device)
         return self.array
 
@@ -105,7 +106,7 @@ class FakeDevice:
         self.full = False
 
     def begin_anew(self) -> None:
-        """Reset the state for a new test or in a forked child."""
+        """Reset the state, for a new test or in a forked child."""
         self.counts: Counter[str] = Counter()
         self.streams: dict[str, Stream] = {}
         self.event_memory: Memory | None = None
@@ -115,7 +116,7 @@ class FakeDevice:
 
     @contextmanager
     def held(self, device: str = "fake-A") -> Iterator[None]:
-        """Hold back work that is enqueued in the block until the block ends."""
+        """Hold back work that is enqueued within the block, until the block ends."""
         self.stream(device).held = True
         yield
         self.stream(device).held = False

@@ -112,7 +112,7 @@ def test_nested_arrays_and_tensors_arrive(make):
     "bytes_like", [b"x" * LARGE, bytearray(b"x" * LARGE), memoryview(b"x" * LARGE), memoryview(b"")]
 )
 def test_bytes_like_objects_keep_their_type(make, bytes_like):
-    """Bytes own their memory, so they are copied. A memory view of them is read in place."""
+    """Bytes own their memory, so they are copied. A memory view of bytes is read in place."""
     ch = make(1)
     ch.put(bytes_like)
     arrived = ch.get()
@@ -151,7 +151,7 @@ def test_c13_memory_view_with_unsupported_format_raises(make, dtype):
 
 @pytest.mark.copying
 def test_c13_a_memory_view_of_pairs_raises(make):
-    """Each letter of the format would be supported alone."""
+    """Each letter of the format is supported, but not their combination."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
     with pytest.raises(TypeError, match="memoryview of format 'bB'"):
@@ -170,7 +170,7 @@ def _freed() -> torch.Tensor:
     "make_tensor", [_freed, lambda: torch._efficientzerotensor(LARGE)], ids=["freed", "never there"]
 )
 def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
-    """The tensor must arrive as pickle makes it, or be refused."""
+    """The tensor must either arrive as it would with pickle, or raise."""
     ch = make(2)
     with contextlib.suppress(TypeError, NotImplementedError, RuntimeError):
         ch.put(make_tensor())
@@ -180,7 +180,7 @@ def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
 
 
 @pytest.mark.copying
-def test_array_or_tensor_twice_in_an_item_arrives_as_one(make):
+def test_array_used_twice_in_an_item_arrives_as_one_array(make):
     ch = make(1)
     array, tensor = np.arange(LARGE), torch.arange(LARGE)
     ch.put([array, array, tensor, tensor])
@@ -189,7 +189,7 @@ def test_array_or_tensor_twice_in_an_item_arrives_as_one(make):
     assert third is fourth
 
 
-def test_threads_see_an_in_place_change_on_both_sides():
+def test_in_place_change_is_visible_on_both_sides_between_threads():
     ch = Channel(1)
     sent = [np.zeros(LARGE), torch.zeros(LARGE)]
     ch.put(sent)
@@ -198,12 +198,12 @@ def test_threads_see_an_in_place_change_on_both_sides():
     assert sent[0][0] == sent[1][0] == 5
 
 
-# --- Writes by the receiver, and the return of blocks ---
+# --- Writes by the receiver, and how blocks return ---
 
 
 @pytest.mark.copying
 def test_writes_to_a_received_tensor_stay_private(make):
-    """C11: if a leased item was changed and returned, the next reader gets it intact."""
+    """C11: if a leased item was changed and returned, the next reader gets the original data."""
     ch = make(2)
     ch.put(torch.zeros(LARGE))
     reader = ch.reader()
@@ -237,8 +237,8 @@ def test_a_block_returns_with_its_last_view(make):
 
 
 @pytest.mark.copying
-def test_blocks_are_reused(make):
-    """C2: a long stream of large items takes no more memory than a few of the items."""
+def test_blocks_are_reused_for_later_items(make):
+    """C2: a long stream of large items uses no more memory than a few of these items."""
     ch = make(1, max_bytes=3 * 8 * LARGE)
     for number in range(100):
         ch.put(np.full(LARGE, number))
@@ -248,7 +248,7 @@ def test_blocks_are_reused(make):
 
 @pytest.mark.copying
 def test_views_stay_valid_after_their_port_and_channel(make):
-    """A finished item stays unchanged for a reader that keeps it."""
+    """If a reader keeps a finished item, its data does not change."""
     ch = make(4)
     kept = []
     with ch.writer() as out, ch.reader() as reader:
@@ -263,8 +263,8 @@ def test_views_stay_valid_after_their_port_and_channel(make):
 
 
 @pytest.mark.copying
-def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
-    """Once the kept arrays would fill the memory, new ones arrive as copies."""
+def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
+    """Once the kept arrays would fill the memory, new arrays arrive as copies."""
     ch = make(4, max_bytes=4 * 8 * LARGE)
     kept = []
     for number in range(30):
@@ -278,9 +278,9 @@ def test_reader_that_keeps_all_arrays_blocks_no_writer(make):
 
 @pytest.mark.copying
 def test_items_of_different_sizes_fit_between_kept_blocks(make):
-    """Free blocks are divided again, even if blocks between them stay in use.
+    """Free memory is divided into blocks again, even if blocks in between are still in use.
 
-    Room is kept for the largest item.
+    There is always room for the largest item.
     """
     ch = make(64, max_bytes=2_000_000)
     kept = []
@@ -296,8 +296,8 @@ def test_items_of_different_sizes_fit_between_kept_blocks(make):
 
 
 @pytest.mark.copying
-def test_error_without_room_names_the_holders(make):
-    """The error of a put without room reports what fills the channel, and which processes keep blocks."""
+def test_put_without_room_raises_an_error_that_names_the_holders(make):
+    """If a put finds no room, its error reports what fills the channel, and which processes keep blocks."""
     ch = make(2, max_bytes=10 * 8 * LARGE)
     ch.put(np.zeros(LARGE))
     kept = ch.get()
@@ -312,7 +312,7 @@ def test_error_without_room_names_the_holders(make):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
-@pytest.mark.one_machine("a remote process has its own rings, and their blocks")
+@pytest.mark.one_machine("a remote process has its own rings and blocks")
 def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)
@@ -322,7 +322,7 @@ def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
     peer.kill()
     peer.join()
     ch.close()
-    items = list(ch)  # waits for the item of the process that died
+    items = list(ch)  # includes the item of the process that died
     assert len(items) == (2 if port else 1)
     del items
     wait_until(lambda: ch.stats().holders == (), what=ch.stats)
@@ -338,7 +338,7 @@ def _keep_two(ch: Channel, taken: Channel, port: bool) -> None:
 
 
 def _fork_and_end(ch: Channel, requests: Channel, answers: Channel) -> None:
-    """Give the received item to a child that outlives this process."""
+    """Pass the received item to a child that outlives this process."""
     array = ch.get()
     if os.fork() == 0:
         _read_again(array, requests, answers)
@@ -353,7 +353,7 @@ def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
     parent = spawn_peer(_fork_and_end, ch, requests, answers)
     assert answers.get() == 5 * LARGE
     assert parent.join() == 0
-    ch.stats()  # detects dead processes
+    ch.stats()  # this call detects dead processes
     for _ in range(10):
         ch.put(np.full(LARGE, 6))
         assert ch.get()[0] == 6
@@ -364,7 +364,7 @@ def test_forked_child_keeps_views_after_its_parent_has_ended(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_forked_child_keeps_the_views_of_its_parent(make, spawn_peer):
-    """The parent may release its view, and the channel may continue; the child's view must stay unchanged."""
+    """The parent may release its view, and the channel may continue, but the child's view must not change."""
     ch, requests, answers = make(1), make(1), make(1)
     ch.put(np.full(LARGE, 5))
     arrived = ch.get()
@@ -390,11 +390,11 @@ def _put_tensors(ch: Channel, count: int) -> None:
     for number in range(count):
         ch.put(torch.full((LARGE,), number))
     ch.flush()
-    os._exit(0)  # at once, as abrupt as an exit can be
+    os._exit(0)  # exits without any cleanup
 
 
 @pytest.mark.other_process
-def test_c12_producer_that_exits_after_its_put_loses_nothing(make, spawn_peer):
+def test_c12_producer_that_exits_after_its_put_loses_no_item(make, spawn_peer):
     ch = make(4)
     peer = spawn_peer(_put_tensors, ch, 4)
     assert peer.join() == 0
@@ -406,7 +406,7 @@ def _get_one(ch: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_c12_a_consumer_that_exits_early_loses_nothing(make, spawn_peer):
+def test_c12_consumer_that_exits_early_loses_no_item(make, spawn_peer):
     ch = make(4)
     for number in range(4):
         ch.put(torch.full((LARGE,), number))

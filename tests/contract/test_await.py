@@ -1,8 +1,7 @@
 """C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport.
 
-A cancelled call has taken and put nothing, a wait occupies no thread, and the event loop keeps running.
-Whether a blocked await costs CPU time cannot be tested without a clock. It sleeps in the same call as
-``select``.
+A cancelled call has taken and put nothing, a wait occupies no thread, and the event loop keeps running. These
+tests cannot measure whether a blocked await uses CPU time; it sleeps in the same call as ``select``.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ def run(coroutine):
 
 
 async def until(condition):
-    """Wait for the condition while the loop keeps running."""
+    """Wait for a condition while the loop keeps running."""
     while not condition():
         await asyncio.sleep(0)
 
 
 async def blocked(channel, readers=0, writers=0):
-    """Wait until the given numbers of readers and writers are waiting in the channel."""
+    """Wait until these numbers of readers and writers are waiting in the channel."""
 
     def reached():
         stats = channel.stats()
@@ -51,7 +50,7 @@ async def blocked(channel, readers=0, writers=0):
 
 
 def test_aput_and_aget_pass_items(make):
-    """C1, C9: without waiting."""
+    """C1, C9: neither call has to wait."""
 
     async def main():
         ch = make()
@@ -107,7 +106,7 @@ def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
 
 
 def test_coroutines_pass_items_through_a_full_channel(make):
-    """C2, C9: both ends run in one loop, with capacity 1."""
+    """C2, C9: both coroutines run in one loop, and the capacity is 1."""
 
     async def main():
         ch = make(1)
@@ -276,7 +275,7 @@ def test_a_timeout_around_aget_takes_nothing(make):
 
 
 def test_call_cancelled_after_its_wake_up_wakes_the_next(make):
-    """C8, C9: the item had woken the cancelled call, so the other reader must get the item."""
+    """C8, C9: an item has woken the cancelled call, so another reader must get the item."""
 
     async def main():
         for _ in range(50):
@@ -313,7 +312,7 @@ def test_cancelled_call_passes_its_wake_up_to_a_thread(make):
 
 
 def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
-    """C9: readers are cancelled repeatedly while items are put; every item must arrive exactly once."""
+    """C9: readers are cancelled repeatedly while items are put, and every item must arrive exactly once."""
     ch, writers, each = make(4), 2, 700
     taken = []
 
@@ -326,7 +325,7 @@ def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
             try:
                 taken.append(await task)
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling():  # if the test fails, the reader must end
+                if asyncio.current_task().cancelling():  # so that the reader ends if the test fails
                     raise
             except Drained:
                 return
@@ -343,7 +342,7 @@ def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
 
 
 def test_many_cancelled_aputs_put_each_item_once(make):
-    """C9: a cancelled call reports correctly whether it put its item."""
+    """C9: a cancelled call reports correctly whether it has put its item."""
     ch, put = make(2), []
 
     async def write(number):
@@ -375,8 +374,7 @@ def test_many_cancelled_aputs_put_each_item_once(make):
 
 
 def test_500_concurrent_waits_share_few_threads(make):
-    """C9: the waits are spread over a hundred channels; each item then wakes one of its channel's five
-    waiters."""
+    """C9: the waits are spread over a hundred channels, and each item wakes one of five waiters."""
 
     async def main():
         channels = [make() for _ in range(100)]
@@ -390,7 +388,7 @@ def test_500_concurrent_waits_share_few_threads(make):
         assert Counter(await asyncio.gather(*tasks)) == dict.fromkeys(range(100), 5)
         return threads
 
-    assert run(main()) <= 4  # 127 waits each
+    assert run(main()) <= 4  # each thread handles 127 waits
 
 
 def test_two_loops_wait_in_the_same_channel(make):
@@ -418,8 +416,7 @@ def test_two_loops_wait_in_the_same_channel(make):
 
 
 def test_event_loop_may_be_closed_while_a_call_waits(make):
-    """C8, C9: the loop's thread ends, its waiters are no longer counted, and other readers can get the
-    item."""
+    """C8, C9: when the loop's thread ends, its waiters no longer count, and other readers get the item."""
     ch = make()
     loop = asyncio.new_event_loop()
     task = loop.create_task(ch.aget())
@@ -433,7 +430,7 @@ def test_event_loop_may_be_closed_while_a_call_waits(make):
 
 
 def test_closed_event_loop_is_freed(make):
-    """C9, C12: flowchan keeps no reference to a closed loop, whatever was waiting in it."""
+    """C9, C12: flowchan keeps no reference to a closed loop, even if calls were waiting in it."""
     ch = make()
 
     async def main():
@@ -469,7 +466,7 @@ def test_watcher_thread_ends_when_idle(make, monkeypatch):
 
 
 def test_forked_child_awaits_in_a_new_loop():
-    """C9: the parent's loop is waiting at the time of the fork."""
+    """C9: the parent's loop is waiting when the process forks."""
     ch, answer = Channel(across="processes"), Channel(across="processes")
 
     def child():

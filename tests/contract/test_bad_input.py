@@ -1,4 +1,4 @@
-"""Bad input raises an error that names the argument, the value and the allowed values.
+"""Invalid arguments raise an error that names the argument, its value and the allowed values.
 
 C13: an item that cannot be serialised raises in put. The error names the part, and the channel is unchanged.
 """
@@ -21,7 +21,7 @@ UNPICKLABLE = (TypeError, ValueError, AttributeError, pickle.PicklingError)
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2.0, "8", True])
-def test_capacity_must_be_an_int_of_at_least_1(make, capacity):
+def test_capacity_must_be_a_positive_int(make, capacity):
     with pytest.raises(MISUSE, match=rf"capacity.*{re.escape(repr(capacity))}") as caught:
         make(capacity)
     assert "1" in str(caught.value)
@@ -36,7 +36,7 @@ def test_error_of_capacity_0_names_an_alternative(make):
 
 
 def test_capacity_none_between_processes_raises():
-    """C2: between processes, items take shared memory."""
+    """C2: between processes, items use shared memory."""
     ch = Channel(None)
     assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
     for number in range(100_000):
@@ -51,7 +51,7 @@ def test_capacity_none_between_processes_raises():
 
 
 def test_capacity_beyond_the_limit_raises(make):
-    """The message is the usual one; no OverflowError is raised."""
+    """The message has the usual form, and is not an OverflowError."""
     with pytest.raises(ValueError, match="capacity"):
         make(1 << 70)
 
@@ -65,14 +65,14 @@ def test_unknown_transport_raises(across):
 
 
 @pytest.mark.parametrize("max_bytes", [0, -5, 1.5, "1k", True])
-def test_max_bytes_must_be_an_int_of_at_least_1(make, max_bytes):
+def test_max_bytes_must_be_a_positive_int(make, max_bytes):
     with pytest.raises(MISUSE, match=rf"max_bytes.*{re.escape(repr(max_bytes))}"):
         make(1, max_bytes=max_bytes)
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, "1", True])
 @pytest.mark.parametrize("call", ["put", "put_many", "get", "get_many"])
-def test_timeout_must_be_a_number_of_at_least_0(make, call, timeout):
+def test_timeout_must_be_a_non_negative_number(make, call, timeout):
     """The error does not depend on whether the call would wait, and the channel is unchanged."""
     ch = make(2)
     ch.put("inside")
@@ -88,7 +88,7 @@ def test_timeout_must_be_a_number_of_at_least_0(make, call, timeout):
 
 
 @pytest.mark.parametrize("most", [0, -1, "3", 1.0, True])
-def test_get_many_rejects_max_below_1_or_not_int(make, most):
+def test_get_many_rejects_max_that_is_not_a_positive_int(make, most):
     ch = make()
     ch.put("inside")
     with pytest.raises(MISUSE, match=rf"max.*{re.escape(repr(most))}"):
@@ -108,8 +108,8 @@ def test_unknown_keyword_argument_raises(make):
         make(1, maxsize=3)
 
 
-def test_put_many_raises_the_error_of_its_iterable(make):
-    """The items put before it stay, and the channel still works."""
+def test_put_many_raises_the_error_from_its_iterable(make):
+    """The items that were put earlier remain, and the channel still works."""
     ch = make()
 
     def broken():
@@ -123,7 +123,7 @@ def test_put_many_raises_the_error_of_its_iterable(make):
 
 
 def test_item_larger_than_max_bytes_raises_at_once(make):
-    """This also holds for a full channel, where the put would otherwise wait."""
+    """This includes a full channel, in which other puts would wait."""
     ch = make(1, max_bytes=100_000)
     for _ in range(2):
         with pytest.raises(ValueError, match="max_bytes") as caught:
@@ -172,7 +172,7 @@ def holder_of_a_lock():
     ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
 )
 def test_put_of_an_unpicklable_item_names_the_part(make, item, part):
-    """C13: this holds for every way to put, and the channel is unchanged."""
+    """C13: this holds for every method that puts, and the channel is unchanged."""
     ch = make(2)
     ch.put("before")
     for put in (ch.put, ch.put_nowait, lambda item: ch.put_many([item])):
@@ -211,7 +211,7 @@ def fail_to_build():
 
 @pytest.mark.copying
 def test_error_raised_by_pickling_an_item_is_chained(make):
-    """C13: the put raises the user's exception, or another exception that is chained to it."""
+    """C13: the put raises the user's exception, or one that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())

@@ -1,6 +1,6 @@
-"""C14: a channel can be put into another channel that spans at most as far.
+"""C14: a channel can be put into another channel whose transport does not reach farther.
 
-Dropped channels and unread items are freed.
+Channels that were dropped and items that were never read are freed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_a_channel_received_through_a_channel_is_the_same_channel(make):
 
 
 def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
-    """C14: request and reply."""
+    """C14: a peer sends its reply through a channel that was part of the request."""
     requests = make()
 
     def serve():
@@ -48,7 +48,7 @@ def test_a_peer_can_reply_through_a_received_channel(make, spawn_peer):
     server.result()
 
 
-@pytest.mark.not_hosts("its owner ends as soon as it has received the items")
+@pytest.mark.not_hosts("the channel's owner ends as soon as it has received the items")
 def test_channel_made_by_a_peer_works_after_it_was_sent(make, spawn_peer, transport):
     """C14: a channel that another process made works in both directions."""
     carrier = make(1)
@@ -77,7 +77,7 @@ def test_peer_closes_a_sent_channel_while_the_sender_waits(make, spawn_peer):
 
 
 def test_channels_can_be_nested_in_items(make):
-    """C14: inside tuples, lists and dicts."""
+    """C14: a channel can be inside tuples, lists and dicts."""
     carrier, sent = make(), make()
     carrier.put({"replies": [sent, sent], "pair": (sent, 1)})
     item = carrier.get()
@@ -99,7 +99,7 @@ def test_a_channel_can_be_sent_twice(make):
 def test_channel_passes_through_many_processes(make, spawn_peer):
     """C14: the channel passes through several channels and returns to the process that made it.
 
-    Each sender has ended before the next process receives.
+    Each sender has ended before the next process receives the channel.
     """
     hops = [make(1) for _ in range(4)]
     sent = make()
@@ -112,8 +112,7 @@ def test_channel_passes_through_many_processes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_a_threads_channel_cannot_be_sent_to_another_process(make):
-    """C14: a put into a carrier that spans farther raises, names the item, and leaves the carrier
-    unchanged."""
+    """C14: a put into a channel that reaches farther raises, names the item, and has no other effect."""
     carrier = make()
     for item in (Channel(across="threads"), {"reply": Channel(across="threads")}):
         with pytest.raises((TypeError, ValueError), match="threads") as caught:
@@ -124,14 +123,14 @@ def test_a_threads_channel_cannot_be_sent_to_another_process(make):
 
 @pytest.mark.copying
 def test_a_processes_channel_can_be_put_into_a_threads_channel(make):
-    """C14: the carrier spans less far, and passes the object itself."""
+    """C14: a ``threads`` channel passes the object itself."""
     carrier, sent = Channel(across="threads"), make()
     carrier.put(sent)
     assert carrier.get() is sent
 
 
 def test_a_channel_can_be_put_into_itself(make):
-    """C14: such an item is useless, but must not hang."""
+    """C14: such an item is useless, but the put must not hang."""
     ch = make()
     ch.put(ch)
     arrived = ch.get()
@@ -140,7 +139,7 @@ def test_a_channel_can_be_put_into_itself(make):
 
 
 class Cause(Exception):
-    """Item type that supports weak references."""
+    """An item type that supports weak references."""
 
 
 class Item:
@@ -148,7 +147,7 @@ class Item:
 
 
 def test_items_of_a_dropped_channel_are_freed():
-    """The items are freed with the last reference to the channel."""
+    """The last reference to a channel also frees its items."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)
@@ -159,7 +158,7 @@ def test_items_of_a_dropped_channel_are_freed():
 
 
 def test_channel_keeps_no_reference_to_a_received_item():
-    """This holds for channels between threads."""
+    """This is tested for ``threads`` channels."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)
@@ -170,7 +169,7 @@ def test_channel_keeps_no_reference_to_a_received_item():
 
 
 def test_a_channel_that_contains_itself_is_collected():
-    """A reference cycle through a channel of this process must not leak."""
+    """A reference cycle through a ``threads`` channel must not leak."""
     ch = Channel(across="threads")
     item = Item()
     reference = weakref.ref(item)
@@ -191,9 +190,9 @@ def test_channel_referenced_by_its_abort_cause_is_collected():
     assert reference() is None
 
 
-@pytest.mark.not_hosts("the owner keeps a sent channel, whatever becomes of the item")
+@pytest.mark.not_hosts("the owner keeps a sent channel, even if the item is dropped")
 def test_channels_dropped_unread_keep_no_descriptor(transport):
-    """C12: many channels are filled with other channels and dropped."""
+    """C12: many channels are filled with other channels and then dropped."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         outer, inner = transport.make(4), transport.make(4)
@@ -205,7 +204,7 @@ def test_channels_dropped_unread_keep_no_descriptor(transport):
 
 
 def test_destructor_of_a_discarded_item_may_use_the_channel():
-    """Between threads, no lock is held while the destructor of a discarded item runs."""
+    """A ``threads`` channel holds no lock while the destructor of a discarded item runs."""
     ch = Channel(across="threads")
     seen = []
 

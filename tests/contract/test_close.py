@@ -1,4 +1,4 @@
-"""C3 close and C4 drain."""
+"""C3 and C4: closing a channel, and draining it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_new_channel_is_open(make):
 
 
 def test_close_may_be_called_any_number_of_times(make, spawn_peer):
-    """C3: any user may call it, and no call raises."""
+    """C3: any user may close the channel, and no call raises."""
     ch = make()
     ch.close()
     ch.close()
@@ -38,7 +38,7 @@ def test_close_may_be_called_any_number_of_times(make, spawn_peer):
 
 @pytest.mark.parametrize("put", PUTS)
 def test_put_after_close_raises_closed_and_puts_nothing(make, put):
-    """C3: the error is Closed itself; only readers get its subclass Drained."""
+    """C3: the error is Closed itself. Only readers get its subclass Drained."""
     ch = make()
     ch.put("before")
     ch.close()
@@ -85,8 +85,8 @@ def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
     assert list(ch) == ["before"]
 
 
-def test_waiting_put_many_reports_its_count_at_the_close(make, spawn_peer):
-    """C3: the error counts the items that were put, and these stay readable."""
+def test_waiting_put_many_reports_its_count_when_the_channel_closes(make, spawn_peer):
+    """C3: the error counts the items that were put, and these remain readable."""
     ch = make(2)
     peer = spawn_peer(ch.put_many, list(range(5)))
     wait_blocked(ch, writers=1)
@@ -111,7 +111,7 @@ def test_a_waiting_put_many_that_had_put_nothing_raises_closed(make, spawn_peer)
 
 
 def test_items_put_before_the_close_stay_readable(make, spawn_peer):
-    """C3: readers in any process can read them."""
+    """C3: readers in any process can read these items."""
     ch = make()
     ch.put_many(range(10))
     ch.close()
@@ -144,7 +144,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
 
 
 def test_close_wakes_both_sides(make, spawn_peer):
-    """C3: one peer's close ends readers of an empty channel and writers of a full channel."""
+    """C3: one peer's close wakes readers of an empty channel and writers of a full channel."""
     empty, full = make(1), make(1)
     full.put(0)
     reader = spawn_peer(empty.get)
@@ -190,8 +190,8 @@ def test_reading_the_last_item_succeeds(make):
         ch.get()
 
 
-def test_get_many_returns_the_last_items_before_drained(make):
-    """C4: it raises Drained only if no item is left to return."""
+def test_get_many_returns_the_last_items_before_raising_drained(make):
+    """C4: the call raises Drained only if no item is left to return."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()
@@ -201,7 +201,7 @@ def test_get_many_returns_the_last_items_before_drained(make):
 
 
 def test_iteration_ends_when_drained(make):
-    """C4: a second iteration also ends."""
+    """C4: a second iteration ends at once."""
     ch = make()
     ch.put_many(range(4))
     ch.close()
@@ -229,7 +229,7 @@ def test_an_open_empty_channel_is_not_drained(make):
 
 
 def test_readers_racing_to_the_end_get_each_item_once(make, spawn_peer):
-    """C4: each of many readers ends, and together they get each item once."""
+    """C4: all readers end, and together they get each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]
     wait_blocked(ch, readers=4)

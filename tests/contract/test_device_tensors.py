@@ -1,4 +1,4 @@
-"""Transfer of device tensors by handle, in order, and as copies, on a fake device (``fake_device``)."""
+"""Test how device tensors are transferred: by handle, in order, and as copies, on a fake device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_nested_tensors_from_two_devices_are_transferred(make, spawn_peer):
 
 
 def test_many_tensors_share_one_allocation(make):
-    """torch-ipc sent the base of the allocation along with every part of it."""
+    """torch-ipc sent the base of the allocation along with every tensor in it."""
     ch = make(64)
     for number in range(50):
         ch.put(FakeTensor(np.full(10 * number + 1, number, "u1")))
@@ -97,7 +97,7 @@ def test_receiver_does_not_see_writes_after_the_put(make):
 
 
 def test_c11_sender_does_not_see_writes_by_the_receiver(make):
-    """If a leased item was changed and returned, the next reader gets it intact."""
+    """C11: if a leased item was changed and returned, the next reader gets the original data."""
     ch = make(2)
     ch.put(FakeTensor(np.zeros(1000)))
     reader, keeper = ch.reader(), ch.reader()
@@ -115,13 +115,13 @@ def test_c11_sender_does_not_see_writes_by_the_receiver(make):
 def _put_held(ch: Channel, got: Channel) -> None:
     with FAKE.held():
         ch.put(FakeTensor(np.full(1000, 5)))
-        got.get()  # the receiver has the item, but the copy has not been made yet
+        got.get()  # the receiver has the item, but the copy was not made yet
     assert FAKE.counts["finish"] == 0
 
 
 @pytest.mark.other_process
 def test_receiver_stream_waits_for_the_senders_event(make, spawn_peer):
-    """The receiver gets its tensor before the contents exist; its work on the tensor starts after they do."""
+    """The receiver gets its tensor before the data is ready. Its work on the tensor starts afterwards."""
     ch, got = make(1), make(1)
     peer = spawn_peer(_put_held, ch, got)
     arrived = ch.get()
@@ -152,7 +152,7 @@ def test_receiver_opens_memory_once_for_many_tensors_without_waiting(make, spawn
     ch.close()
     total, peer_end = answers.get()
     assert total == 999 * 500
-    assert peer_end["open"] == 1  # 1 MB each, in an arena of 64 MB
+    assert peer_end["open"] == 1  # tensors of 1 MB share an arena of 64 MB
     assert peer_end["open event"] <= 4 * transfer.EVERY_FEW
     assert peer_end["copy out"] == 1000
     assert not {"close", "finish", "from host"} & peer_end.keys()
@@ -185,7 +185,7 @@ def test_blocks_are_reused_once_their_items_are_gone(make):
     assert kept() == 25
     reader = ch.reader()
     reader.get()
-    assert kept() == 25  # leased, so the item may return to the channel
+    assert kept() == 25  # the item is leased, so it may return to the channel
     reader.close()
     assert kept() == 24
     for _ in range(24):
@@ -238,14 +238,14 @@ def test_failed_put_keeps_no_block(make):
 
 
 def test_block_is_not_reused_before_its_write_has_finished(make):
-    """The item no longer exists, but the copy into its block has not been made."""
+    """The item is gone, but the copy into its block was not made yet."""
     ch = make(1)
     with FAKE.held():
         with pytest.raises(TypeError, match="can't send"):
             ch.put((FakeTensor(np.zeros(10)), threading.Lock()))
         ch.put(FakeTensor(np.ones(10)))
         pool = transfer._state.pools["fake"]
-        assert len(pool._back) >= 2  # put tries plain pickle first, then cloudpickle
+        assert len(pool._back) >= 2  # put tries pickle first, and then cloudpickle
     assert (ch.get().numpy() == 1).all()
     assert kept() == 0
     pool._collect()
@@ -272,7 +272,7 @@ def test_unreferenced_channel_keeps_no_blocks(make):
 
 @pytest.mark.other_process
 def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
-    """The first reader's copy has not been made yet, so that reader still holds the item."""
+    """The first reader's copy was not made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
     first, second = ch.reader(), ch.reader()
@@ -306,7 +306,8 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, copied):
-    """A leased item is delivered again, whether or not its copy was made. Otherwise the block is free."""
+    """A leased item is delivered again, whether or not its copy was made. An unleased item's block is
+    free."""
     ch, taken = make(4), make(4)
     with FAKE.held():
         ch.put(FakeTensor(np.full(10, 3)))
@@ -351,7 +352,7 @@ def test_tensor_without_shared_memory_goes_through_host_memory(make):
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_device_that_the_receiver_cannot_see_is_named(make, monkeypatch, switch):
+def test_error_names_a_device_that_the_receiver_cannot_see(make, monkeypatch, switch):
     monkeypatch.setenv("FLOWCHAN_CUDA_IPC", switch)
     ch = make(1)
     ch.put(FakeTensor(np.arange(10), "fake-A"))

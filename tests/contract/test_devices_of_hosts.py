@@ -1,6 +1,6 @@
-"""C13: device tensors are sent to another host through host memory, on fake devices (``fake_device``).
+"""C13: device tensors reach another host through host memory, and arrive on the device with the same number.
 
-They arrive on the device with the same number.
+The tests use fake devices (``fake_device``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("fake_device")
 
 
 def through_the_host():
-    """Return the number of copies to and from host memory in this process, and of device allocations."""
+    """Return this process's counts of copies to and from host memory, and of device allocations."""
     return FAKE.counts["to host"], FAKE.counts["from host"], FAKE.counts["allocate"]
 
 
 def of_another_host(*devices):
-    """Make this program see the devices of a different host."""
+    """Let this program see the devices of a different host."""
     transfer.use(FAKE)
     FAKE.seen = list(devices)
 
@@ -80,7 +80,7 @@ def test_error_of_receiver_with_fewer_devices_names_the_remedy():
 
 
 class Doubled:
-    """Worker that uses a device before its first item."""
+    """A worker that uses a device before its first item."""
 
     def __init__(self):
         of_another_host("other-A", "other-B")
@@ -91,7 +91,7 @@ class Doubled:
 
 
 def test_stages_on_hosts_forward_device_tensors(monkeypatch):
-    """Tensors go to an agent, from there to a second agent, and back."""
+    """Tensors go to an agent, from there to a second agent, and back to the program."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -149,8 +149,10 @@ def test_device_bytes_are_sent_to_a_server_and_back():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_device_tensors_are_sent_to_a_server_and_its_clients(view):
-    """Corresponds to testCUDATensor and testNoncontiguousCUDATensor. A broadcast copies to host memory
-    once."""
+    """A broadcast copies to host memory only once.
+
+    Corresponds to testCUDATensor and testNoncontiguousCUDATensor.
+    """
     outward = VIEWS[view]()
 
     def send(client):

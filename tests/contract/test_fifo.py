@@ -1,4 +1,4 @@
-"""C1 FIFO and C2 bounded: items leave in order, and a channel never holds more than its bound."""
+"""C1 and C2: items leave in FIFO order, and a channel never contains more than its bounds allow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowchan import Channel, Closed, Empty, Full
 
 
 def test_one_item_goes_in_and_comes_out(make):
-    """C1: afterwards the channel is empty."""
+    """C1: the channel is empty afterwards."""
     ch = make(1)
     ch.put(7)
     assert ch.get() == 7
@@ -28,7 +28,7 @@ def test_items_are_received_in_the_order_of_their_puts(make):
 
 
 def test_mixed_single_and_batch_calls_keep_the_order(make):
-    """C1: put, put_nowait and put_many share one order, and so do get, get_nowait, get_many and iteration."""
+    """C1: all methods that put share one order, and so do all methods that get."""
     ch = make(16)
     ch.put(0)
     ch.put_many([1, 2, 3])
@@ -43,7 +43,7 @@ def test_mixed_single_and_batch_calls_keep_the_order(make):
 
 
 def test_order_is_kept_while_the_ring_wraps_around(make):
-    """C1: sizes vary, so that the items use every part of the channel's memory."""
+    """C1: sizes vary, so that items use every part of the channel's memory."""
     ch = make(3)
     sent = [bytes([i % 251]) * (i % 97) for i in range(2_000)]
     received = []
@@ -90,7 +90,7 @@ def test_falsy_items_arrive(make):
 
 
 def test_loop_that_ends_early_leaves_later_items_in_place(make):
-    """C1: a loop that ends early loses nothing."""
+    """C1: no item is lost."""
     ch = make()
     ch.put_many(range(5))
     for item in ch:
@@ -101,7 +101,7 @@ def test_loop_that_ends_early_leaves_later_items_in_place(make):
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 64, 1_000])
 def test_channel_holds_exactly_its_capacity(make, capacity):
-    """C2: exactly ``capacity`` items fit, and the next one does not."""
+    """C2: exactly ``capacity`` items fit, and one more does not."""
     ch = make(capacity)
     assert ch.capacity == capacity
     for i in range(capacity):
@@ -124,7 +124,7 @@ def test_across_returns_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues if, and only if, there is room."""
+    """C2: the put continues as soon as there is room, and not earlier."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -136,7 +136,7 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
 
 
 def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
-    """C2: at most ``capacity`` items are inside, and all are put in the end."""
+    """C2: there are never more than ``capacity`` items inside, and all items are put in the end."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []
@@ -147,9 +147,9 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
     peer.result()
 
 
-@pytest.mark.one_machine("a remote program counts in its own copy")
+@pytest.mark.one_machine("a remote program counts in its own copy of the variable")
 def test_put_many_draws_only_items_that_fit(make, spawn_peer):
-    """C2: the iterable may be endless; at most one more item is drawn, which then waits for room."""
+    """C2: the iterable may be endless. One item at most is drawn too early, and waits for room."""
     ch = make(3)
     drawn = 0
 
@@ -182,7 +182,7 @@ def test_get_waits_for_an_item(make, spawn_peer):
 
 
 def test_get_many_waits_for_one_item_and_takes_available_ones(make, spawn_peer):
-    """C1: it never waits for a second item."""
+    """C1: the call never waits for a second item."""
     ch = make()
     ch.put_many(range(3))
     assert ch.get_many(10) == [0, 1, 2]
@@ -232,7 +232,7 @@ def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
 
 @pytest.mark.copying
 def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
-    """C2: only ``max_bytes`` limits the size of an item, not the memory that the channel has now."""
+    """C2: ``max_bytes`` limits the size of an item; the memory that the channel has now does not."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])

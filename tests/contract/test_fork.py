@@ -1,6 +1,6 @@
-"""Fork safety: a channel in a forked child works, or raises at once with the reason.
+"""Fork safety: in a forked child, a channel works, or raises at once and gives the reason.
 
-This holds whatever other threads were doing with the channel at the time of the fork.
+This must not depend on how other threads were using the channel when the process forked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FORKS = 25
 
 
 def in_child(function: Callable[[], object]) -> int:
-    """Return the exit code of a forked child that calls the function: 0 if the function returned true."""
+    """Call the function in a forked child, and return the child's exit code: 0 if the function returned
+    true."""
     pid = os.fork()
     if pid == 0:
         code = 3
@@ -35,7 +36,7 @@ def in_child(function: Callable[[], object]) -> int:
 
 @pytest.mark.copying
 def test_channel_works_after_forks_while_threads_use_it(make):
-    """Parent threads put and get without a pause, so locks are held at most forks.
+    """Threads in the parent put and get without a pause, so most forks happen while locks are held.
 
     No item is lost or repeated.
     """
@@ -71,7 +72,8 @@ def test_channel_works_after_forks_while_threads_use_it(make):
 
 
 def test_threads_channel_raises_at_once_in_a_forked_child():
-    """The channel's lock may be held by a thread that does not exist in the child; no call waits for it."""
+    """The channel's lock may be held by a thread that does not exist in the child, so no call may wait for
+    it."""
     ch: Channel[int] = Channel(4)
     reader, writer = ch.reader(), ch.writer()
     stop = threading.Event()
@@ -118,7 +120,7 @@ def test_threads_channel_raises_at_once_in_a_forked_child():
 
 
 def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
-    """The child's exit runs every destructor, with locks that other threads held at the fork.
+    """The child's exit runs every destructor, while other threads' locks are held as they were at the fork.
 
     Ports and items still belong to the parent.
     """
@@ -157,7 +159,7 @@ def test_child_that_drops_inherited_objects_does_not_disturb_its_parent(make):
 
 @pytest.mark.copying
 def test_waiting_forked_child_is_woken(make):
-    """The parent also has waiters at the time of the fork."""
+    """The parent also has waiting calls when it forks."""
     ch, answer = make(), make()
     waiting = ThreadPeer(ch.get)
     wait_blocked(ch, readers=1)
@@ -170,7 +172,7 @@ def test_waiting_forked_child_is_woken(make):
 
 @pytest.mark.copying
 def test_port_used_in_a_forked_child_moves_to_the_child(make):
-    """The port then belongs to the child, whose death returns its leased items."""
+    """When the child dies, the items that the port leased return."""
     ch = make()
     ch.put("item")
     reader = ch.reader()
@@ -195,7 +197,7 @@ def test_grandchild_uses_the_channel(make):
 
 
 def test_child_forked_during_a_run_does_not_affect_the_run():
-    """The child neither delays nor ends the run, and can run other graphs."""
+    """The child neither delays nor ends the run, and can itself run other graphs."""
     numbers: Channel[int] = Channel(across="processes")
     graph = Graph("forked")
     source = graph.input()

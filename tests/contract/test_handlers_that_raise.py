@@ -1,4 +1,4 @@
-"""C9: an exception from a signal handler, such as a time limit, ends a call in any state.
+"""C9: an exception from a signal handler, for example a time limit, ends a call in any state.
 
 The call loses no item.
 """
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.copying
 
 
 class TimeIsUp(Exception):
-    """Exception that the signal handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def raises(*_):
@@ -41,17 +41,17 @@ left = []
 
 
 def end_of_time(value):
-    """Raise the signal during this call, for the first ``left`` calls."""
+    """Raise the signal in each of the next ``left`` calls."""
     if left:
         left.pop()
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # the handler runs between two iterations
+        for _ in range(1000):  # gives the handler a chance to run between two iterations
             pass
     return value
 
 
 class Received:
-    """Item whose unpickling the signal interrupts."""
+    """An item that raises the signal while it is unpickled."""
 
     def __init__(self, value):
         self.value = value
@@ -61,7 +61,7 @@ class Received:
 
 
 class Sent:
-    """Item whose pickling the signal interrupts."""
+    """An item that raises the signal while it is pickled."""
 
     def __init__(self, value):
         self.value = value
@@ -100,7 +100,7 @@ def test_interrupted_get_many_returns_the_items_already_taken(make, handler):
 
 
 def test_interrupted_put_puts_nothing(make, handler):
-    """The put does not pickle the item by value, as it would after a failure of plain pickle."""
+    """The put does not retry with cloudpickle, as it would after a failure of pickle."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
         ch.put_many([1, Sent("second")])
@@ -109,7 +109,7 @@ def test_interrupted_put_puts_nothing(make, handler):
 
 
 def test_item_error_is_not_mistaken_for_a_handler_exception(make, handler):
-    """The item's error has the same type, and a handler is installed."""
+    """The item's error has the same type as the handler's exception."""
 
     def fails():
         raise TimeIsUp

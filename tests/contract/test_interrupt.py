@@ -1,6 +1,6 @@
 """C9: Ctrl-C ends any blocked call in the main thread.
 
-A script blocks, its second thread reports that it has blocked, and the test sends the signal.
+A script blocks in a call, its second thread reports that, and the test then sends the signal.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: after that, no call is waiting, and the channel works as before."""
+    """C9: afterwards no call is waiting, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -76,8 +76,8 @@ def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 1\n[1]\n"
 
 
-def test_signal_with_a_returning_handler_keeps_the_call_waiting(transport):
-    """C9: the call continues to wait after the handler; here the handler itself puts the item."""
+def test_call_keeps_waiting_after_a_signal_handler_has_returned(transport):
+    """C9: the call continues to wait after the handler has returned. Here the handler puts the item."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.put_nowait('from the handler'))"
     script = run_until_blocked(
         across=transport.across, side="readers", prepare=prepare, call="ch.get()", after=""
@@ -86,7 +86,7 @@ def test_signal_with_a_returning_handler_keeps_the_call_waiting(transport):
 
 
 def test_handler_may_close_the_channel_of_the_waiting_call(transport):
-    """C9, C3: no lock is held while a handler runs."""
+    """C9, C3: no lock is held while a handler is running."""
     prepare = "signal.signal(signal.SIGUSR1, lambda *_: ch.close())"
     script = run_until_blocked(
         across=transport.across, side="readers", prepare=prepare, call="list(ch)", after=""
@@ -95,7 +95,7 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
 
 
 def test_handler_exception_propagates_from_the_call(transport):
-    """C9: the call behaves like any blocked call in Python."""
+    """C9: the call behaves like other blocked calls in Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

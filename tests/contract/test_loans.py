@@ -93,7 +93,7 @@ def test_a_loan_cannot_be_changed_after_its_put(make):
 
 @pytest.mark.copying
 def test_several_loans_and_a_slice_of_a_loan_arrive(make):
-    """One loan per item is used in place, and all other arrays in the item are copied."""
+    """Each item uses one loan in place. All other arrays in the item are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2
@@ -115,7 +115,7 @@ def test_dropping_a_loan_returns_its_memory(make):
 
 
 def test_loan_uses_no_capacity_and_does_not_delay_drained(make):
-    """C2, C3, C4: only the put counts; a loan that is never put does not keep a reader waiting."""
+    """C2, C3, C4: only a put counts. A loan that was never put does not keep a reader waiting."""
     ch = make(1)
     array = ch.loan(LARGE, "uint8")
     ch.put("first")
@@ -181,7 +181,7 @@ def test_c13_invalid_loan_arguments_raise(make, shape, dtype, error, message):
 
 @pytest.mark.copying
 def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
-    """An output that is counted as part of a leased item is copied, so the loan stays on loan."""
+    """An output that belongs to a leased item is copied, so the loan is not used up."""
     source, target = make(2), make(2)
     source.put(1)
     with source.reader() as reader, target.writer() as out:
@@ -189,7 +189,7 @@ def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
         array = out.loan(LARGE, "uint8")
         array[:] = reader.get()
         out.put(array)
-        array[:] = 9  # the array is still on loan
+        array[:] = 9  # the program still has the loan
         assert (target.get() == 1).all()
 
 

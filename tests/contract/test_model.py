@@ -1,4 +1,4 @@
-"""A channel and a plain model of it give the same results for random calls (C1 to C7, C15)."""
+"""C1 to C7, C15: random calls give the same results on a channel and on a simple model of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ITEMS = st.one_of(
 
 
 class Model:
-    """Model of the contract: a deque and some counters.
+    """A model of the contract: a deque and some counters.
 
-    All calls are made by one user, so no call waits. ``hands`` counts the items that each reading port has
-    taken and not yet finished.
+    One user makes all calls, so no call waits. ``hands`` counts the items that each reading port has taken
+    and not yet finished.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,7 +44,7 @@ class Model:
         return self.closed and not self.broken and not self.inside and not any(self.hands)
 
     def put_many(self, items: list[Any]) -> None:
-        """Raise with ``items_put`` if not all items fit."""
+        """Put the items that fit; if not all fit, raise an error with ``items_put``."""
         if self.broken:
             raise counted(Broken(), 0)
         if self.closed:
@@ -57,7 +57,7 @@ class Model:
 
     def get_many(self, most: int, port: int | None = None) -> list[Any]:
         if port is not None and not self.broken:
-            self.hands[port] = 0  # asking for more items finishes the leased ones
+            self.hands[port] = 0  # a request for more items finishes the leased ones
         if self.broken:
             raise Broken
         if not self.inside:
@@ -100,7 +100,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def count_of(call: Callable[[], Any]) -> Any:
-    """Return the error of a ``put_many`` and the number of items put, or None if it put all items."""
+    """Return the error type and ``items_put`` of a failed ``put_many``, or None if it put all items."""
     try:
         return call()
     except ChannelError as error:
@@ -108,7 +108,7 @@ def count_of(call: Callable[[], Any]) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """Make the same calls to a channel and to its model."""
+    """Makes the same calls to a channel and to its model."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_channel_behaves_like_its_model(transport, long_walk):
-    """C1 to C7, C15, with many random histories of one user."""
+    """C1 to C7, C15: each history of calls is random."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),
         settings=histories(long_walk, 20, 150),

@@ -1,4 +1,4 @@
-"""C1, C9: an item that cannot be unpickled, now or ever, does not cause the loss of other items."""
+"""C1, C9: if an item cannot be unpickled, now or ever, no other item is lost."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flowchan import Channel, Drained, select
 
 pytestmark = pytest.mark.copying
 
-LARGE = 50_000  # bytes of an item that is copied, or viewed, without holding the lock
+LARGE = 50_000  # size in bytes of an item that is copied or viewed without holding the lock
 
 
 class NeverArrives:
-    """Item that can be pickled, but not unpickled."""
+    """An item that can be pickled but not unpickled."""
 
     def __init__(self, size=0, buffer=False):
         self.rest = np.zeros(size, "uint8") if buffer else b"x" * size
@@ -38,7 +38,7 @@ KINDS = {"small": (0, False), "large": (LARGE, False), "in view": (LARGE, True)}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_get_many_returns_the_items_before_an_unreadable_one(make, kind, port):
-    """C1: the next call raises for the unreadable item, and the call after that returns later items."""
+    """C1: the next call raises the unreadable item's error, and the call after that returns later items."""
     ch = make(8)
     ch.put_many([1, "two", NeverArrives(*KINDS[kind]), [4]])
     ch.close()
@@ -62,7 +62,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
-    """C1: the error is raised before later items are returned, and before the end."""
+    """C1: the error is raised before later items are returned, and before Drained."""
     ch = make(8)
     ch.put_many([1, NeverArrives()])
     ch.close()
@@ -74,7 +74,7 @@ def test_next_call_raises_the_error_of_the_unreadable_item(make, call):
 
 
 class Once:
-    """Item that raises ``error`` when it is first unpickled, and succeeds the second time."""
+    """An item that raises ``error`` the first time it is unpickled, and succeeds the second time."""
 
     error: BaseException | None = None
 
@@ -101,7 +101,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: it becomes the next item again, for any reader, even in a full channel."""
+    """C9: the item becomes the next item again, for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])
@@ -117,7 +117,7 @@ def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
 
 
 def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
-    """C1, C2: the channel may exceed its capacity; the writer that used the free slot does not wait."""
+    """C1, C2: the channel may exceed its capacity. A writer that took the free place does not wait."""
     ch = make(1)
     ch.put(Once())
     writer = spawn_peer(ch.put_many, ["second", "third"])
@@ -130,7 +130,7 @@ def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
 
 
 def test_only_the_failed_item_of_a_batch_is_put_back(make):
-    """C1: a batch in progress returns its earlier items."""
+    """C1: the earlier items of the batch are returned."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
     end = ch.reader()
@@ -145,7 +145,7 @@ def test_only_the_failed_item_of_a_batch_is_put_back(make):
 
 
 def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
-    """C9: the call ends at once, and its exception carries the items."""
+    """C9: the call ends at once, and its exception contains the items."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
     Once.error = KeyboardInterrupt()
@@ -157,7 +157,7 @@ def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
 
 def interrupted():
     os.kill(os.getpid(), signal.SIGINT)
-    for _ in range(1000):  # the handler runs between two iterations
+    for _ in range(1000):  # gives the handler a chance to run between two iterations
         pass
     return "never"
 
@@ -167,8 +167,8 @@ class Interrupts:
         return interrupted, ()
 
 
-def test_a_real_ctrl_c_while_unpickling_takes_nothing(make):
-    """C9: an interrupted call has not taken an item that it cannot return."""
+def test_ctrl_c_while_unpickling_takes_nothing(make):
+    """C9: an interrupted call takes no item that it cannot return."""
     ch = make(2)
     ch.put_many([Interrupts(), "behind"])
     with pytest.raises(KeyboardInterrupt):
@@ -177,7 +177,7 @@ def test_a_real_ctrl_c_while_unpickling_takes_nothing(make):
 
 
 def open_all():
-    """Open descriptors until the limit is reached."""
+    """Open descriptors until the process reaches its limit."""
     while True:
         try:
             yield os.open("/dev/null", os.O_RDONLY)
@@ -188,7 +188,7 @@ def open_all():
 @pytest.mark.other_process
 @pytest.mark.not_hosts("receiving needs a connection, which is retried for a while")
 def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_peer, transport):
-    """C14: the error names the shortage and a remedy, and the item stays in its channel."""
+    """C14: the error reports the shortage and a remedy, and the item stays in its channel."""
     carrier = make()
 
     def receive():
@@ -205,13 +205,13 @@ def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_pee
         return carrier.get().get()
 
     peer = spawn_peer(receive)
-    sent = transport.make()  # the peer has not inherited it
+    sent = transport.make()  # made after the peer started, so the peer has not inherited it
     sent.put("inside")
     carrier.put(sent)
     assert peer.result() == "inside"
 
 
-def test_a_channel_between_threads_unpickles_nothing():
+def test_threads_channel_unpickles_nothing():
     """C13: the object itself is passed."""
     ch = Channel()
     ch.put_many([NeverArrives(), Once()])

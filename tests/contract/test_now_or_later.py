@@ -1,4 +1,4 @@
-"""C7: ``*_nowait`` and an expired timeout raise Full or Empty, which mean nothing else."""
+"""C7: ``*_nowait`` calls and expired timeouts raise Full or Empty, which have no other meaning."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_full_can_be_caught_as_standard_exceptions(make, standard):
         ch.put(2, timeout=0)
 
 
-def test_empty_and_full_are_not_closed(make):
-    """C7: "empty or full now" differs from closed."""
+def test_empty_and_full_are_not_subclasses_of_closed(make):
+    """C7: being empty or full now differs from being closed."""
     with pytest.raises(Empty) as caught:
         make().get_nowait()
     assert not isinstance(caught.value, Closed)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
-def test_expired_timeout_raises_empty_but_not_earlier(make, timeout):
+def test_timeout_raises_empty_when_it_expires_and_not_earlier(make, timeout):
     """C7."""
     ch = make()
     for call in (ch.get, lambda timeout: ch.get_many(3, timeout=timeout)):
@@ -65,7 +65,7 @@ def test_expired_timeout_raises_empty_but_not_earlier(make, timeout):
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
-def test_expired_timeout_raises_full_but_not_earlier(make, timeout):
+def test_timeout_raises_full_when_it_expires_and_not_earlier(make, timeout):
     """C7: the item was not put."""
     ch = make(1)
     ch.put("inside")
@@ -78,7 +78,7 @@ def test_expired_timeout_raises_full_but_not_earlier(make, timeout):
 
 
 def test_put_many_that_times_out_reports_its_count(make):
-    """C7: the error counts the items that were put, so that the caller can continue with the next one."""
+    """C7: the error counts the items that were put, so the caller can continue after them."""
     ch = make(3)
     for put in (3, 0):
         with pytest.raises(Full) as caught:
@@ -97,7 +97,7 @@ def test_timeout_zero_succeeds_if_no_wait_is_needed(make):
 
 
 def test_timeout_none_waits_without_limit(make, spawn_peer):
-    """C7: the call behaves as without a timeout."""
+    """C7: the call behaves as if it had no timeout."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=None))
     wait_blocked(ch, readers=1)
@@ -107,7 +107,7 @@ def test_timeout_none_waits_without_limit(make, spawn_peer):
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
 def test_a_very_long_timeout_is_accepted(make, spawn_peer, timeout):
-    """C7: a number of seconds too large for the clock is accepted."""
+    """C7: this includes numbers of seconds that are too large for the clock."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
     wait_blocked(ch, readers=1)
@@ -131,7 +131,7 @@ def test_item_that_arrives_within_the_timeout_is_returned(make, spawn_peer):
 
 
 def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
-    """C7: a call that timed out does not take the wake-up of the next item from another reader."""
+    """C7: a call that has timed out does not take the next item's wake-up from another reader."""
     ch = make(1)
 
     def give_up():
@@ -148,7 +148,7 @@ def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
 
 
 def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
-    """C7, C8: many short timeouts race with the puts, and each item is still received once."""
+    """C7, C8: many short timeouts race with puts, and each item is still received once."""
     ch = make(1)
 
     def impatient():
@@ -170,7 +170,7 @@ def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
 
 
 def test_writer_that_gives_up_has_put_nothing(make, spawn_peer):
-    """C7: many short timeouts race with the gets, and Full always means "not put"."""
+    """C7: many short timeouts race with gets, and Full always means "not put"."""
     ch = make(1)
 
     def impatient():

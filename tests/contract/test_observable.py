@@ -1,4 +1,4 @@
-"""C15: a channel can be inspected at any time, and inspecting it changes nothing."""
+"""C15: a channel can be inspected at any time, without changing it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_counts_of_a_new_channel_are_zero(make):
 
 
 def test_len_counts_items_from_zero_to_capacity(make):
-    """C15: len is the number of items inside, from 0 to capacity."""
+    """C15: len returns the number of items inside."""
     ch = make(3)
     for count in range(3):
         assert len(ch) == count == ch.stats().inside
@@ -38,7 +38,7 @@ def test_len_counts_items_from_zero_to_capacity(make):
 
 
 def test_stats_count_items_in_and_out(make):
-    """C15: this holds for every way to put and get."""
+    """C15: this holds for all methods that put and get."""
     ch = make()
     ch.put(1)
     ch.put_nowait(2)
@@ -67,7 +67,7 @@ def test_failed_calls_are_not_counted(make):
 
 @pytest.mark.copying
 def test_stats_count_bytes(make):
-    """C15: the count is at least the size of the items, and never falls."""
+    """C15: the count is at least the size of the items, and never decreases."""
     ch = make()
     ch.put(bytes(5_000))
     first = ch.stats().bytes_in
@@ -78,7 +78,7 @@ def test_stats_count_bytes(make):
 
 
 def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
-    """C15: the users may be in any thread or process."""
+    """C15: the waiting users may be in any thread or process."""
     ch = make(1)
     readers = [spawn_peer(ch.get) for _ in range(3)]
     wait_blocked(ch, readers=3)
@@ -97,7 +97,7 @@ def test_waiting_readers_and_writers_are_counted(make, spawn_peer):
 
 
 def test_all_peers_see_the_same_counts(make, spawn_peer):
-    """C15: a peer sees the counts of this side's calls, and this side those of the peer's."""
+    """C15: each side's counts include the calls of the other side."""
     ch = make()
     ch.put_many(range(5))
 
@@ -122,7 +122,7 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
 
 
 def test_stats_returns_a_frozen_value(make):
-    """C15: the value does not follow the channel, and cannot be changed."""
+    """C15: later changes of the channel do not affect the value, and it cannot be changed."""
     ch = make()
     stats = ch.stats()
     ch.put(1)
@@ -142,7 +142,7 @@ def test_properties_cannot_be_set(make, name):
 
 
 def test_closed_drained_and_broken_describe_the_state(make):
-    """C15: the state is open, closed, drained or broken."""
+    """C15: a channel is open, closed, drained or broken."""
     ch = make()
     ch.put(1)
     states = [(ch.closed, ch.drained, ch.broken)]
@@ -159,7 +159,7 @@ def test_closed_drained_and_broken_describe_the_state(make):
 
 @pytest.mark.parametrize("word", ["capacity", "transport", "closed"])
 def test_repr_shows_state_and_limits(make, word):
-    """C15: the text is for messages and for the debugger."""
+    """C15: the text is used in messages and debuggers."""
     ch = make(7)
     ch.put_many(range(3))
     ch.close()

@@ -1,4 +1,4 @@
-"""Parked outputs of an ordered stage: as safe as any item that was put, but not yet available."""
+"""Parked outputs of an ordered stage: they are as safe as other items, but not yet available."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan import Channel, Closed, Drained, Graph, In
 
 
 def workers(items, results):
-    """Return the ports of three workers that have leased items 0, 1 and 2, one item each."""
+    """Return the ports of three workers, which have leased items 0, 1 and 2."""
     items.put_many(range(3))
     readers, writers = [items.reader() for _ in range(3)], [results.writer() for _ in range(3)]
     for reader, writer in zip(readers, writers, strict=True):
@@ -20,7 +20,7 @@ def workers(items, results):
 
 @pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
 def test_parked_items_can_be_read_after_close(make):
-    """C3, C4: they are read in order, and then the channel is drained."""
+    """C3, C4: the parked items are read in order, and then the channel is drained."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
     writers[1].put("one")
@@ -48,7 +48,7 @@ def test_waiting_reader_gets_parked_items_when_the_last_writer_closes(make, spaw
 
 @pytest.mark.parametrize("place", ["thread", "process"])
 def test_stage_may_close_its_input_from_an_ordered_stage(place):
-    """The stage gets the items that are inside, and the graph ends."""
+    """The stage gets the items that are still inside, and then the graph ends."""
     late, got = (Channel(8, across="processes") for _ in range(2))
 
     def late_with_three(number: int) -> int:

@@ -1,6 +1,6 @@
-"""C5 counted ends: if a process ends without closing its port, the port counts as closed.
+"""C5: if a process ends without closing its port, the port counts as closed.
 
-If the port was a writer, the end is not clean. Users that only poll also learn that it ended.
+If the port was a writer, the channel's end is not clean. Users that only poll notice this too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def put_until_closed(ch):
 
 
 def read_to_the_end(ch):
-    """Return the items that were read, and the error that ended the channel."""
+    """Return the items that were read, and the error that ended the reading."""
     items = []
     try:
         while True:
@@ -36,7 +36,7 @@ def read_to_the_end(ch):
 
 
 def cut_off_by(error, pid):
-    """Return whether this is the error that the death of a writer's process causes."""
+    """Return whether this is the error that reports the death of a writer's process."""
     return type(error) is Broken and type(error.__cause__) is WorkerDied and error.__cause__.pid == pid
 
 
@@ -54,7 +54,7 @@ def open_reader_and_stay(ch):
     into.close()
 
 
-# Writers: a death is not a clean end.
+# --- Writers: a death is not a clean end ---
 
 
 @pytest.mark.other_process
@@ -78,7 +78,7 @@ def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("items still on their way are lost with the process")
+@pytest.mark.one_machine("items in transit are lost with the process")
 def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
     """C5: ``os._exit`` runs no cleanup."""
     ch = make()
@@ -98,7 +98,7 @@ def test_os_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_writer_breaks_the_channel(make, spawn_peer):
-    """C5: SIGKILL before the process is reaped; every later call raises the same error."""
+    """C5: the process is not yet reaped after SIGKILL. Every later call raises the same error."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -139,8 +139,8 @@ def test_killing_the_last_writer_wakes_waiting_readers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
-    """C5: the count of writers stays correct, all items can be read, and the error at the end reports the
+def test_other_writers_continue_after_one_writer_dies(make, spawn_peer):
+    """C5: the number of writers stays correct, all items can be read, and the last error reports the
     death."""
     ch = make()
     out = ch.writer()
@@ -161,9 +161,9 @@ def test_other_writers_continue_after_the_death_of_one(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("the death is unknown until the peer timeout expires")
-def test_close_after_a_writers_death_still_ends_broken(make, spawn_peer):
-    """C5: this holds although no call had detected the death."""
+@pytest.mark.one_machine("the death is not detected until the peer timeout expires")
+def test_channel_closed_after_a_writers_death_still_ends_broken(make, spawn_peer):
+    """C5: the channel is closed before any call has detected the death."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -206,7 +206,7 @@ def test_abort_after_a_writers_death_keeps_the_first_cause(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.one_machine("a port can be passed only to processes on its machine")
 def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
-    """C5: the port stays one port, and only the child may close it."""
+    """C5: it is still one port, and only the child can close it."""
     ch = make()
     out = ch.writer()
 
@@ -220,13 +220,13 @@ def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
     out.close()
 
 
-# Users that poll learn of a death.
+# --- Users that poll notice a death ---
 
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
-def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
-    """C5: the reader never makes a long wait."""
+def test_polling_reader_notices_a_writers_death(make, spawn_peer, poll):
+    """C5: the reader never makes a call that waits for long."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -257,8 +257,8 @@ def test_polling_reader_learns_of_a_writers_death(make, spawn_peer, poll):
 
 
 @pytest.mark.other_process
-def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
-    """C5, C9: coroutines share a thread that sleeps for all of them, and other events keep waking it."""
+def test_await_on_several_channels_notices_a_writers_death(make, spawn_peer):
+    """C5, C9: the coroutines share one thread that sleeps for them, and other events keep waking it."""
     ch, busy = make(), Channel()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -284,13 +284,13 @@ def test_await_on_several_channels_learns_of_a_writers_death(make, spawn_peer):
     peer.join()
 
 
-# Readers.
+# --- Readers ---
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("it would poll until the peer timeout expires")
-def test_put_nowait_learns_of_the_last_readers_death(make, spawn_peer):
-    """C5: its items would never be read."""
+@pytest.mark.one_machine("the writer would poll until the peer timeout expires")
+def test_put_nowait_notices_the_last_readers_death(make, spawn_peer):
+    """C5: otherwise the writer would put items that are never read."""
     ch = make(10**6)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -302,7 +302,7 @@ def test_put_nowait_learns_of_the_last_readers_death(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
-    """C5: a writer that fills the channel gets Closed instead of waiting forever."""
+    """C5: a writer that is filling the channel gets Closed and does not wait forever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)
@@ -327,9 +327,9 @@ def test_killing_the_last_reader_wakes_waiting_writers(make, spawn_peer):
 
 
 @pytest.mark.other_process
-@pytest.mark.one_machine("a remote reader has one item in advance")
+@pytest.mark.one_machine("a remote reader gets one item in advance")
 def test_items_leased_by_a_killed_reader_return(make, spawn_peer):
-    """C4, C5: they return to the front, in order, as if the reader had never existed."""
+    """C4, C5: the items return to the front, in order, as if the reader had never existed."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

@@ -1,4 +1,4 @@
-"""C5 counted ends: the last writer or reader to close closes the channel, however its port is closed.
+"""C5: a channel closes when its last writer or its last reader closes, however that port is closed.
 
 test_port_deaths.py tests processes that end without closing their ports.
 """
@@ -23,7 +23,7 @@ def put_until_closed(ch):
 
 
 def test_ports_put_and_get_like_the_channel(make):
-    """C5: a port has the calls for its side, with the same errors."""
+    """C5: a port has the methods for its side, which raise the same errors."""
     ch = make(2)
     out, into = ch.writer(), ch.reader()
     with pytest.raises(Empty):
@@ -47,7 +47,7 @@ def test_ports_put_and_get_like_the_channel(make):
 
 
 def test_closing_the_last_writer_closes_the_channel(make):
-    """C5: when earlier writers close, the channel stays open."""
+    """C5: the channel stays open when earlier writers close."""
     ch = make()
     first, second = ch.writer(), ch.writer()
     first.put(1)
@@ -60,7 +60,7 @@ def test_closing_the_last_writer_closes_the_channel(make):
 
 
 def test_closing_the_last_reader_closes_the_channel(make):
-    """C5: after that, puts raise Closed; the exits of earlier readers have no effect."""
+    """C5: puts then raise Closed. The exits of earlier readers have no effect."""
     ch = make()
     first, second = ch.reader(), ch.reader()
     first.close()
@@ -85,7 +85,7 @@ def test_closing_a_port_twice_counts_once(make):
 
 
 def test_closed_port_of_an_open_channel_rejects_calls(make):
-    """C5: a closed port cannot put or get; the error reports misuse, not the state of the channel."""
+    """C5: the error reports wrong use of the port, not the state of the channel."""
     ch = make()
     out, other_out, into, other_in = ch.writer(), ch.writer(), ch.reader(), ch.reader()
     ch.put(1)
@@ -100,7 +100,7 @@ def test_closed_port_of_an_open_channel_rejects_calls(make):
 
 
 def test_leaving_the_with_block_closes_the_port(make):
-    """C5: the block may run to its end or raise."""
+    """C5: this does not depend on whether the block raises."""
     ch = make()
     with ch.writer() as out, ch.reader() as into:
         out.put(1)
@@ -120,7 +120,7 @@ def test_leaving_the_with_block_closes_the_port(make):
 
 
 def test_dropping_a_port_closes_it(make):
-    """C5: dropping the last reference is one way to close a port."""
+    """C5: dropping the last reference to a port also closes it."""
     ch = make()
     out = ch.writer()
     out.put(1)
@@ -154,7 +154,7 @@ def test_stats_count_the_ports(make):
 
 
 def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
-    """C5: waiting readers learn that the channel has closed."""
+    """C5: waiting readers see that the channel is closed."""
     ch = make()
     out = ch.writer()
     peers = [spawn_peer(list, ch) for _ in range(2)]
@@ -164,7 +164,7 @@ def test_the_last_writers_exit_wakes_waiting_readers(make, spawn_peer):
 
 
 def test_the_last_readers_exit_wakes_waiting_writers(make, spawn_peer):
-    """C5: waiting writers learn that their items would not be read."""
+    """C5: waiting writers see that their items would not be read."""
     ch = make(1)
     into = ch.reader()
     ch.put("inside")
@@ -195,7 +195,7 @@ def test_channel_closes_when_the_last_of_several_writers_exits(make, spawn_peer,
     assert sorted(received) == [(number, i) for number in range(3) for i in range(100)]
 
 
-@pytest.mark.one_machine("items on their way to a closing reader may return behind later items")
+@pytest.mark.one_machine("items in transit to a closing reader may return after later items")
 def test_writer_stops_when_all_readers_have_closed(make, spawn_peer, make_gate):
     """C5: the writer's endless loop ends with Closed after the last reader has closed."""
     ch = make(4)
@@ -227,7 +227,7 @@ def test_a_port_on_a_broken_channel_raises_broken(make):
 
 
 def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
-    """C4: a reading port leases its item until its next request or exit, so the item might return."""
+    """C4: a reading port leases an item until its next request or its exit, so the item may still return."""
     ch = make()
     ch.put("in hand")
     into = ch.reader()
@@ -259,7 +259,7 @@ def test_closing_a_reading_port_finishes_its_item(make):
 
 
 def test_iteration_over_a_reading_port_ends_when_drained(make):
-    """C5: this works like iterating over the channel."""
+    """C5: iterating over a port is like iterating over its channel."""
     ch = make()
     ch.put_many(range(5))
     ch.close()
@@ -268,7 +268,7 @@ def test_iteration_over_a_reading_port_ends_when_drained(make):
 
 
 def test_reader_closed_by_an_exception_returns_its_items(make):
-    """C4, C5: the reader had not finished them."""
+    """C4, C5: the reader had not finished its items."""
     ch = make()
     ch.put_many([1, 2, 3])
 

@@ -30,9 +30,9 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel with a different owner, which makes further channels.
+    """Yield a channel that another process owns, and that makes more channels.
 
-    The connection is open and has been used before a test counts processes or threads.
+    Its connection is open and in use before a test counts processes or threads.
     """
     reply, over = Channel(across="hosts"), Channel(across="hosts")
     owner = HostPeer(hold, reply, over)
@@ -52,7 +52,8 @@ def name(mix):
 
 @pytest.fixture(params=[*MIXES, *REMOTE_MIXES], ids=name)
 def several(request, remote_channel):
-    """Return ``several(n, capacity)``, which makes n channels, all of one transport or of two in turn."""
+    """Return ``several(n, capacity)``, which makes n channels of one transport, or of two transports in
+    turn."""
 
     def make(n, capacity=64):
         transports = itertools.islice(itertools.cycle(request.param), n)
@@ -65,9 +66,10 @@ def several(request, remote_channel):
 
 @pytest.fixture(params=MIXES, ids=name)
 def several_local(request):
-    """Return the same function as ``several``, without remote channels.
+    """Return the same function as ``several``, but without remote channels.
 
-    Ports of remote channels are tested elsewhere, and a hundred of them make a connection use more memory.
+    Ports of remote channels are tested elsewhere. A hundred remote channels make a connection use more
+    memory.
     """
 
     def make(n, capacity=64):
@@ -77,11 +79,11 @@ def several_local(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have completed. One select must add exactly one."""
+    """Return how many operations the channels have completed. Each select must add exactly one."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
-# exactly one
+# --- Exactly one operation ---
 
 
 def test_select_gets_from_the_channel_that_has_an_item(several):
@@ -100,7 +102,7 @@ def test_select_puts_into_the_channel_with_room(several):
 
 
 def test_exactly_one_of_many_possible_operations_is_done(several):
-    """C10: several gets and puts are possible at once."""
+    """C10: several gets and puts are possible at the same time."""
     channels = several(6)
     for ch in channels[:3]:
         ch.put_many(range(10))
@@ -126,7 +128,7 @@ def test_none_is_an_item_like_any_other(several):
 
 
 def test_ports_are_selected_like_channels(several_local):
-    """C5, C10: an item of a port is leased until the next request."""
+    """C5, C10: an item taken through a port is leased until the next request."""
     a, b = several_local(2)
     reader, writer = a.reader(), b.writer()
     a.put_many([1, 2])
@@ -155,7 +157,7 @@ def test_select_names_an_argument_of_the_wrong_type(gets):
         select(gets)
 
 
-def test_select_refuses_puts_that_are_not_pairs():
+def test_select_rejects_puts_that_are_not_pairs():
     """C10: iterating over a channel would wait for its items."""
     for puts in (ch := Channel(4), [ch], [(ch, 1, 2)], [3]):
         with pytest.raises(TypeError, match="select: puts must be"):
@@ -208,7 +210,7 @@ def test_select_waits_on_128_channels(several_local):
     assert no_waiters(*channels)
 
 
-# now, and after a timeout
+# --- Immediate returns and timeouts ---
 
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
@@ -230,7 +232,7 @@ def test_invalid_select_timeout_raises(several, timeout):
         select(several(2), timeout=timeout)
 
 
-# ends
+# --- How channels end ---
 
 
 def test_select_skips_drained_channels(several):
@@ -254,8 +256,8 @@ def test_select_gets_items_left_in_a_closed_channel(several):
         select([a, b], timeout=0)
 
 
-def test_select_to_put_into_a_closed_channel_raises_closed(several):
-    """C3, C10: this is the caller's mistake, even if other operations may become possible later."""
+def test_select_that_puts_into_a_closed_channel_raises_closed(several):
+    """C3, C10: the caller has made a mistake, even if other operations may become possible later."""
     a, b = several(2)
     b.close()
     with pytest.raises(Closed):
@@ -273,7 +275,7 @@ def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
 def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
-    """C3, C6, C10: close ends it only if no other operation is left; abort ends it at once."""
+    """C3, C6, C10: close ends the call only if no other operation is left. Abort ends it at once."""
     a, b = several(2)
     a.close()
     waiting = ThreadPeer(select, [a, b])
@@ -323,12 +325,11 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
     keep.close()
 
 
-# waking
+# --- Waking ---
 
 
-def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
-    """C8, C10: a plain reader is also waiting, and must not sleep while an item that select left is
-    available."""
+def test_select_passes_on_the_wake_up_from_an_unused_channel(several):
+    """C8, C10: a waiting reader must not sleep while an item that select did not take is available."""
     for _ in range(100):
         a, b = several(2)
         plain = ThreadPeer(a.get)
@@ -345,11 +346,11 @@ def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
         assert no_waiters(a, b)
 
 
-# fairness and totals
+# --- Fairness and totals ---
 
 
 def test_ready_channels_are_chosen_about_equally_often(several):
-    """C10: 900 choices among three; each channel is chosen 300 times, within eight standard deviations."""
+    """C10: out of 900 choices, each of three channels gets 300, within eight standard deviations."""
     channels = several(3, capacity=1_000)
     for ch in channels:
         ch.put_many(range(900))
@@ -361,8 +362,7 @@ def test_ready_channels_are_chosen_about_equally_often(several):
 @pytest.mark.each_value
 @pytest.mark.parametrize("before", [2, 8])
 def test_empty_channels_do_not_bias_the_choice(several, before):
-    """C10: two ready channels after empty ones get half of 900 choices each, within eight standard
-    deviations."""
+    """C10: of 900 choices, the two ready channels get 450 each, within eight standard deviations."""
     channels = several(before + 2, capacity=1_000)
     for ch in channels[before:]:
         ch.put_many(range(900))
@@ -371,7 +371,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 
 def test_select_without_waiting_finds_an_item_that_moves(several, make_gate):
-    """C10: one of two channels has an item at every moment; checking them in turn must not miss it."""
+    """C10: at any moment, one of two channels has an item. Checking them in turn must not miss it."""
     first, second = channels = several(2)
     first.put("item")
     gate = make_gate(1)
@@ -406,7 +406,7 @@ def test_gets_and_puts_are_chosen_about_equally_often(several):
 
 
 def test_many_concurrent_selects_take_each_item_once(several, long_walk):
-    """C8, C10: selecting readers and writers use the same channels, and every item is accounted for."""
+    """C8, C10: selects that read and selects that write share channels, and every item is accounted for."""
     channels, each, parties = several(3, capacity=2), 600 if long_walk else 200, 4
 
     def write(number):

@@ -1,5 +1,4 @@
-"""C8 to C11: ``select`` while other threads and processes wake it, interrupt it, compete with it or kill
-it."""
+"""C8 to C11: other threads and processes wake, interrupt or kill a ``select``, or compete with it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from flowchan import Channel, Drained, NothingReady, Selected, select
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
-    """C8, C10: another thread puts for each transport; another process puts if the transport allows it."""
+    """C8, C10: another thread puts an item, or another process if the transport allows that."""
     channels = [Channel(across="processes"), Channel(across="threads" if kind is ThreadPeer else "processes")]
     waiting = ThreadPeer(select, channels)
     for ch in channels:
@@ -34,7 +33,7 @@ def test_put_by_another_thread_or_process_wakes_a_select(kind, chosen):
 
 
 @pytest.mark.parametrize("kind", [ThreadPeer, ProcessPeer])
-def test_get_by_another_thread_wakes_a_select_to_put(kind):
+def test_get_by_another_thread_wakes_a_select_that_puts(kind):
     """C8, C10."""
     channels = [
         Channel(1, across="processes"),
@@ -85,7 +84,7 @@ except KeyboardInterrupt:
 
 
 def test_selects_share_items_with_plain_calls_and_processes():
-    """C8, C10: selects with timeouts and plain readers share the items that processes and threads put."""
+    """C8, C10: processes and threads put items, and selects with timeouts share them with plain readers."""
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
 
@@ -113,7 +112,7 @@ def test_selects_share_items_with_plain_calls_and_processes():
 
 
 def test_process_killed_in_select_leaves_no_waiter():
-    """C10, C11: the killed process consumes no wake-up, and no longer counts as a waiter."""
+    """C10, C11: the killed process uses up no wake-up, and is no longer counted as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])
     wait_blocked(a, readers=1)

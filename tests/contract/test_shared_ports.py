@@ -1,4 +1,4 @@
-"""Threads that share a port over shared memory get and put whole items."""
+"""Threads that share a port of a ``processes`` channel get and put whole items."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan import ChannelError
 
 @pytest.mark.copying
 def test_threads_that_share_a_port_get_whole_items(make):
-    """Each get finishes the item before, but no thread may read memory that has been reused."""
+    """Each get finishes the previous item, but no thread may read memory that has been reused."""
     ch = make(4)
     reader = ch.reader()
     wrong, seen = [], []

@@ -1,4 +1,4 @@
-"""Many users start together at a barrier, and their totals must be exact (C1, C3, C4, C5, C8, C14)."""
+"""C1, C3, C4, C5, C8, C14: many users start together at a barrier, and their totals must be exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS, FEWER = 8_000, 3_200  # total over all writers; the larger number with --long
+ITEMS, FEWER = 8_000, 3_200  # total number over all writers: with --long, and without
 
 
 def write(ch, gate, number, count, how):
@@ -27,9 +27,9 @@ def write(ch, gate, number, count, how):
 
 
 def read(ch, gate, how, in_order=True):
-    """Take items until the channel ends, and return a count per writer and a sum.
+    """Take items until the channel ends. Return how many came from each writer, and their sum.
 
-    The order of each writer's items is checked, unless ``in_order`` is false.
+    Unless ``in_order`` is false, the order of each writer's items is checked.
     """
     last: Counter[int] = Counter()
     counts: Counter[int] = Counter()
@@ -63,9 +63,9 @@ def into_batches(into):
 def test_every_item_is_received_once_in_its_writers_order(
     make, spawn_peer, make_gate, peer_kind, shape, capacity, how, long_walk
 ):
-    """C1, C4, C5, C8: channels of capacity 1 wake a user for each item, and large channels rarely.
+    """C1, C4, C5, C8: a channel with capacity 1 wakes a user for each item, and a large channel rarely does.
 
-    If there are several remote readers, an item recalled from one of them may arrive after later items.
+    If there are several remote readers, an item recalled from one reader may arrive after later items.
     """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER
@@ -94,7 +94,7 @@ def test_every_item_is_received_once_in_its_writers_order(
 
 @pytest.mark.copying
 def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
-    """C1: several writers put sizes from 0 bytes to many times the channel's memory."""
+    """C1: several writers put items with sizes from 0 bytes to many times the channel's memory."""
     ch = make(16)
     gate = make_gate(3)
     sizes = [0, 1, 100, 4_096, 70_000, 3, 1_000_000, 17, 65_536]
@@ -144,7 +144,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
     assert sum(server.result() for server in servers) == rounds
 
 
-def test_chain_of_channels_drains_after_its_first_one_closes(make, spawn_peer):
+def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_peer):
     """C1, C4, C5: a chain of small channels drains when its first one closes."""
     stages, items = 5, 1_000
     chain = [make(2) for _ in range(stages + 1)]
@@ -162,7 +162,7 @@ def test_chain_of_channels_drains_after_its_first_one_closes(make, spawn_peer):
 
 
 def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, long_walk):
-    """C3, C4: all items put before the close are read, and all other puts raised Closed."""
+    """C3, C4: all items put before the close are read, and all other puts raise Closed."""
     for _ in range(10 if long_walk else 3):
         ch = make(4)
         gate = make_gate(4)

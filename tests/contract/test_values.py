@@ -1,4 +1,4 @@
-"""Between processes an equal copy of the same type arrives; between threads the object itself arrives."""
+"""A value that another process receives is an equal copy of the same type. Threads get the object itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
 
 
 class Text(str):
-    """Subclass of a built-in type; it must arrive as the subclass."""
+    """A subclass of a built-in type, which must arrive as the subclass."""
 
 
 class Whole(int):
@@ -48,7 +48,8 @@ class Pair(tuple):
 
 
 def same(sent: Any, arrived: Any) -> bool:
-    """Return whether two values and all their parts are equal and of the same type; floats bit for bit."""
+    """Return whether two values and all their parts are equal and have the same type. Floats are compared by
+    bits."""
     if type(sent) is not type(arrived):
         return False
     if isinstance(sent, float):
@@ -153,7 +154,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_arrive_as_they_were_sent(make, group):
-    """Each value is sent alone, and must arrive equal and with the same type."""
+    """Each value is sent alone."""
     ch = make(1)
     for sent in GROUPS[group]:
         ch.put(sent)
@@ -164,7 +165,7 @@ def test_values_arrive_as_they_were_sent(make, group):
 @pytest.mark.each_value
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_sent_to_a_peer_and_back_are_equal(make, spawn_peer, group):
-    """Values go in both directions, in a row and in batches."""
+    """Values go in both directions, one at a time and in batches."""
     outward, inward = make(8), make(8)
 
     def echo():
@@ -182,7 +183,7 @@ def test_values_sent_to_a_peer_and_back_are_equal(make, spawn_peer, group):
 
 
 def test_singletons_keep_their_identity(make):
-    """These are None, True, False and other objects that exist once."""
+    """The singletons include None, True and False."""
     ch = make()
     for value in (None, True, False, NotImplemented, ..., Colour.RED):
         ch.put(value)
@@ -198,7 +199,7 @@ def test_bools_and_ints_arrive_with_their_types(make):
 
 
 def test_object_used_twice_in_an_item_arrives_as_one(make):
-    """Identity inside one item is kept for the objects for which pickle keeps it: the mutable ones."""
+    """Identity within an item is preserved for the objects for which pickle preserves it: mutable objects."""
     shared = [1]
     ch = make()
     ch.put({"first": shared, "second": shared})
@@ -216,7 +217,7 @@ def test_item_that_contains_itself_arrives(make):
 
 
 def test_tuple_that_contains_itself_through_a_list_arrives(make):
-    """This is not a small tuple of built-ins, so the direct encoding must reject it."""
+    """Small tuples of built-ins have a direct encoding, which must reject this tuple."""
     ch = make()
     inner: list[Any] = []
     loop = (inner,)
@@ -228,7 +229,7 @@ def test_tuple_that_contains_itself_through_a_list_arrives(make):
 
 @pytest.mark.copying
 def test_deeply_nested_tuple_raises_a_readable_error(make):
-    """The put must raise a readable error without putting anything, and never crash."""
+    """The put must not crash, and must put nothing."""
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)
@@ -243,7 +244,7 @@ def test_deeply_nested_tuple_raises_a_readable_error(make):
 
 
 def test_local_functions_arrive(make, spawn_peer):
-    """These are lambdas, closures and local classes, which plain pickle rejects."""
+    """Plain pickle rejects lambdas, closures and local classes."""
     calls, results = make(), make()
     factor = 3
 
@@ -265,7 +266,7 @@ def test_local_functions_arrive(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_between_processes_is_a_copy(make):
-    """Changing the sent object must not change the item."""
+    """Changing the object after the put must not change the item."""
     ch = make()
     sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
     ch.put_many([sent, array, raw])
@@ -280,7 +281,7 @@ def test_item_between_processes_is_a_copy(make):
 
 @pytest.mark.copying
 def test_received_array_stays_unchanged(make):
-    """The array is read-only, and stays the same while the channel continues and after it has ended."""
+    """The array is read-only, and does not change when the channel is used further or ends."""
     ch = make(2)
     ch.put(np.arange(200_000))
     arrived = ch.get()
@@ -294,7 +295,7 @@ def test_received_array_stays_unchanged(make):
 
 
 def test_the_object_itself_is_passed_between_threads(transport):
-    """Nothing is copied where a copy is not needed."""
+    """Between threads, no copy is needed."""
     ch = transport.make()
     sent = [object()] if not transport.copies else [1]
     ch.put(sent)
@@ -321,10 +322,10 @@ VALUES = st.recursive(
 
 
 def test_any_values_arrive_as_they_were_sent(transport, long_walk):
-    """These are small built-ins with any nesting, one by one and in batches."""
+    """The values are nested small built-ins, sent one at a time and in batches."""
     examples = 150 if long_walk else 20
 
-    slow = [HealthCheck.too_slow]  # the speed depends on the machine, not on the test
+    slow = [HealthCheck.too_slow]  # the machine may be slow, so do not check the speed
 
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=slow)
     @given(values=st.lists(VALUES, min_size=1, max_size=8))

@@ -1,4 +1,4 @@
-"""C8: k items wake k waiting readers, no reader sleeps while an item is available, and none starves."""
+"""C8: k items wake k waiting readers, no reader sleeps while an item is available, and no reader starves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ K = 4
 
 
 def test_each_item_wakes_one_reader(make, spawn_peer):
-    """C8: the others continue to wait."""
+    """C8: the other readers continue to wait."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -23,8 +23,8 @@ def test_each_item_wakes_one_reader(make, spawn_peer):
         peer.result()
 
 
-def test_k_puts_in_a_row_wake_k_readers(make, spawn_peer):
-    """C8: the puts are single puts in a row, and no reader runs in between."""
+def test_k_consecutive_puts_wake_k_readers(make, spawn_peer):
+    """C8: no reader runs between these single puts."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -34,7 +34,7 @@ def test_k_puts_in_a_row_wake_k_readers(make, spawn_peer):
 
 
 def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
-    """C8: one batch put wakes as many readers as single puts."""
+    """C8: one batch wakes as many readers as single puts."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -42,7 +42,7 @@ def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
     assert sorted(peer.result() for peer in peers) == list(range(K))
 
 
-def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
+def test_fewer_items_than_readers_leave_the_rest_waiting(make, spawn_peer):
     """C8: exactly k readers wake."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
@@ -57,7 +57,7 @@ def test_fewer_items_than_readers_leave_the_others_waiting(make, spawn_peer):
 
 
 def test_k_gets_wake_k_writers(make, spawn_peer):
-    """C8 for writers, with single gets."""
+    """C8: each get wakes one writer."""
     ch = make(K)
     ch.put_many(["old"] * K)
     peers = [spawn_peer(ch.put, i) for i in range(K)]
@@ -69,7 +69,7 @@ def test_k_gets_wake_k_writers(make, spawn_peer):
 
 
 def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
-    """C8 for writers, with one batch get."""
+    """C8: one batch wakes as many writers as single gets."""
     ch = make(K)
     ch.put_many(["old"] * K)
     peers = [spawn_peer(ch.put, i) for i in range(K)]
@@ -80,7 +80,7 @@ def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_get_of_a_large_item_wakes_every_fitting_writer(make, spawn_peer):
+def test_get_of_a_large_item_wakes_every_writer_that_fits(make, spawn_peer):
     """C8: with ``max_bytes``, one get can make room for many items."""
     ch = make(100, max_bytes=100_000)
     ch.put(bytes(90_000))
@@ -93,7 +93,7 @@ def test_get_of_a_large_item_wakes_every_fitting_writer(make, spawn_peer):
 
 
 def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
-    """C8: with capacity 1 every item needs a wake-up on each side, and none is lost."""
+    """C8: every item needs a wake-up on each side, and no wake-up is lost."""
     ch = make(1)
 
     def write():
@@ -112,9 +112,9 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_no_reader_starves(make, spawn_peer, batch):
-    """C8: each of several readers gets items while the others keep taking.
+    """C8: each of several readers gets an item, although the others keep taking items.
 
-    The test ends when every reader has an item.
+    The test ends when every reader has got one.
     """
     ch, served = make(2), make()
 
@@ -138,9 +138,9 @@ def test_no_reader_starves(make, spawn_peer, batch):
 
 
 def test_no_writer_starves(make, spawn_peer):
-    """C8: each of several writers puts items while the others keep putting.
+    """C8: each of several writers puts an item, although the others keep putting items.
 
-    The test ends when every writer has put an item.
+    The test ends when every writer has put one.
     """
     ch = make(2)
 
@@ -161,7 +161,7 @@ def test_no_writer_starves(make, spawn_peer):
 
 
 def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
-    """C1, C8: after its own put, a peer always finds an item, so no call ever waits for another peer."""
+    """C1, C8: after its own put, a peer always finds an item, so it never waits for another peer."""
     peers, rounds = 4, 300
     ch = make(peers)
     gate = make_gate(peers)
@@ -182,7 +182,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
 
 @pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
-    """C8: this holds for items from any writer, and in whatever order the wake-ups arrive."""
+    """C8: this holds for items from any writer, in whatever order the wake-ups arrive."""
     ch = make(1)
     for _ in range(20):
         gate = make_gate(2)
@@ -205,7 +205,7 @@ def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
 
 
 def test_writer_of_a_large_item_does_not_delay_small_ones(make, spawn_peer):
-    """C8: a large item waits for room that it never finds and wakes repeatedly; small items overtake it."""
+    """C8: a large item waits for room that it never gets, and wakes repeatedly. Small items overtake it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)
     large = spawn_peer(ch.put, bytes(90_000))

@@ -1,7 +1,7 @@
-"""Toy transport, which shows that a new transport needs one entry and nothing else.
+"""A toy transport, which shows that a new transport needs one entry and nothing else.
 
-Its channels belong to one process, but every item goes through the codec, as it would between hosts. ``pytest
--p toy -k toy tests/contract`` runs the contract on it.
+Its channels belong to one process, but every item goes through the codec, as it would between hosts. Run the
+contract on it with ``pytest -p toy -k toy tests/contract``.
 """
 
 import transports

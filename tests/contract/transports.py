@@ -1,4 +1,4 @@
-"""Transports that the contract suite runs on. A new transport needs only one more entry here."""
+"""Transports on which the contract suite runs. A new transport needs only one more entry here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowchan import Channel
 
 @dataclass(frozen=True)
 class Transport:
-    """Transport under test.
+    """A transport under test.
 
     ``make(capacity=64, **options)`` makes a channel, as ``across`` does in a user's program. ``peers`` lists
-    where the peer of a test may run ("thread", "process", "host"). ``copies`` states whether items arrive as
+    where a test may start its peer ("thread", "process", "host"). ``copies`` states whether items arrive as
     copies, and ``devices`` whether device memory is supported.
     """
 

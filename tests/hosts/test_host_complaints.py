@@ -72,7 +72,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_inside",
+            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_inside_an_item",
         ),
     ),
     "akka-core#24576, sparkrun#240": (

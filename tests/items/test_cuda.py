@@ -306,7 +306,7 @@ def _answer_with_the_error(ch: Channel, answers: Channel) -> None:
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_a_device_that_the_receiver_cannot_see_is_named(start, monkeypatch, switch):
+def test_error_names_a_device_that_the_receiver_cannot_see(start, monkeypatch, switch):
     monkeypatch.setenv(transfer.SWITCH, switch)
     ch, answers = channel(), channel()
     ch.put(torch.ones(LARGE, device="cuda"))

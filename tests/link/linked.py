@@ -1,6 +1,6 @@
-"""Connect two ends of a link in one process, with remote workers as threads.
+"""Connect two ends of a link in one process, with threads as remote workers.
 
-The workers must find the same guarantees as over a link between two machines.
+The workers must get the same guarantees as over a link between two machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flowchan import Broken, Channel, _core
 
 
 class Linked:
-    """Two ends of a link, and the connection between them, which can be broken at any time.
+    """Two ends of a link, and the connection between them, which a test can break at any time.
 
     Args:
         delay: transmission delay of each byte, in seconds
@@ -29,10 +29,10 @@ class Linked:
         self.breaks = 0
         self.delay = delay
         self.delays: list[threading.Thread] = []
-        self.ends: list[socket.socket] = []  # sockets of the delayed connections
+        self.ends: list[socket.socket] = []  # the proxies' sockets, if there is a delay
 
     def connect(self) -> None:
-        """Connect the ends again. Frames that are still on the old connection are lost."""
+        """Replace the connection between the ends. Frames in transit on the old connection are lost."""
         owner_end, worker_end = socket.socketpair()
         if self.delay:
             proxy_owner_end = worker_end
@@ -59,7 +59,7 @@ class Linked:
 
 
 class RemoteWorker:
-    """One remote worker: its ports on the owner side, and its rings on the worker side."""
+    """A remote worker: its ports on the owner side, and its rings on the worker side."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class RemoteWorker:
         linked.worker_side.open_stream(number, [self.feed], self.drains)
 
     def die(self, number: int) -> RemoteWorker:
-        """Let its host fail: the owner side drops the worker, and a replacement takes its items.
+        """Simulate the failure of the worker's host, and return a replacement that takes over its items.
 
-        The replacement has this stream number.
+        ``number`` is the stream number of the replacement.
         """
         self.linked.owner_side.drop(self.number)
         self.linked.worker_side.drop(self.number)
@@ -109,9 +109,9 @@ class RemoteWorker:
         return replacement
 
     def start(self, function: Callable[[Any], Iterable[tuple[int, Any]]]) -> threading.Thread:
-        """Start a thread that calls ``function`` for each item and puts its outputs.
+        """Start a thread that calls ``function`` for each item and puts the outputs.
 
-        The function returns pairs: the number of the port and the output.
+        The function returns pairs of a port's number and an output.
         """
 
         def work() -> None:
@@ -129,7 +129,7 @@ class RemoteWorker:
 
 
 def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
-    """Start a thread that puts the items and then closes the channel."""
+    """Start a thread that puts the items and then closes its writer."""
     writer = source.writer()
 
     def feed() -> None:
@@ -143,7 +143,7 @@ def feeding(source: Channel[Any], items: Iterable[Any]) -> threading.Thread:
 
 
 def kill_tls_proxies() -> int:
-    """Kill every TLS proxy of this process, which breaks its encrypted connections. Return their number."""
+    """Kill this process's TLS proxies, to break its encrypted connections. Return their number."""
     killed = 0
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):  # the proxy has just ended

@@ -1,6 +1,6 @@
 """Cut a connection in the middle of a large item.
 
-Outputs that were already put are skipped once, and repeated frames are put once (R4, C11).
+Outputs that are already in the channel are skipped once, and repeated frames are put only once (R4, C11).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ LARGE = bytes(200_000)
 
 
 class Cut(Linked):
-    """Connections that are cut one at a time, after the given numbers of bytes to the owner side.
+    """Two ends whose connections are cut one after another.
 
-    The last connection is not cut.
+    Args:
+        cuts: for each connection, the number of bytes to the owner side before it is cut; the last connection
+            is not cut
     """
 
     def __init__(self, *cuts: int) -> None:
@@ -44,7 +46,7 @@ class Cut(Linked):
         for cut in cuts:
             self._connect_through(cut)
             while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
-                if isinstance(event, LinkClosed):  # all bytes arrived before the cut
+                if isinstance(event, LinkClosed):  # all bytes arrived without a cut
                     return
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
@@ -66,7 +68,7 @@ class Cut(Linked):
 
 
 def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> None:
-    """Forward up to ``most`` bytes, then end both connections."""
+    """Forward up to ``most`` bytes, and then end both connections."""
     remaining = most
     with contextlib.suppress(OSError):
         while remaining != 0 and (came := source.recv(65536 if remaining is None else min(remaining, 65536))):
@@ -75,7 +77,7 @@ def pass_on(source: socket.socket, target: socket.socket, most: int | None) -> N
     for sock in (source, target):
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-    source.close()  # the other thread, whose source the target is, closes the target
+    source.close()  # the other thread closes ``target``, which is its source
 
 
 def large(item: int) -> list[tuple[int, Any]]:
@@ -91,7 +93,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_arrive_once_if_the_connection_breaks_inside(times: int) -> None:
+def test_outputs_arrive_once_if_the_connection_breaks_inside_an_item(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = RemoteWorker(linked, 1, source, results).start(large)
@@ -101,7 +103,7 @@ def test_outputs_arrive_once_if_the_connection_breaks_inside(times: int) -> None
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_are_skipped_once_if_the_connection_breaks_inside(times: int) -> None:
+def test_known_outputs_are_skipped_once_if_the_connection_breaks(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)

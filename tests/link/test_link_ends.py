@@ -1,4 +1,4 @@
-"""Check the cost of an idle link, and how a link ends, also in a forked child."""
+"""Check the cost of an idle link, and how a link ends, including in a forked child."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads() -> set[str]:
 
 
 def seconds(*numbers: str) -> float:
-    """Return the CPU time of those of these threads that are still running, in seconds."""
+    """Return the total CPU time in seconds of those of the given threads that are still running."""
     ticks = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/stat") as file:
@@ -38,7 +38,7 @@ def seconds(*numbers: str) -> float:
 
 
 def test_idle_link_uses_no_cpu() -> None:
-    """Two streams of the link are waiting for items of one channel."""
+    """Two streams of the link are waiting for items from the same channel."""
     before = threads()
     with Linked() as linked:
         own = threads() - before
@@ -55,7 +55,7 @@ def test_idle_link_uses_no_cpu() -> None:
 
 
 def switches(*numbers: str) -> int:
-    """Return how often those of these threads that are still running went to sleep."""
+    """Return how often those of the given threads that are still running have gone to sleep."""
     times = 0
     for number in numbers:
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{number}/status") as file:
@@ -63,8 +63,8 @@ def switches(*numbers: str) -> int:
     return times
 
 
-def test_link_of_many_workers_sleeps_while_idle() -> None:
-    """One thread cannot sleep on that many rings, so extra threads sleep too.
+def test_link_with_many_workers_sleeps_while_idle() -> None:
+    """The link has more rings than one thread can sleep on, so it uses extra threads.
 
     An item from any worker wakes the link.
     """
@@ -79,13 +79,13 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
             linked.owner_side.open_stream(number, [ports[0]], [ports[1]])
             linked.worker_side.open_stream(number, [ports[2]], [ports[3]])
             remote.append((users, channels, ports))
-        # in the first round, all extra threads that are needed start and go to sleep
+        # in the first round, the extra threads start and go to sleep
         for may_sleep_less in (True, False):
             own, began = threads() - before, time.monotonic()
             slept = switches(*own)
             while time.monotonic() - began < 1:
                 heard = linked.worker_side.state()["bytes_in"]
-                # a ping arrived
+                # wait for the next ping
                 wait_until(lambda heard=heard: linked.worker_side.state()["bytes_in"] > heard)
             rate = (switches(*own) - slept) / (time.monotonic() - began)
             assert may_sleep_less or rate < 150  # switches per second
@@ -102,8 +102,7 @@ def test_link_of_many_workers_sleeps_while_idle() -> None:
 
 
 def test_stopped_process_does_not_blame_the_peer_for_silence() -> None:
-    """R11: a program that was stopped handles received frames before it decides that the other side is
-    silent."""
+    """R11: a stopped program handles received frames before it decides that its peer is silent."""
     own_end, silent = socket.socketpair()
     reported = Channel[float](10_000, across="processes")
 
@@ -154,9 +153,9 @@ def test_two_threads_can_close_a_link_at_once() -> None:
 
 
 def test_forked_child_has_no_copy_of_the_connection() -> None:
-    """If it had one, the other side would not notice when this process ends.
+    """Otherwise the other side would not notice when this process ends.
 
-    The child may drop or close the link in the middle of traffic, and the parent's link continues.
+    The child may drop or close the link while items are in transit; the parent's link continues.
     """
     before = _sockets()
     with Linked() as linked:
@@ -197,7 +196,7 @@ def _sockets() -> set[str]:
     """Return the open sockets of this process."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor that the listing itself used
+        with contextlib.suppress(FileNotFoundError):  # the descriptor used by ``listdir`` itself
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
     return {name for name in found if name.startswith("socket:")}
 

@@ -49,7 +49,7 @@ def run(
 ) -> list[Any]:
     """Return all outputs of ``workers`` workers for ``range(n)``.
 
-    With ``breaks``, the connection breaks again and again.
+    With ``breaks``, the connection breaks repeatedly.
     """
     source, results = channel(), channel()
     one = function is not several
@@ -113,7 +113,7 @@ def test_arrays_arrive_unchanged(linked: Linked) -> None:
 
 
 def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
-    """C8: no worker sleeps while another worker holds an item that it has not started."""
+    """C8: no worker is idle while another worker holds an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -137,7 +137,7 @@ def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
-    """C8: a worker gets many cheap items in advance. If one is slow, waiting readers get the others."""
+    """C8: a worker gets many cheap items in advance. If one is slow, waiting readers get the rest."""
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -207,7 +207,7 @@ def test_remote_abort_reaches_all_users_of_the_output(linked: Linked) -> None:
 
 
 @pytest.mark.parametrize("size", [1 << 20, 17 << 20])
-def test_connection_survives_a_break_with_a_large_cause(linked: Linked, size: int) -> None:
+def test_connection_survives_when_a_channel_breaks_with_a_large_cause(linked: Linked, size: int) -> None:
     channels = [channel() for _ in range(4)]
     one, other = RemoteWorker(linked, 1, *channels[:2]), RemoteWorker(linked, 2, *channels[2:])
     cause = ValueError("no more", bytes(size))
@@ -229,7 +229,7 @@ def test_remote_writer_learns_that_the_last_reader_closed(linked: Linked) -> Non
         remote.outside[0].put(1)
 
 
-def test_remote_reader_that_closes_returns_items_not_taken(linked: Linked) -> None:
+def test_remote_reader_returns_untaken_items_when_it_closes(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     other = source.reader()
@@ -244,8 +244,8 @@ def test_remote_reader_that_closes_returns_items_not_taken(linked: Linked) -> No
 
 
 @pytest.mark.parametrize("size", [40, 3_000])
-def test_remote_worker_can_gather_any_number_of_items(linked: Linked, size: int) -> None:
-    """The link must deliver any number of items to it."""
+def test_remote_worker_can_lease_any_number_of_items_at_once(linked: Linked, size: int) -> None:
+    """The worker takes items without finishing any, and the link must keep delivering more."""
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     batches: list[list[int]] = []
@@ -271,7 +271,7 @@ def test_remote_worker_can_gather_any_number_of_items(linked: Linked, size: int)
 
 
 def test_outputs_of_a_dead_host_are_not_repeated() -> None:
-    """R4: outputs that a host put before it died are skipped when another worker processes the same item."""
+    """R4: if a host died after putting outputs of an item, the item's next worker skips these outputs."""
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)
@@ -319,7 +319,7 @@ def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked
         outside.put(item)
     wait_for(staged=1, in_hand=1)
     with pytest.raises(Empty):
-        insides[0].get_nowait()  # the item is finished
+        insides[0].get_nowait()  # this finishes the item
     wait_for(staged=1, in_hand=0)
     linked.owner_side.drop(1)
     successors = [source.reader() for source in sources]
@@ -331,7 +331,7 @@ def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: bool) -> None:
-    """R4: also if outputs must be put in order, and lower items return to workers that hold higher ones."""
+    """R4: this includes ordered outputs, and items that return to a worker that has later items."""
     source, results = channel(500), channel(32)
     remote = [
         RemoteWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)
@@ -352,7 +352,7 @@ def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: b
 
 @pytest.mark.parametrize("owner", [True, False], ids=["owner", "worker"])
 def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
-    """Frames that no agent sends end the connection with an error, even if the peer has proved the secret."""
+    """Frames that an agent never sends end the connection with an error, even from an authenticated peer."""
     draw = random.Random(7)
     link = _core.Link(owner)
     source, results = channel(), channel()
@@ -377,14 +377,14 @@ def test_invalid_frames_end_only_the_connection(owner: bool) -> None:
             peer_end.sendall(frame + draw.randbytes(draw.randrange(200)))
             peer_end.close()
             while not isinstance(next_event(link, WAIT_LIMIT_S), LinkBroken):
-                pass  # the frame may be valid
+                pass  # a valid frame may cause other events first
     finally:
         link.close()
 
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
-def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -> None:
-    """The number of frames in flight follows the rate and the round-trip time, for items and for outputs."""
+def test_fast_worker_gets_more_items_in_advance_over_slow_connections(one_output: bool) -> None:
+    """The number of frames in flight adapts to the rate and the round-trip time, in both directions."""
     enough = 8_000
     with Linked(delay=0.02) as linked:
         source, results = channel(1 << 16), channel(1 << 16)
@@ -413,8 +413,8 @@ def test_quick_worker_gets_more_items_over_a_slow_connection(one_output: bool) -
 
 
 @pytest.mark.parametrize("one_output", [True, False], ids=["outputs", "items"])
-def test_byte_window_grows_only_while_the_receiver_is_quick(one_output: bool) -> None:
-    """The bytes fill the connection, but only the initial window while the receiver is slow (C2)."""
+def test_byte_window_grows_only_while_the_receiver_is_fast(one_output: bool) -> None:
+    """C2: the window grows until the bytes fill the connection, and shrinks while the receiver is slow."""
     size, least = 256 << 10, 4 << 20
     quick, over = threading.Event(), threading.Event()
     quick.set()

@@ -1,7 +1,4 @@
-"""Reconnect a link after breaks: Python dials and proves the secret again, and the link continues.
-
-Clauses R10 and C11.
-"""
+"""Reconnect a link after breaks: Python dials and authenticates again, and the link continues (R10, C11)."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from tests.support.waiting import WAIT_LIMIT_S, wait_until
 
 
 class Returning(Linked):
-    """Two ends whose owners dial and listen again after each break, as an agent and its driver do."""
+    """Two ends that reconnect after each break: one dials and one listens, like an agent and its driver."""
 
     def __init__(self, address: str = "127.0.0.1:0", tls: bool = False) -> None:
         super().__init__()
@@ -69,7 +66,7 @@ class Returning(Linked):
                     self.connect()
 
     def break_(self) -> None:
-        """Break the connection, whichever process holds it."""
+        """Break the connection, whether this process or a TLS proxy holds it."""
         kill_tls_proxies() if self.tls else cut()
 
     def are_connected(self) -> bool:

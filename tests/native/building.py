@@ -14,10 +14,10 @@ OUT = ROOT / "build" / "native-tests"
 
 @functools.cache
 def program(name: str) -> Path:
-    """Return the path of an up-to-date program below ``build/native-tests``.
+    """Return the path of an up-to-date program in ``build/native-tests``.
 
-    ``make test`` builds the programs beforehand. If it did not, one of the processes that need programs
-    builds them, and the others wait.
+    ``make test`` builds the programs beforehand. Otherwise, one of the test processes builds them, while the
+    others wait.
     """
     OUT.mkdir(parents=True, exist_ok=True)
     make = ["make", "--silent", "--jobs=2", f"--file={Path(__file__).with_name('Makefile')}"]

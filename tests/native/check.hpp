@@ -1,7 +1,8 @@
-// Checks the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp on a whole ring.
+// Checks a whole ring against the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
-// Every slot is in exactly one place. Every list is acyclic and as long as its count says. Every sum agrees. Each named
-// viewer exists and counts its views. Offsets are relative to the header, where the file begins.
+// Every slot is in exactly one place. Every list is acyclic and has the length that its count says. All sums
+// match their parts. Each named viewer exists and counts its views. Offsets are relative to the header, where
+// the file begins.
 #pragma once
 
 #include <map>
@@ -17,10 +18,10 @@ using namespace flowchan;
 constexpr uint64_t PAGE = 4096;
 
 struct Tolerance {
-    bool lost_free_slots =
-        false;  // after a death in `tidy`, or while a bare slot was being taken: free slots in no list, with any block
-    bool giving_back = false;  // give_back marks its slots before its single Change
-    // how many dead users a wait queue may still count, if the process that cleans up also died
+    // After a death in `rebuild_lists` or while a bare slot is taken, some free slots may be in no list.
+    bool lost_free_slots = false;
+    bool giving_back = false;  // give_back marks its slots before its only Change
+    // how many dead users a wait queue may still count, because the process that cleans up also died
     uint32_t waiting = 0;
 };
 
@@ -28,7 +29,7 @@ class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // Return the problems, or an empty string. The caller holds the lock.
+    // Return all problems found, or an empty string. The caller holds the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -56,7 +57,7 @@ class Check {
     Header& h;
     Tolerance tolerance;
     std::string problems;
-    std::map<uint64_t, std::string> where;  // slot -> the list that contains it
+    std::map<uint64_t, std::string> where;  // slot -> name of the list that contains it
     uint64_t used = 0, bytes = 0, filling = 0;
 
     void wrong(const std::string& what) { problems += (problems.empty() ? "" : "; ") + what; }
@@ -91,7 +92,8 @@ class Check {
     void placed(Slot& s, SlotState place, const std::string& name) {
         const bool marked =
             tolerance.giving_back && place == SlotState::Leased && s.place() == SlotState::Inside;
-        // `advance` moves all parked outputs of an item at once, without changing the slots' marks.
+        // `advance` moves all parked outputs of an item at once, and does not change the states of their
+        // slots.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !marked && !moved)
             wrong("a slot in " + name + " is marked " + std::to_string(int(s.place())));
@@ -170,7 +172,8 @@ class Check {
         }
         wrong("the cause is in no slot");
     }
-    // If a slot is in no list, a session is copying, checking or filling it, or an interrupted `tidy` lost it.
+    // Check the slots that are in no list. A session is copying, viewing or filling each of them, or an
+    // interrupted `rebuild_lists` lost it.
     void rest() {
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
             if (where.count(p)) continue;
@@ -191,7 +194,7 @@ class Check {
             used += 1;
         }
     }
-    // Check that every viewer exists, and that each session and the header count the views.
+    // Check that every viewer exists, and that the sessions and the header count the views correctly.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {
@@ -211,7 +214,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // Another session holds the slot only while it makes a copy, as a plain user does.
+            // Only a user that is making a copy may hold a slot that another session views.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");

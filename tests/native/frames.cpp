@@ -1,11 +1,13 @@
-// Arbitrary data over a connection, from a peer that has proved the secret. The peer sends frames as agents do. It also
-// sends frames that are changed, repeated, left out, cut or of absurd sizes, and other bytes, in pieces of any size.
-// Arguments: `model`, `owner` or `worker`, a seed, and the number of frames.
+// Arbitrary data over a connection, from a peer that has proved that it knows the secret. The peer sends the
+// same frames as agents. It also sends frames that are changed, repeated, missing, cut or absurdly large, and
+// other bytes, in pieces of any size. Arguments: `model`, `owner` or `worker`, a seed, and the number of
+// frames.
 //
-// `model`: items are sent to workers, and the test knows which frames are valid. Valid frames are put, once and in
-// order, also over the next connection. An invalid frame ends the connection and has no other effect. `home` and
-// `away`: the states of ports in both directions, where validity depends on the progress of the link's threads.
-// Received items are complete, and the rings are consistent.
+// `model`: items are sent to workers, and the test knows which frames are valid. The link puts all valid
+// frames once and in order, even across connections. An invalid frame ends the connection and has no other
+// effect. `owner` and `worker`: items and port states go in both directions, and which frames are valid
+// depends on the progress of the link's threads. The items received are complete, and the rings remain
+// consistent.
 #include <poll.h>
 #include <sys/socket.h>
 
@@ -22,14 +24,14 @@ namespace testing {
 
 namespace {
 
-constexpr unsigned HANG_LIMIT_S =
-    120;  // seconds after which a connection that does not end counts as a failure
+// A connection that has not ended after this many seconds counts as a failure.
+constexpr unsigned HANG_LIMIT_S = 120;
 constexpr uint64_t BYTES_INSIDE = 1 << 20, CAPACITY = 4;
 constexpr uint32_t STREAMS = 3;
 constexpr uint16_t PORTS = 2;
 constexpr uint64_t SIZES[] = {8, 9, 80, 1000, 16 << 10, 70'000};
-constexpr int64_t EVENT_LIMIT_NS = 20'000'000'000;  // ns
-constexpr uint64_t CONNECTIONS_PER_LINK = 40;       // connections of one link
+constexpr int64_t EVENT_LIMIT_NS = 20'000'000'000;
+constexpr uint64_t CONNECTIONS_PER_LINK = 40;  // number of connections over one link
 
 class Draw {
   public:
@@ -41,7 +43,7 @@ class Draw {
     T of(const T (&choices)[N]) {
         return choices[below(N)];
     }
-    // Return a number that may be at or near a limit.
+    // Return a random number; most are at or near a limit.
     uint64_t number() {
         const uint64_t near[] = {
             0, 1, 2, 63, 1 << 16, UINT32_MAX, uint64_t(1) << 46, uint64_t(1) << 63, UINT64_MAX};
@@ -57,7 +59,7 @@ class Draw {
     std::mt19937_64 random_;
 };
 
-// The other end of a connection.
+// The peer's end of a connection.
 class Peer {
   public:
     Peer(Link& link, Draw& draw) : link_(link), draw_(draw) {
@@ -81,7 +83,7 @@ class Peer {
     void cut() {
         if (!unsent_.empty()) unsent_.resize(draw_.below(unsent_.size()));
     }
-    // Send in pieces of any size. The link may end the connection during any of them.
+    // Send all frames in pieces of any size. The link may end the connection at any time.
     void send() {
         for (uint64_t at = 0; at < unsent_.size();) {
             const uint64_t most = draw_.one_in(3) ? 1 + draw_.below(64) : unsent_.size();
@@ -115,15 +117,16 @@ class Peer {
             if (head->type == FrameType::PONG && head->n == mark) return true;
         return false;
     }
-    static inline uint64_t sent_count = 0;  // frames, over all connections
+    static inline uint64_t sent_count = 0;  // number of frames over all connections
 
-    // Close the sending direction and wait until the link has noticed.
+    // Close the sending direction, and wait until the link has noticed.
     void end() {
         shutdown(fd_, SHUT_WR);
         while (next_frame()) {}
         for (LinkEvent event; event.kind != LinkEvent::Kind::Broken;) {
             event = link_.next_event(now_ns() + EVENT_LIMIT_NS);
-            must(event.kind != LinkEvent::Kind::None, "the link does not report the end");
+            must(event.kind != LinkEvent::Kind::None,
+                 "the link does not report that the connection has ended");
         }
     }
 
@@ -154,14 +157,14 @@ void sound(Ring& ring) {
 
 // --- the model ---
 
-// A port of a stream as its worker uses it, and the items that it expects.
+// One port of a stream, as its worker uses it, and the items that it must receive next.
 struct Port {
     std::shared_ptr<Ring> ring = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t feed = open_session(*ring, Session::WRITER);
     User reads = open(*ring, Session::READER);
     std::vector<uint64_t> expected;
-    uint64_t got = 0;      // frames
-    bool refuses = false;  // an item was too large: no more are put
+    uint64_t got = 0;      // number of frames received
+    bool refuses = false;  // an item was too large, so no more items are put
 
     void expect(uint64_t value) {
         got += 1;
@@ -176,7 +179,7 @@ struct Port {
             must(step == Step::Done && value == right, "an item is wrong or out of order");
         }
         expected.clear();
-        must(reads.get(value, Deadline{0}) == Step::NotNow, "more items came than the valid ones");
+        must(reads.get(value, Deadline{0}) == Step::NotNow, "more items arrived than were valid");
     }
     Link::Putting putting() const {
         WriterState writer;
@@ -214,11 +217,11 @@ class Model {
   private:
     enum class Sent { Right, Wrong, Cut };
 
-    // Check the reported state against all earlier connections.
+    // Check that the link reports the number of frames received over all earlier connections.
     void hear_states(Peer& peer) {
         for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
             const std::optional<Head> head = peer.next_frame();
-            must(head.has_value(), "a new connection has ended");
+            must(head.has_value(), "a new connection has ended early");
             if (head->type != FrameType::INPUT) continue;
             must(head->a == ports_[head->stream][head->port].got,
                  "the reported count differs from the sent frames");
@@ -278,7 +281,7 @@ class Model {
                 head.size = draw_.number();
         }
         if (head.type == FrameType::END || head.type == FrameType::RECALL)
-            head.type = FrameType::OUT;  // only the link itself sends these
+            head.type = FrameType::OUT;  // END and RECALL would come from the link itself
         if (head.carries_item()) head.size = std::max(head.size, Message::LEAST);
     }
 
@@ -287,7 +290,7 @@ class Model {
         if (head.type == FrameType::PING) return true;
         if (head.type == FrameType::PONG) return int64_t(head.n) >= 0 && int64_t(head.n) < now_ns();
         if (head.type != FrameType::ITEM && head.type != FrameType::OUTPUT) return false;
-        if (head.stream >= STREAMS) return true;           // the stream was dropped here, or is not open yet
+        if (head.stream >= STREAMS) return true;  // the link has dropped this stream or not opened it yet
         if (head.type == FrameType::OUTPUT) return false;  // these streams have no outputs
         if (head.port >= PORTS) return false;
         const Port& port = ports_[head.stream][head.port];
@@ -302,13 +305,13 @@ class Model {
 
 // --- anything ---
 
-// A stream: the ring from which the link takes, and the ring into which it puts.
+// A stream: the ring from which the link takes items, and the ring into which it puts items.
 struct Ends {
     std::shared_ptr<Ring> from = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     std::shared_ptr<Ring> to = std::make_shared<Ring>(CAPACITY, BYTES_INSIDE);
     const uint32_t taker = open_session(*from, Session::READER), putter = open_session(*to, Session::WRITER);
     User feeds = open(*from, Session::WRITER), drains = open(*to, Session::READER);
-    uint64_t received = 0;  // items that the peer received
+    uint64_t received = 0;  // number of items that the peer received
 };
 
 class Anything {
@@ -348,7 +351,7 @@ class Anything {
     }
 
   private:
-    // Put an item on one side, and read items from the other.
+    // Put an item into one ring of a stream, and read items from the other.
     void move() {
         Ends& ends = ends_[draw_.below(STREAMS)];
         if (draw_.one_in(3)) ends.feeds.put(Message(draw_.any(), draw_.of(SIZES)), Deadline{0});
@@ -361,7 +364,7 @@ class Anything {
         return head.has_value();
     }
 
-    // Return false if the bytes were not a complete frame, so that the link handles nothing after them.
+    // Return false if the bytes were not a complete frame: the link then ignores everything after them.
     bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));

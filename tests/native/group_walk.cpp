@@ -1,8 +1,9 @@
-// The fault walk of groups. A member dies at the n-th fault point of two operations, n = 1, 2, 3, … until it survives
-// them. Each time, all survivors must have done the same number of operations, with the right result and the same end.
-// In the other mode, a thread of the member closes it at the fault point instead, which looks the same to the others.
-// Arguments: the operation's number, the number of members, the dying member (if equal to the number of members, the
-// first and the last die), the distance between tested points, "dies" or "closes".
+// The fault walk of groups. A member dies at the n-th fault point of two operations, for n = 1, 2, 3, … until
+// it survives. Each time, all survivors must have completed the same number of operations, with the right
+// result, and must end in the same way. In the other mode, a thread of the member closes it at the fault
+// point instead, which looks the same to the other members. Arguments: the operation's number, the number of
+// members, the dying member, the distance between the fault points tested, and "dies" or "closes". If the
+// dying member equals the number of members, the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,11 +21,11 @@ namespace {
 
 using namespace flowchan;
 
-constexpr size_t LARGE = 150'000;  // elements, so several chunks
+constexpr size_t LARGE = 150'000;  // number of elements, enough for several chunks
 constexpr int TIMES = 2;
 
 uint32_t remaining_points = 0;
-Member* closes = nullptr;  // the member to close instead of dying
+Member* closes = nullptr;  // the member to close, in the mode "closes"
 std::thread closing;
 constexpr int CLOSED = 42;  // exit code of a closed member
 
@@ -48,7 +49,7 @@ void must(bool holds, const char* what) {
     if (!holds) stop(what);
 }
 
-// Runs one operation: makes the member's input, and checks its result.
+// Runs one operation: prepares the member's input, and checks its result.
 struct Walk {
     Member& member;
     Patience patience{Deadline{}};
@@ -156,7 +157,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
         if (i && rank == slow)
-            usleep(50'000);  // the others wait for this member while another has died after its part
+            usleep(50'000);  // makes the others wait for this member after another member has died
         bool right = true;
         member.in_use().lock();
         const End end = walk.run(operation, right);
@@ -169,7 +170,8 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     if (closing.joinable()) closing.join(), _exit(CLOSED);
 }
 
-// Run a group in which the members in `dying` end at their n-th points. Return whether none of them reached that point.
+// Run a group in which each member in `dying` ends at its n-th point. Return whether none of them got that
+// far.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
     shared = Shared{};
@@ -199,17 +201,19 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
         must(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a survivor has crashed");
         const Outcome& one = shared.of[rank];
         must(one.right, "a result is wrong");
-        must(one.end == int(End::Done) || one.end == int(End::MemberLost), "a survivor ended in another way");
+        must(one.end == int(End::Done) || one.end == int(End::MemberLost),
+             "a survivor's operation ended in an unexpected way");
         if (!first) first = &one;
         must(one.done == first->done && one.end == first->end, "the survivors do not agree");
     }
-    if (!member_died) must(first && first->done == TIMES, "without a death all operations must be done");
+    if (!member_died) must(first && first->done == TIMES, "no member died, but not all operations were done");
     return !member_died;
 }
 
 }  // namespace
 
-// A closed member continues after the others have had time to notice the close.
+// Kills the member at the chosen point, or closes it from another thread. A closed member continues only
+// after the other members have had time to notice.
 void flowchan::fault_point() {
     if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);
@@ -218,7 +222,8 @@ void flowchan::fault_point() {
 }
 
 int main(int argc, char** argv) {
-    must(argc == 6, "arguments: operation, members, dying member, distance of points, dies or closes");
+    must(argc == 6,
+         "arguments: operation, members, dying member, distance between fault points, 'dies' or 'closes'");
     const bool close_them = strcmp(argv[5], "closes") == 0;
     const int operation = atoi(argv[1]);
     const uint32_t size = uint32_t(atoi(argv[2])), who = uint32_t(atoi(argv[3])),

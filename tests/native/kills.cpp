@@ -1,4 +1,5 @@
-// Random kills of a source and of workers that make up to three outputs per item. Arguments: seed, number of items.
+// Random kills of a source, and of workers that put up to three outputs per item. Arguments: seed, number of
+// items.
 #include "kills.hpp"
 
 namespace testing {

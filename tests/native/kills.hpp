@@ -1,7 +1,7 @@
-// Random SIGKILLs: a source and the workers of a stage run as processes over two rings and are killed at any
-// instruction, again and again. A supervisor, as in flowchan/run, returns their leased items and starts replacements.
-// It reads the outputs. Each output must arrive exactly once, and in order if the stage is ordered. Unsupervised
-// processes may also take part.
+// Random SIGKILLs: a source and the workers of a stage run as processes over two rings. They are killed
+// repeatedly, at any instruction. A supervisor like the one in flowchan/run returns their leased items,
+// starts replacements, and reads the outputs. Each output must arrive exactly once, and in order if the stage
+// is ordered. Unsupervised processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>
@@ -56,14 +56,14 @@ class Kills {
                 until_next = random() % 12;
                 Worker& worker = workers[random() % 8 ? 1 + random() % (workers.size() - 1) : 0];
                 for (uint64_t n = random() % 2000; n; --n)
-                    cpu_relax();  // so that the kill may come at any instruction
+                    cpu_relax();  // a varying delay, so that the kill may hit any instruction
                 if (worker.pid) kill(worker.pid, SIGKILL);
             }
             check_for_dead();
         }
         while (std::any_of(workers.begin(), workers.end(), [](Worker& w) { return w.pid != 0; }))
             check_for_dead(0);
-        must(missing.empty(), std::to_string(missing.size()) + " outputs are lost");
+        must(missing.empty(), std::to_string(missing.size()) + " outputs were lost");
         while (!sink.held_views.empty()) sink.drop_view();
         sink.leave(true);
         for (Ring* ring : {&in, &out}) {
@@ -90,15 +90,15 @@ class Kills {
     User sink;
     uint64_t passed = 0, kills = 0;
 
-    // Called in the processes.
+    // The next functions are called in the processes.
     virtual void produce(User& writer) = 0;
     virtual void work(User& reader, User& writer) = 0;
     virtual void take_part() {}
-    // Called in the supervisor.
+    // The next function is called in the supervisor.
     virtual void after_read(bool) {}
 
   private:
-    std::vector<Worker> workers;  // [0] is the source; the unsupervised processes come after the workers
+    std::vector<Worker> workers;  // workers[0] is the source; the unsupervised processes follow the workers
 
     static uint32_t supervised(Ring& ring, Session::Role role) {
         uint32_t session = open_session(ring, role);
@@ -118,7 +118,7 @@ class Kills {
         worker.pid = fork();
         must(worker.pid >= 0, "fork");
         if (worker.pid) return;
-        prctl(PR_SET_PDEATHSIG, SIGKILL);  // a failed test leaves no process behind
+        prctl(PR_SET_PDEATHSIG, SIGKILL);  // so that a failed test leaves no process behind
         if (worker.reader) {
             User reader = adopt(in, worker.reader, Session::READER),
                  writer = adopt(out, worker.writer, Session::WRITER);
@@ -132,7 +132,7 @@ class Kills {
         }
         _exit(0);
     }
-    // End the sessions of finished processes, and replace killed ones.
+    // End the sessions of processes that have ended, and replace the processes that were killed.
     void check_for_dead(int options = WNOHANG) {
         for (int status; pid_t pid = waitpid(-1, &status, options);) {
             if (pid < 0) return;
@@ -144,7 +144,8 @@ class Kills {
             }
         }
     }
-    // Like Supervisor._replace: first the replacement's ports, then the outputs, then the items.
+    // Like Supervisor._replace: open the replacement's ports, then retire the writer, then give back the
+    // items.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

@@ -1,9 +1,10 @@
-// Random kills while items are read in place and stay in view, and outputs are filled in place. Sizes vary and memory
-// is short, so it is cut again and again around the viewed blocks. Every payload follows from its number. It is
-// verified at the get and again just before its view ends, so an overwrite in between is found.
+// Random kills while items are read in place and remain in view, and outputs are filled in place. Sizes vary
+// and memory is short, so blocks are cut repeatedly between the viewed blocks. Every payload is derived from
+// its number. It is checked after the get, and again just before its view ends, to detect data that was
+// overwritten in between.
 //
-// If the stage is not ordered, unsupervised readers open and close. They take items, return them, keep their views for
-// a while, and fill memory that they never put.
+// If the stage is not ordered, there are also unsupervised readers. They take items, return them, keep their
+// views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -26,7 +27,7 @@ class Viewers : public Kills {
         std::set<uint64_t> outputs;
         for (uint64_t i = 0; i < items; ++i) outputs.insert(i);
         run(std::move(outputs));
-        must(in.header().viewed_bytes == 0 && out.header().viewed_bytes == 0, "something is viewed");
+        must(in.header().viewed_bytes == 0 && out.header().viewed_bytes == 0, "a view is left");
     }
 
   private:
@@ -34,7 +35,7 @@ class Viewers : public Kills {
 
     static uint64_t size_of(uint64_t value) { return SIZES[value * 2654435761 % 4093 % 7]; }
 
-    // Sometimes move a long-lived view to the end, so that views end in no fixed order.
+    // Sometimes move a long-lived view to the end, so that views end in random order.
     void drop_view(User& user, size_t most) {
         while (user.held_views.size() > most) {
             if (user.held_views.size() > 1 && random() % 2)
@@ -42,7 +43,7 @@ class Viewers : public Kills {
             user.drop_view();
         }
     }
-    // Fill in place if memory is available at once, otherwise copy.
+    // Fill the item in place if memory is available soon, and copy it otherwise.
     void put(User& writer, uint64_t value, const uint64_t& item) {
         const uint64_t size = size_of(value);
         const bool skips = writer.writer.keyed && writer.writer.count < writer.writer.skip;
@@ -70,12 +71,14 @@ class Viewers : public Kills {
             if (step == Step::Drained) break;
             must(step == Step::Done || step == Step::NotNow,
                  "a worker's read ended with " + std::to_string(int(step)));
-            // A waiting worker keeps no views: the memory that the source needs may be between viewed blocks.
+            // A waiting worker must not keep views, because they may surround the memory that the source
+            // needs.
             if (step == Step::NotNow) drop_view(reader, 0);
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        drop_view(reader, random() % (MOST_SIGHTS + 1));  // the port closes with the remaining views
+        // the remaining views are still open when the port closes
+        drop_view(reader, random() % (MOST_SIGHTS + 1));
     }
     void take_part() override {
         random.seed(uint64_t(getpid()));
@@ -88,7 +91,7 @@ class Viewers : public Kills {
                 step = reader.get(value, in_a_moment(), true);
             }
             if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
-            const bool leaves_first = random() % 2;  // the memory is still on loan
+            const bool leaves_first = random() % 2;  // the session ends while the memory is still on loan
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();

@@ -1,5 +1,5 @@
-// Cache lines of the shared memory that a small put and a small get write, found by comparing the memory before and
-// after. A line that both operations write moves between the two cores at every item.
+// Count the cache lines of the shared memory that a small put and a small get write, by comparing the memory
+// before and after. A line that both operations write moves between the two cores for every item.
 #include <set>
 
 #include "users.hpp"
@@ -9,7 +9,7 @@ namespace {
 using namespace testing;
 
 constexpr uint64_t LINE = 64;
-using Lines = std::set<uint64_t>;  // offsets of the lines in the file
+using Lines = std::set<uint64_t>;  // offsets of cache lines in the file
 
 struct Picture {
     std::string header, slots;
@@ -49,7 +49,7 @@ int main() {
     const auto get = [&] { must(reader.get(value) == Step::Done, "get"); };
     for (int i = 0; i < 8; ++i) put();
     for (int i = 0; i < 40; ++i) put(), value += 1, get();
-    // Both write the lock's line, which looks the same before and after.
+    // Both also write the lock's line, which this comparison misses because its content is restored.
     const Lines of_put = written(ring, put), of_get = written(ring, get);
     const Lines of_next = written(ring, put);
     printf("a put writes %zu lines, a get %zu, both %ld; the get and the next put %ld\n", of_put.size() + 1,

@@ -1,6 +1,6 @@
-// Native stress of links: remote workers over a link whose connection breaks again and again end with exact totals
-// (R4). Arguments: the number of items, the number of workers, `ordered` or `unordered`, and the breaks per second (0:
-// none). It runs with and without the sanitizers.
+// Native stress test of links: remote workers process items over a link whose connection breaks repeatedly,
+// and the totals must be exact (R4). Arguments: the number of items, the number of workers, `ordered` or
+// `unordered`, and the number of breaks per second (0 for none). It runs with and without the sanitizers.
 #include <sys/socket.h>
 
 #include <random>
@@ -24,14 +24,14 @@ uint64_t outputs_for(uint64_t item) { return item % MOST_OUTPUTS; }
 
 constexpr uint64_t BYTES_INSIDE = 4 << 20;
 
-// A remote worker: the rings under its ports on the worker side, and the ports on them that the link uses.
+// A remote worker: the rings under its ports on the worker side, and the link's ports on these rings.
 struct RemoteWorker {
     std::shared_ptr<Ring> into = std::make_shared<Ring>(1 << 12, BYTES_INSIDE);
     std::shared_ptr<Ring> out = std::make_shared<Ring>(64, BYTES_INSIDE);
     const uint32_t feed = open_session(*into, Session::WRITER), drain = open_session(*out, Session::READER);
     User reads = open(*into, Session::READER), writes = open(*out, Session::WRITER);
 
-    // The workers share `shared`, in which faults are planted.
+    // All workers use `shared`, the ring in which faults are planted.
     void work(Ring& shared) {
         uint64_t item = 0;
         while (next(item)) {
@@ -53,7 +53,7 @@ struct RemoteWorker {
     }
 };
 
-// Both ends of a link, and the connection between them.
+// The two ends of a link, and the connection between them.
 struct Linked {
     Link owner_side{true}, worker_side{false};
 
@@ -109,7 +109,7 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
     for (auto& one : remote) threads.emplace_back([&] { one->work(*source); });
     threads.emplace_back([&] {
         for (uint64_t item = 0; item < items; ++item)
-            must(feeder.put(Message(item, size_for(item))) == Step::Done, "an item");
+            must(feeder.put(Message(item, size_for(item))) == Step::Done, "an item could not be put");
         feeder.leave(true);
     });
     if (often) threads.emplace_back([&] { break_often(linked, often, over); });
@@ -126,8 +126,8 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
         }
     }
     uint64_t more = 0;
-    must(sink.get(more) == Step::Drained, "more items came than were put");
-    must(right == found, "the totals of the outputs");
+    must(sink.get(more) == Step::Drained, "more items arrived than were put");
+    must(right == found, "the totals of the outputs are wrong");
     over = true;
     for (std::thread& thread : threads) thread.join();
     const uint64_t breaks = linked.owner_side.breaks;
@@ -148,7 +148,7 @@ void run(uint64_t items, uint64_t workers, bool ordered, uint64_t often) {
 
 int main(int argc, char** argv) {
     using namespace testing;
-    must(argc == 5, "arguments: items, workers, 'ordered' or 'unordered', breaks a second");
+    must(argc == 5, "arguments: items, workers, 'ordered' or 'unordered', breaks per second");
     run(strtoull(argv[1], nullptr, 10), strtoull(argv[2], nullptr, 10), std::string(argv[3]) == "ordered",
         strtoull(argv[4], nullptr, 10));
 }

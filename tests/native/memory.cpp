@@ -1,6 +1,6 @@
-// Check that free memory is found. Whenever a slot is free and a block fits between or behind the used blocks, a loan
-// or a put succeeds. This holds however the memory was cut. Random sizes in random order, in one process. Items on
-// loan, inside or in view keep their contents. Arguments: seed, number of steps.
+// Check that free memory is found. If a slot is free, and a block fits between or behind the used blocks, a
+// loan or a put must succeed. How the memory was cut before must not matter. One process uses random sizes in
+// random order. Items on loan, inside or in view must keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
 #include <random>
@@ -36,7 +36,7 @@ class Memory {
                 if (room)
                     expect(step, finds, "a put", size);
                 else
-                    must(step == Step::NotNow, "a put found room that should not exist");
+                    must(step == Step::NotNow, "a put found room that must not exist");
                 if (step == Step::Done) inside.push_back(value);
                 break;
             }
@@ -64,7 +64,7 @@ class Memory {
         const std::string problems = check(ring);
         must(problems.empty(), problems);
     }
-    // Once no item is inside or on loan, check that the largest item finds memory despite views.
+    // Check that the largest item finds memory despite views, once no item is inside or on loan.
     void largest() {
         uint64_t got = 0;
         for (; !inside.empty(); inside.pop_front())
@@ -83,8 +83,8 @@ class Memory {
         std::swap(user.held_views.front(), user.held_views.back());
         user.drop_view();
     }
-    // Check that there are slots for `capacity` items, whatever blocks were cut. After everything has been freed, the
-    // largest items must find memory again.
+    // Check that there are slots for `capacity` items, no matter which blocks were cut. Once everything has
+    // been freed, the largest item must find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {
@@ -94,7 +94,7 @@ class Memory {
         for (; !inside.empty(); inside.pop_front())
             must(user.get(got, Deadline{0}) == Step::Done && got == inside.front(), "get");
         while (!user.held_views.empty()) user.drop_view();
-        must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
+        must(h.slots_used == 0 && h.viewed_bytes == 0, "slots or views are left");
         for (uint64_t value : {1, 2})
             must(user.loan(value, MAX_BYTES, Deadline{0}) == Step::Done, "the largest loan");
         while (!user.held_views.empty()) user.drop_view();
@@ -112,7 +112,8 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    bool phase() const { return number / 100 % 2; }  // in one phase the memory fills, in the other it empties
+    // the memory fills up in one phase, and empties in the other
+    bool phase() const { return number / 100 % 2; }
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);
         return 8 + random() % (most - 8);
@@ -139,7 +140,8 @@ class Memory {
         return false;
     }
     void expect(Step step, bool finds, const char* what, uint64_t size) {
-        must(step == Step::Done || step == Step::NotNow, "it ended with " + std::to_string(int(step)));
+        must(step == Step::Done || step == Step::NotNow,
+             "a put or loan ended with " + std::to_string(int(step)));
         if (finds)
             must(step == Step::Done,
                  std::string(what) + " of " + std::to_string(size) + " bytes did not find free memory");

@@ -1,6 +1,6 @@
-// The outgoing queue of a link, which always has more to send than one call sends. Arguments: the number of rounds, and
-// the number of bytes per round that are copied. The received bytes are compared, and no piece of memory may become
-// large.
+// The outgoing queue of a link that always has more to send than one call sends. Arguments: the number of
+// rounds, and the number of bytes to copy in each round. The bytes received are compared, and no piece of
+// memory may become large.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -32,11 +32,11 @@ constexpr uint64_t IN_PLACE = 100'000, AT_A_TIME = 64 << 10, LEFT = 1000;
 
 char byte_at(uint64_t place) { return char(place * 11400714819323198485u >> 56); }
 
-// Check that bytes arrive in the order in which they were added.
+// Check that bytes are received in the order in which they were added.
 void run(uint64_t rounds, uint64_t copied) {
     const auto ring = std::make_shared<Ring>(16, 1 << 20);
     const uint64_t round = copied + IN_PLACE, all = rounds * round;
-    // The bytes sent in place are the same in all rounds; the copied bytes identify the round.
+    // The bytes sent in place are equal in all rounds; the copied bytes identify the round.
     std::string lies(IN_PLACE, '\0'), begins(copied, '\0');
     for (uint64_t i = 0; i < IN_PLACE; ++i) lies[i] = byte_at(i);
     int ends[2];
@@ -45,11 +45,11 @@ void run(uint64_t rounds, uint64_t copied) {
         std::string came(AT_A_TIME, '\0');
         for (uint64_t have = 0; have < all;) {
             const ssize_t n = read(ends[1], came.data(), came.size());
-            must(n > 0, "the end came too early");
+            must(n > 0, "the connection ended too early");
             for (uint64_t i = 0; i < uint64_t(n); ++i, ++have) {
                 const uint64_t place = have % round;
                 const char right = place < copied ? byte_at(have / round + place) : lies[place - copied];
-                // A text for each byte would take 100 times as long as the comparison.
+                // No `must` here: a string for each byte would take 100 times as long as the comparison.
                 if (came[i] != right) die("byte " + std::to_string(have) + " is wrong");
             }
         }
@@ -64,8 +64,8 @@ void run(uint64_t rounds, uint64_t copied) {
     }
     must(out.send(ends[0], out.size()) == "", "send");
     receiver.join();
-    must(largest < (1 << 20), std::to_string(largest) + " bytes are kept in one piece");
-    printf("all %lu bytes came\n", static_cast<unsigned long>(all));
+    must(largest < (1 << 20), std::to_string(largest) + " bytes are allocated in one piece");
+    printf("received all %lu bytes\n", static_cast<unsigned long>(all));
 }
 
 }  // namespace
@@ -74,6 +74,6 @@ void run(uint64_t rounds, uint64_t copied) {
 
 int main(int argc, char** argv) {
     using namespace testing;
-    must(argc == 3, "arguments: rounds, copied bytes of each");
+    must(argc == 3, "arguments: rounds, copied bytes per round");
     run(strtoull(argv[1], nullptr, 10), strtoull(argv[2], nullptr, 10));
 }

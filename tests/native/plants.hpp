@@ -1,11 +1,11 @@
-// A fault planted into the stress tests, to prove that each sanitizer finds one. A build without -DPLANT_… has no such
-// fault.
+// Faults planted into the stress tests, to prove that each sanitizer detects one. Builds without -DPLANT_…
+// contain no such fault.
 #pragma once
 
 #include "ring.hpp"
 
 namespace testing {
 
-void plant(flowchan::Ring& ring);  // every reader calls it after every item
+void plant(flowchan::Ring& ring);  // every reader calls this for every item
 
 }

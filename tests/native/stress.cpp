@@ -1,10 +1,11 @@
-// Native stress: processes and threads start together, use rings with the core's own waiting loop, and end with exact
-// totals. Arguments: `threads` (some of them map the ring a second time) or `processes`, and the number of items for
-// each party. It runs with and without the sanitizers.
+// Native stress test: processes and threads start together, use rings with the core's own waiting loop, and
+// the totals must be exact. Arguments: `threads` (some of them map the ring a second time) or `processes`,
+// and the number of items for each party. It runs with and without the sanitizers.
 //
-// The thread sanitizer sees threads that use one Ring: the lock is a pthread mutex. It cannot relate threads that use a
-// second mapping of the same memory. These threads are included because the core must work at any address of the
-// mapping. The sanitizers also see payload copies that are made outside of the lock.
+// The thread sanitizer can follow threads that use one Ring, because the lock is a pthread mutex. It cannot
+// follow threads that use a second mapping of the same memory. These threads take part because the core must
+// work at any address of the mapping. The sanitizers also check the payload copies that are made outside of
+// the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 
@@ -24,7 +25,7 @@ constexpr uint64_t SIZES[] = {8, 40, 300, 2000, 5000, 20'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 6]; }
 
 struct Totals {
-    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all read items
+    std::atomic<uint64_t> count{0}, sum{0}, xored{0};  // totals over all items read
     void add(uint64_t value) {
         count += 1;
         sum += value;
@@ -32,7 +33,7 @@ struct Totals {
     }
 };
 
-// Runs each party on a thread of this process or in its own process.
+// Runs each party in a thread of this process, or in its own process.
 class Parties {
   public:
     explicit Parties(bool processes) : processes(processes) {}
@@ -85,10 +86,12 @@ void checked(Ring& ring, const char* name) {
     must(problems.empty(), std::string(name) + ": " + problems);
     must(ring.drained(), std::string(name) + " is not drained");
     Header& h = ring.header();
-    must(h.readers == 0 && h.writers == 0 && h.slots_used == 0, std::string(name) + ": something is left");
+    must(h.readers == 0 && h.writers == 0 && h.slots_used == 0,
+         std::string(name) + ": ports or slots are left");
 }
 
-// Writers and readers of every kind on one small channel. FIFO: each reader sees each writer's items in order.
+// Writers and readers of every kind use one small channel. Each reader must receive each writer's items in
+// order.
 void many_to_many(bool processes, uint64_t each) {
     constexpr uint64_t WRITERS = 3, READERS = 3;
     Ring one(8, 100'000);
@@ -112,7 +115,7 @@ void many_to_many(bool processes, uint64_t each) {
             user.reader.lazy = i == 1;
             std::vector<uint64_t> last(WRITERS);
             for (uint64_t value; user.get(value) == Step::Done;) {
-                must(value % each >= last[value / each], "a reader saw items of one writer out of order");
+                must(value % each >= last[value / each], "a reader got one writer's items out of order");
                 last[value / each] = value % each;
                 totals->add(value);
                 plant(*ring);
@@ -127,7 +130,7 @@ void many_to_many(bool processes, uint64_t each) {
             User user(*ring, session, Session::WRITER);
             for (uint64_t n = 0; n < each; ++n) {
                 uint64_t value = i * each + n;
-                // Every fourth put has a deadline that may expire; the put is then repeated.
+                // Every fourth put has a deadline that may expire; such a put is repeated.
                 while (user.put(Message(value, size_for(value)),
                                 n % 4 ? Deadline{} : Deadline{now_ns() + 20'000}) != Step::Done) {}
             }
@@ -143,11 +146,11 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users that get and put in a circle, with copies made outside of the lock. Some keep views of the items that
-// they took, and fill their items in place.
+// Plain users get items and put them back in a circle, with copies made outside of the lock. Some of them
+// keep views of the items that they took, and fill items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;
-    Ring one(8, 1 << 20);  // with room for all items, as otherwise the last put would wait forever
+    Ring one(8, 1 << 20);  // has room for all items; otherwise the last put would wait forever
     auto other = attach(one);
     User filler = open(one, Session::PLAIN);
     for (uint64_t value = 0; value < ITEMS; ++value)
@@ -179,12 +182,13 @@ void round_and_round(bool processes, uint64_t turns) {
     locked(one, [&](Wakes& wakes) { one.close(wakes); });
     uint64_t sum = 0, value = 0;
     while (filler.get(value) == Step::Done) sum += value;
-    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of the circulating items");
+    must(sum == ITEMS * (ITEMS - 1) / 2 + USERS * turns, "the sum of the circulating items is wrong");
     filler.leave(true);
     checked(one, "the ring of rounds");
 }
 
-// An ordered stage between two channels: item i has i % 4 outputs, which are put in the order of the items.
+// An ordered stage between two channels: item i has i % 4 outputs, and all outputs arrive in the order of the
+// items.
 void ordered_stage(bool processes, uint64_t items) {
     constexpr uint64_t WORKERS = 3;
     Ring in(6, 1 << 20), out(6, 1 << 20);
@@ -226,7 +230,7 @@ void ordered_stage(bool processes, uint64_t items) {
         for (uint64_t k = 0; k < i % 4; ++k, ++seen)
             must(sink.get(value) == Step::Done && value == i * 4 + k,
                  "the outputs are not in the order of the items");
-    must(sink.get(value) == Step::Drained, "more items came than were put");
+    must(sink.get(value) == Step::Drained, "more items arrived than were put");
     sink.leave(true);
     parties.join();
     checked(in, "the input");

@@ -1,4 +1,4 @@
-"""Measure the cost of an item between two cores: moved cache lines, and how busy sides take turns."""
+"""Measure the cost of an item between two cores: the cache lines that move, and how busy sides take turns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles its program
+pytestmark = pytest.mark.timeout(600)  # a test may have to compile its program
 
 
 def numbers(output: str) -> list[int]:
@@ -15,7 +15,7 @@ def numbers(output: str) -> list[int]:
 
 
 def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
-    """The shared lines are the lock's and the counts'; each side writes its own redo record."""
+    """The shared lines are those of the lock and the counts. Each side writes its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)
@@ -24,9 +24,9 @@ def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
 
 
 def turn_taking(one: int, other: int) -> tuple[int, int]:
-    """Return the numbers of runs and of rests in 20,000 operations.
+    """Return the number of runs and the number of rests in 20,000 operations.
 
-    ``one`` and ``other``: ns that each side works elsewhere between two operations.
+    ``one`` and ``other`` are the times in ns that the two sides work elsewhere between two operations.
     """
     ended = run(program("plain/turn_taking"), str(one), str(other), "20000")
     assert ended.returncode == 0, ended.stderr

@@ -1,10 +1,10 @@
 """Check C11: a process killed at any instruction, with any lock, never blocks or corrupts the others.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring. While the others recover, it
-kills a second process: at every point with ``--long``, otherwise at every eighth. Different steps use
-different points, so that each point is tried. Each time, the others find the lock, check every invariant of
-the ring, and read the ring to its end. Each item is read exactly once and in order, or not at all if its
-operation had not taken effect.
+``walk.cpp`` kills a process at every fault point of every operation on a ring. It kills a second process
+while the others recover: with ``--long`` at every fault point, otherwise at every eighth. The tried points
+differ between steps, so that each point is tried at some step. Each time, the others find the lock, check
+every invariant of the ring, and read the ring to its end. Each item is read exactly once and in order, or not
+at all if its operation had not taken effect.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
+pytestmark = pytest.mark.timeout(600)  # the first test may have to compile the program for all tests
 
 OPERATIONS = (
     "put small",
@@ -111,10 +111,10 @@ ONCE |= {
     "put a loan, parked",
     "cut memory again between used blocks",
 }
-"""Operations whose recovery another operation walks, so that only one process dies in them."""
+"""Operations in which only one process dies, because other operations cover their recovery."""
 
 Points = tuple[int, int]
-"""Points at which a process died in an operation, and points at which a second one died in the recovery."""
+"""How many points a process died at in an operation, and a second process during the recovery."""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def walk() -> Path:
 
 
 class Walked:
-    """Walks operations on demand, twelve at a time in two processes."""
+    """Walks operations on demand. Two processes share twelve operations at a time."""
 
     TOGETHER = 12
 

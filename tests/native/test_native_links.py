@@ -8,14 +8,14 @@ import pytest
 from building import program, run
 from test_native_stress import OPTIONS, SANITIZERS, planted
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
+pytestmark = pytest.mark.timeout(600)  # the first test may have to compile the program for all tests
 
-# The thread sanitizer records sent memory at the end of the call, when the data may have arrived and its
-# memory may be in use again.
+# The thread sanitizer records memory as sent when the call returns. The data may have arrived by then, and
+# the memory may be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),
-    ("100", "unordered", "100"),  # more rings than one thread can sleep on
+    ("100", "unordered", "100"),  # uses more rings than one thread can sleep on
     ("3", "ordered", "100"),
     ("3", "ordered", "0"),
 ]
@@ -31,7 +31,7 @@ def test_r4_totals_are_exact_over_a_link_that_breaks(walk: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
+def test_each_sanitizer_reports_no_error_in_a_link(sanitizer: str) -> None:
     for walk in WALKS[:3]:
         ended = run(program(f"{sanitizer}/links"), "400", *walk, **ENVIRONMENTS[sanitizer])
         assert ended.returncode == 0, ended.stderr
@@ -41,7 +41,7 @@ def test_link_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 @planted
 def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: str, report: str) -> None:
     harmed = program(f"{sanitizer}/links-{plant}")
-    # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
+    # the planted race needs two threads to run at the same moment; on a busy machine they may not
     for _ in range(10):
         ended = run(harmed, "200", "2", "unordered", "0", **ENVIRONMENTS[sanitizer])
         if ended.returncode != 0:
@@ -52,18 +52,18 @@ def test_each_sanitizer_finds_a_fault_planted_in_a_link(sanitizer: str, plant: s
 
 @pytest.mark.parametrize("copied", [24, 3000, 15_000])
 def test_link_frees_sent_bytes_while_more_are_queued(copied: int) -> None:
-    """Otherwise a host that sends faster than its connection would use ever more memory."""
+    """If they were not freed, a host that sends faster than its connection would use more and more memory."""
     ended = run(program("plain/outgoing"), "500", str(copied))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"all {500 * (copied + 100_000)} bytes came\n"
+    assert ended.stdout == f"received all {500 * (copied + 100_000)} bytes\n"
 
 
-@pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number
+@pytest.mark.timeout(3 * 3600)  # ``--frames`` may ask for any number of frames
 @pytest.mark.parametrize("world", ["model", "owner", "worker"])
 def test_link_puts_valid_frames_and_disconnects_after_invalid_frames(
     pytestconfig: pytest.Config, long_walk: bool, world: str
 ) -> None:
-    """C1, C4: no invalid frame is put, no valid one is lost, and nothing crashes or hangs."""
+    """C1, C4: no invalid frame is put, no valid frame is lost, and nothing crashes or hangs."""
     how, seeds, frames = "plain", 2, 2000
     if long_walk:
         how, seeds, frames = "address", 100, pytestconfig.getoption("--frames") // 100

@@ -1,4 +1,4 @@
-"""Load the ring without Python, also under each sanitizer, and expect exact totals."""
+"""Load the ring without Python, with and without each sanitizer, and expect exact totals."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # the first test compiles the program for all tests
+pytestmark = pytest.mark.timeout(600)  # the first test may have to compile the program for all tests
 
 OPTIONS = {
     "address": {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1"},
 }
-"""Options by folder of build/native-tests; ``address`` includes the sanitizer of undefined behaviour."""
+"""Sanitizer options by folder of build/native-tests. ``address`` also detects undefined behaviour."""
 SANITIZERS = [pytest.param(name, marks=pytest.mark.long) for name in OPTIONS]
-"""Only long runs compile the core for each sanitizer, as an unchanged core gives the same result."""
+"""Only long runs compile the core for each sanitizer, because an unchanged core gives the same result."""
 REPORTS = [
     ("address", "PLANT_ASAN", "heap-buffer-overflow"),
     ("address", "PLANT_UBSAN", "runtime error: shift exponent"),
     ("thread", "PLANT_TSAN", "ThreadSanitizer: data race"),
 ]
-"""The faults to plant under these sanitizers, and the reports expected from them."""
+"""Faults to plant in builds with these sanitizers, and the reports expected for them."""
 planted = pytest.mark.parametrize(
     ("sanitizer", "plant", "report"), [pytest.param(*found, marks=pytest.mark.long) for found in REPORTS]
 )
@@ -72,7 +72,7 @@ def test_c2_free_memory_is_found_however_it_is_divided(seed: int) -> None:
 
 
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
+def test_each_sanitizer_reports_no_error_under_stress(sanitizer: str) -> None:
     for who in ("threads",) if sanitizer == "thread" else ("threads", "processes"):
         ended = run(program(f"{sanitizer}/stress"), who, "2000", **OPTIONS[sanitizer])
         assert ended.returncode == 0, ended.stderr
@@ -81,7 +81,7 @@ def test_stress_is_clean_under_each_sanitizer(sanitizer: str) -> None:
 
 @planted
 def test_each_sanitizer_finds_a_planted_fault(sanitizer: str, plant: str, report: str) -> None:
-    # the planted race needs two threads at the same moment, which a busy machine may not schedule at once
+    # the planted race needs two threads to run at the same moment; on a busy machine they may not
     for _ in range(10):
         ended = run(program(f"{sanitizer}/stress-{plant}"), "threads", "200", **OPTIONS[sanitizer])
         if ended.returncode != 0:

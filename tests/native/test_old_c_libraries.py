@@ -1,4 +1,4 @@
-"""Check that glibc 2.28 has every symbol that the core needs; manylinux_2_28 wheels use this version."""
+"""Check that glibc 2.28, the version for manylinux_2_28 wheels, has every symbol that the core needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from flowchan import _core
 
 MANYLINUX = (2, 28)
 NOT_OURS = {"fstat", "stat", "stat64", "pthread_cond_clockwait", "__libc_single_threaded"}
-"""Older headers use __fxstat and __xstat64, and an older libstdc++ does not need the others."""
+"""Symbols that builds with older headers (__fxstat, __xstat64) or an older libstdc++ do not need."""
 
 
 def symbols(library: Path, *which: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the glibc symbols, each with a version that contains it."""
+    """Yield each glibc symbol with its version."""
     table = subprocess.run(["nm", "-D", *which, library], capture_output=True, text=True, check=True).stdout
     for name, version in re.findall(r" (\w+)@+GLIBC_([\d.]+)$", table, re.MULTILINE):
         yield name, tuple(map(int, version.split(".")))
 
 
 def test_core_needs_no_symbol_newer_than_manylinux_2_28() -> None:
-    """A symbol that moved to another library has a second version, so the first version counts."""
+    """A symbol that moved to another library has a second version, so its first version is decisive."""
     maps = Path("/proc/self/maps").read_text()
     libraries = set(re.findall(r"/\S+/lib(?:c|m)\.so\.6", maps))
     if not libraries:

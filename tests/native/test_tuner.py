@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from building import program, run
 
-pytestmark = pytest.mark.timeout(600)  # a test compiles its program
+pytestmark = pytest.mark.timeout(600)  # a test may have to compile its program
 
 HALF = 20_000
 
 
 def shares(before: tuple[int, ...], after: tuple[int, ...]) -> list[list[float]]:
-    """Return the share of each plan in both halves of a run.
+    """Return each plan's share of the operations in both halves of a run.
 
-    ``before`` and ``after`` are the ns that each plan takes in the first and the second half.
+    ``before`` and ``after`` are the times in ns that each plan takes in the first and in the second half.
     """
     ended = run(program("plain/tuner"), *map(str, (HALF, len(before), *before, *after)))
     assert ended.returncode == 0, ended.stderr
@@ -44,6 +44,6 @@ def test_every_plan_is_tried_even_if_one_is_much_faster() -> None:
 
 
 def test_every_plan_is_tried_when_the_fastest_becomes_slow() -> None:
-    """They are tried long before their regular turn."""
+    """All plans are tried then, long before their next regular trial."""
     _, after = shares((100, 500, 500, 500), (400, 500, 100, 500))
     assert after[2] > 0.99

@@ -1,4 +1,4 @@
-// Include this only in the file with `main`.
+// A fix for the thread sanitizer. Include it only in the file that has `main`.
 #pragma once
 
 #include <pthread.h>
@@ -7,7 +7,8 @@
 #include <ctime>
 
 #if defined(__SANITIZE_THREAD__)
-// GCC's thread sanitizer does not intercept this pthread lock function; it intercepts `pthread_mutex_timedlock`.
+// Forward this pthread function, which GCC's thread sanitizer does not intercept, to
+// `pthread_mutex_timedlock`, which it intercepts.
 extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
     timespec now, real;
     clock_gettime(clock, &now);

@@ -1,6 +1,6 @@
-// Simulate the tuner over several plans with given times. Arguments: the number of operations in each half, the number
-// of plans, and the ns of each plan in the first half and in the second half. Prints how many operations in each half
-// used each plan. The time of an operation is known when the next operation has finished.
+// Simulate the tuner with several plans whose times are given. Arguments: the number of operations in each
+// half, the number of plans, and the ns of each plan, first for the first half. Prints how many operations in
+// each half used each plan. The tuner learns the time of an operation when the next operation has finished.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

@@ -1,6 +1,6 @@
-// Turn-taking of two processes that take a ring from each other, on a simulated clock. An operation takes the ring as
-// soon as it can; after that, its process works elsewhere for the given time in ns. Prints the number of runs in which
-// the operations were made, and the number of rests.
+// Turn-taking between two processes that compete for a ring, on a simulated clock. A process starts an
+// operation as soon as it can take the ring. Between its operations, it works elsewhere for the given time in
+// ns. Prints the number of runs into which the operations were grouped, and the number of rests.
 #include <cstdio>
 #include <cstdlib>
 
@@ -13,7 +13,7 @@ using flowchan::TurnTaking;
 struct Side {
     TurnTaking turn_taking;
     int64_t elsewhere;            // time between two operations
-    int64_t free_at = 1'000'000;  // when the process wants the ring next
+    int64_t free_at = 1'000'000;  // next time at which the process wants the ring
     bool rested = false;
     int64_t rests = 0;
 };
@@ -23,7 +23,8 @@ struct Side {
 int main(int argc, char** argv) {
     if (argc != 4) return 2;
     constexpr int64_t NS = 3, AT_HOME = 50 * NS,
-                      // cost of an operation whose lines are in this core's cache or in the other core's
+                      // cost of an operation whose cache lines are in this core's cache, or in the other
+        // core's
         NOT_WAITING = 600 * NS;
     const uint64_t operations = std::strtoull(argv[3], nullptr, 10);
     Side sides[2];

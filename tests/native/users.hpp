@@ -1,5 +1,5 @@
-// Helpers of the native test programs: messages whose every byte can be verified, and users of a ring. The users put
-// and take like puts.cpp and gets.cpp, with the core's own waiting loop.
+// Helpers for the native test programs: messages whose every byte can be checked, and users of a ring. Users
+// put and take in the same way as puts.cpp and gets.cpp, with the core's own waiting loop.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@ using namespace flowchan;
 inline void must(bool holds, const std::string& what) {
     if (!holds) die(what);
 }
-// Checks in hot loops must not make a string each time.
+// Takes a plain string, because checks in hot loops must not construct a string each time.
 inline void must(bool holds, const char* what) {
     if (!holds) die(what);
 }
 
-// A number and, up to `size` bytes, data that is derived from it. Sizes above 256 are sent as BYTES or as the given
-// `kind`, sizes above Taken::LOCAL as a large put.
+// A number, followed by data derived from it, up to `size` bytes. Messages above 256 bytes are sent as BYTES
+// or as the given `kind`, and messages above Taken::LOCAL with a large put.
 struct Message {
     static constexpr uint64_t LEAST = sizeof(uint64_t), CYCLE = 256;
     std::vector<char> bytes;
@@ -39,7 +39,7 @@ struct Message {
         : bytes(std::max(size, LEAST)), kind(kind) {
         lay(value, bytes.data(), bytes.size());
     }
-    // The next CYCLE bytes of a message from byte `i` on. Byte `i` is value * 31 + i, so they repeat.
+    // Return CYCLE bytes of a message, from byte `i` on. Byte `i` is value * 31 + i, so the bytes repeat.
     static const char* data_from(uint64_t value, uint64_t i) {
         static const auto bytes = [] {
             std::array<char, 2 * CYCLE> all{};
@@ -75,7 +75,7 @@ struct Message {
     }
 };
 
-// Run one operation that does not need to wait, while holding the lock.
+// Run one operation under the lock. It must not need to wait.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;
@@ -92,7 +92,7 @@ auto locked(Ring& ring, Op&& op) {
     }
 }
 
-// A block that a user views, or has on loan and has filled, and its expected content.
+// A block that a user is viewing, or has on loan and has filled, with its expected content.
 struct HeldView {
     Slot* slot;
     char* at;
@@ -100,11 +100,11 @@ struct HeldView {
 
     void verify() const {
         if (Message::value_of(at, size) != value)
-            die("a viewed block is message " + std::to_string(value) + " no longer");
+            die("a viewed block no longer contains message " + std::to_string(value));
     }
 };
 
-// A port of a ring, or a plain user.
+// A user of a ring: a port, or a plain user.
 struct User {
     Ring& ring;
     uint32_t session = 0;
@@ -112,7 +112,7 @@ struct User {
     ReaderState reader{};
     WriterState writer{};
     Taken taken{};
-    bool keeps = false;  // whether it keeps views of the items that it got
+    bool keeps = false;  // whether it keeps views of the items that it gets
     std::vector<HeldView> held_views;
 
     User(Ring& ring, uint32_t session, Session::Role role) : ring(ring), session(session) {
@@ -122,11 +122,12 @@ struct User {
     }
     ReaderState* as_reader() { return is_reader ? &reader : nullptr; }
     WriterState* as_writer() { return is_writer ? &writer : nullptr; }
-    Caller as_caller() const {  // like `writing` in puts.cpp
+    Caller as_caller() const {  // see `writing` in puts.cpp
         return {Side::Writer, this, session, 0, is_writer && writer.ordered && writer.keyed, writer.number};
     }
 
-    // Put like put_frame and put_large in puts.cpp. `item`: the number of the input item to which the output belongs.
+    // Put a message in the same way as put_frame and put_large in puts.cpp. `item`: number of the input item
+    // that this is an output for.
     Step put(const Message& message, Deadline deadline = {}, const uint64_t* item = nullptr) {
         Frame frame;
         message.fill(frame);
@@ -149,7 +150,8 @@ struct User {
         locked.unlock(wakes);
         return step;
     }
-    // Get like get_step in gets.cpp. `more`: leased items stay on lease.
+    // Get a message in the same way as get_step in gets.cpp. `more`: items that are leased already stay
+    // leased.
     Step get(uint64_t& value, Deadline deadline = {}, bool more = false) {
         Step step = perform(
             ring, [&](bool) { return Caller{Side::Reader, this, session}; },
@@ -186,7 +188,7 @@ struct User {
         Message::lay(value, held_views.back().at, size);
         return step;
     }
-    // Put the oldest loan of `lender`, like put_loaned in puts.cpp.
+    // Put the oldest loan of `lender`, in the same way as put_loaned in puts.cpp.
     Step put_loan(User& lender, Deadline deadline = {}, const uint64_t* item = nullptr) {
         HeldView& view = lender.held_views.front();
         Frame frame;
@@ -207,7 +209,7 @@ struct User {
             lender.held_views.erase(lender.held_views.begin());
         return step;
     }
-    // Finish an item like done_with in ports.cpp.
+    // Finish an item in the same way as done_with in ports.cpp.
     Step done_with(uint64_t number) {
         Step step = Step::Done;
         if (!writer.ordered) {
@@ -249,7 +251,7 @@ inline uint32_t open_session(Ring& ring, Session::Role role) {
 }
 inline User open(Ring& ring, Session::Role role) { return {ring, open_session(ring, role), role}; }
 
-// Map the same ring again.
+// Map the memory of a ring a second time.
 inline std::unique_ptr<Ring> attach(Ring& ring) {
     int fd = dup(ring.fd());
     must(fd >= 0, "dup");

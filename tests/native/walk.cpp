@@ -1,7 +1,8 @@
-// `walk EVERY [NAME …]` walks all operations, or the named ones, and prints one line for each: its name and two
-// numbers. The first is the number of steps at which a process died in the operation. The second is the number of steps
-// at which a second process died in the recovery, tried at one of every EVERY points. The walk stops at the first
-// violation. `list` prints only the names; `planted` walks an operation that must fail.
+// `walk EVERY [NAME …]` walks the operations with these names, or all operations. It prints one line for
+// each, with its name and two numbers. The first number counts the steps at which a process died in the
+// operation. The second counts the steps at which a second process died during the recovery; one of every
+// EVERY fault points is tried. The walk stops at the first violation. `list` prints only the names; `planted`
+// walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

@@ -1,9 +1,9 @@
-// The fault walk: a process dies at the n-th fault point of an operation, n = 1, 2, 3, … until it survives. Each time,
-// other processes carry on from the state that it left. After that, everything is repeated with a second process that
-// dies at every step of the recovery.
+// The fault walk: a process dies at the n-th fault point of an operation, for n = 1, 2, 3, … until it
+// survives. Each time, other processes carry on from the state that it left. Then the whole walk is repeated
+// with a second process, which dies at every step of the recovery.
 //
-// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store of a critical section,
-// after taking the lock and before dropping it.
+// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store in a critical
+// section, after taking the lock, and before dropping it.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,15 +19,15 @@ namespace testing {
 using Values = std::vector<uint64_t>;
 using Lists = std::vector<Values>;
 
-// Record of the dying process, in separate memory that survives it.
+// Progress of the dying process, recorded in separate memory that survives it.
 struct Journal {
-    volatile int done;  // steps that have returned
+    volatile int done;  // number of steps that have returned
 };
 
-// The rings of one scenario as one process sees them, and the sessions that were opened before it.
+// The rings of one scenario, as mapped in one process, and the sessions that were opened before the walk.
 struct Scene {
-    std::unique_ptr<Ring> in, out;  // null if the scenario has no such ring
-    std::vector<User> users;        // on either ring
+    std::unique_ptr<Ring> in, out;  // null if the scenario does not use this ring
+    std::vector<User> users;        // users of both rings
     Journal* journal = nullptr;
 
     void did() { journal->done = journal->done + 1; }
@@ -37,19 +37,18 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // whether a second process dies in the recovery; false if another scenario walks the same steps
+    // whether a second process dies during the recovery; false if another scenario covers the same steps
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
     std::function<void(Scene&)> act;  // run by the process that dies
     std::function<void(Scene&)> take_over = [](Scene&) {
-    };  // what a supervisor does after the death; may run twice
-    // the possible contents of `in` after the death
+    };  // run after the death, in place of a supervisor; may run twice
+    // returns the possible contents of `in` after the death
     std::function<Lists(int done)> allowed = [](int) { return Lists{}; };
     std::function<void(Scene&, int done)> look = [](Scene&, int) {};  // further checks
-    std::function<void(Scene&)> finish;                               // instead of reading `in` to its end
-    std::function<void(Scene&)> last = [](Scene&) {
-    };  // runs at the end, when the remaining views are dropped
+    std::function<void(Scene&)> finish;                // run instead of reading `in` to its end
+    std::function<void(Scene&)> last = [](Scene&) {};  // run at the end, to drop the remaining views
 };
 
 struct Walked {
@@ -57,7 +56,7 @@ struct Walked {
     long recoveries = 0;  // steps of the recovery at which a second process died
 };
 
-inline long fault_left = 0;  // 0: the process survives
+inline long fault_left = 0;  // number of fault points until this process dies; 0: it survives
 
 inline void find_dead(Ring& ring) {
     locked(ring, [&](Wakes& wakes) {
@@ -78,7 +77,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // 0: the recovery survives. Neighbouring steps start at different points, so that each point is tried.
+            // The recovery survives if n = 0. Neighbouring steps start at different points, so that each
+            // point is tried at some step.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");
@@ -99,7 +99,7 @@ class Walk {
 
   private:
     const Scenario& scenario;
-    const long every;  // a second process dies at one of every this many points of a recovery
+    const long every;  // a second process dies at one of every this many fault points of a recovery
     Journal* journal;
     std::string at;
 
@@ -144,8 +144,8 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // Check the rings, with users that existed throughout and that map the rings at other addresses than the dead
-    // process did.
+    // Check the rings. The checks use mappings that existed all the time, at other addresses than those in
+    // the dead process.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})
@@ -155,24 +155,24 @@ class Walk {
         for (auto& ring : seen) checked(*ring, interrupted, "after the lock was recovered");
         take_over(scene);
         for (auto& ring : seen) {
-            checked(*ring, scenario.tolerance, "after the dead one's sessions were ended");
+            checked(*ring, scenario.tolerance, "after the dead process's sessions were ended");
             Header& h = ring->header();
             for (Session& s : h.sessions())
                 need(s.role == Session::NONE || s.role == Session::RESUME || s.pid == uint64_t(getpid()),
                      "a session of a dead process is left");
             need(h.reader_queue.waiting <= scenario.tolerance.waiting && h.writer_queue.waiting == 0,
-                 "a dead process still waits");
+                 "a dead process still counts as waiting");
         }
         scenario.look(scene, journal->done);
         if (scenario.finish)
             scenario.finish(scene);
         else
             read_to_the_end(scene, *seen[0]);
-        for (auto& ring : seen) checked(*ring, scenario.tolerance, "after all was read");
+        for (auto& ring : seen) checked(*ring, scenario.tolerance, "after all items were read");
         scenario.last(scene);
         for (auto& ring : seen) checked(*ring, scenario.tolerance, "at the end");
     }
-    // Put with both users, close the ring, and read it to its end.
+    // Put items with two users, close the ring, and read it to its end.
     void read_to_the_end(Scene& scene, Ring& second) {
         User one = open(*scene.in, Session::PLAIN), other = open(second, Session::PLAIN);
         Values more;
@@ -192,7 +192,7 @@ class Walk {
             list.insert(list.end(), more.begin(), more.end());
             found |= list == values;
         }
-        need(found, "after " + std::to_string(journal->done) + " steps the items were " + text(values));
+        need(found, "after " + std::to_string(journal->done) + " steps, the items were" + text(values));
         one.leave(true);
         other.leave(true);
     }
@@ -203,7 +203,7 @@ class Walk {
         for (uint64_t value : values) text += " " + std::to_string(value);
         return text.empty() ? " nothing" : text;
     }
-    // Read a closed ring to its end. As no other users exist, every read must succeed or reach the end at once.
+    // Read a closed ring to its end. No other users exist, so no read may have to wait.
     static Values drain(User& one, User& other) {
         Values values;
         for (int i = 0; i < 10'000; ++i) {
@@ -213,22 +213,22 @@ class Walk {
                 values.push_back(value);
                 continue;
             }
-            const bool cut_off = one.ring.header().cut_off;  // a writer died, so the end is not clean
+            const bool cut_off = one.ring.header().cut_off;  // a writer has died, so the end is not clean
             must(step == (cut_off ? Step::Broken : Step::Drained),
                  "a read of the remaining items ended with " + std::to_string(int(step)) + " after" +
                      text(values));
             Header& h = one.ring.header();
-            uint64_t views = 0;  // viewed slots stay in use
+            uint64_t views = 0;  // number of views; viewed slots stay in use
             for (const Session& s : h.sessions()) views += s.views;
             must((cut_off ? one.ring.broken() : one.ring.drained()) && h.slots_used == views && h.leased == 0,
-                 "drained with something inside");
+                 "the channel still contains items");
             return values;
         }
-        die("the items do not end");
+        die("reading the remaining items does not end");
     }
 };
 
-// Defined in the files of the operations; each is walked separately.
+// Scenarios of each kind of operation, defined in the walk_*.cpp files and walked separately.
 std::vector<Scenario> put_scenarios();
 std::vector<Scenario> take_scenarios();
 std::vector<Scenario> session_scenarios();
@@ -236,6 +236,6 @@ std::vector<Scenario> stage_scenarios();
 std::vector<Scenario> view_scenarios();
 std::vector<Scenario> memory_scenarios();
 std::vector<Scenario> bundle_scenarios();
-Scenario planted_scenario();  // a put that keeps no record; it is walked only on request, and must fail
+Scenario planted_scenario();  // a put that writes no redo record; it is walked only on request, and must fail
 
 }  // namespace testing

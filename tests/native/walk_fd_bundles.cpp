@@ -1,4 +1,5 @@
-// The fault walk over fd bundles: if an item exists, its descriptors are in the ring's socket, whichever process dies.
+// The fault walk over fd bundles: as long as an item exists, its descriptors are in the ring's socket,
+// whichever process dies.
 #include <sys/socket.h>
 
 #include "walk.hpp"
@@ -9,7 +10,7 @@ namespace {
 
 constexpr uint64_t SMALL = 300, LARGE = 6000;
 
-// Fill a frame whose second word is the id of its fd bundle, as in codec.cpp's payloads.
+// Fill a frame whose second word is the id of its fd bundle, as in payloads made by codec.cpp.
 void fill(const Message& message, Frame& frame, int fd) {
     message.fill(frame);
     frame.kind = BUNDLE;
@@ -47,7 +48,7 @@ void must_open(Ring& ring, const char* payload) {
     must(close(descriptors[0]) == 0, "its fd bundle has no descriptor");
 }
 
-// Check that items inside have their bundles. Bundles without an item disappear at the next check.
+// Check that items inside have their bundles, and that bundles without an item disappear at the next check.
 void bundles_are_right(Scene& scene) {
     Ring& ring = *scene.in;
     locked(ring, [&](Wakes&) {
@@ -92,7 +93,7 @@ Scenario sending() {
     return s;
 }
 
-// A worker opens its received descriptors, and drops the finished bundles.
+// A worker opens the descriptors that it received, and drops the bundles of finished items.
 Scenario receiving() {
     const Values all{1, 2, 3};
     Scenario s{"receive fd bundles"};

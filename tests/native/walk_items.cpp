@@ -7,8 +7,8 @@ namespace {
 
 constexpr uint64_t LARGE = 6000, HUGE_ONE = 70'000;
 
-// Return the possible contents after `done` of `puts`, behind `before`. The current put may or may not have taken
-// effect.
+// Return the possible contents after `done` of the `puts`: `before`, followed by these items. The put in
+// progress may or may not have taken effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + done);
@@ -19,7 +19,7 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
     }
     return lists;
 }
-// Return what may remain of `all` after `done` takes.
+// Return what may be left of `all` after `done` takes.
 Lists taken_so_far(const Values& all, int done) {
     Lists lists{Values(all.begin() + done, all.end())};
     if (size_t(done) < all.size()) lists.push_back(Values(all.begin() + done + 1, all.end()));
@@ -48,7 +48,7 @@ Scenario putting(const char* name, Values before, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// If a put of a large item is in progress when the channel is closed, it puts nothing.
+// A put of a large item is in progress when the channel is closed: it puts nothing.
 Scenario close_between() {
     Scenario s{"put large, closed in between"};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -72,7 +72,7 @@ Scenario close_between() {
     return s;
 }
 
-// A run is put completely or not at all. It uses slots that were used earlier.
+// A run is put completely or not at all. It uses slots that had other items before.
 Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
     const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
     Scenario s{name};
@@ -124,15 +124,15 @@ Scenario taking(const char* name, uint64_t size) {
     return s;
 }
 
-// A supervised reader: when it dies, its leased items are returned, but not its acknowledged ones. `runs`: one Change
-// takes the whole batch.
+// A supervised reader dies: its leased items are returned, except for those that it has acknowledged. `runs`:
+// one Change takes the whole batch.
 Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all, size);
         scene.users.push_back(open(*scene.in, Session::READER));
-        scene.users.push_back(open(*scene.in, Session::READER));  // another reader exists all the time
+        scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which never ends
         scene.in->session(scene.users[0].session).supervised = 1;
     };
     s.act = [=](Scene& scene) {
@@ -179,7 +179,7 @@ Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) 
     return s;
 }
 
-// The last item that was taken cannot be received and is returned to the front. If a plain reader dies in between, the
+// The last item taken cannot be received and is returned to the front. If a plain reader dies in between, the
 // item counts as taken.
 Scenario putting_back(const char* name, uint64_t size, bool leases) {
     const Values all{1, 2, 3, 4};
@@ -205,7 +205,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
             if (i == 0 && !leases) user.finish_copy();
         }
         locked(ring, [&](Wakes& wakes) { ring.put_back(user.taken, user.as_reader(), wakes); });
-        must(!leases || user.reader.leases == 1, "more than the last one went back");
+        must(!leases || user.reader.leases == 1, "more items than the last one were put back");
         scene.did();
     };
     s.take_over = [=](Scene& scene) {
@@ -223,7 +223,7 @@ Scenario putting_back(const char* name, uint64_t size, bool leases) {
     return s;
 }
 
-// The ring needs more slots and blocks than were reserved when the channel was made.
+// The ring needs more slots and blocks than were reserved when the channel was created.
 Scenario growing() {
     Values before;
     for (uint64_t i = 0; i < 79; ++i) before.push_back(100 + i);

@@ -1,4 +1,4 @@
-// The fault walk over memory: loans, and blocks that are cut again.
+// The fault walk over memory: loans, and cutting memory into blocks again.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -14,8 +14,8 @@ void fill(Ring& ring, const Values& values) {
     for (uint64_t value : values) must(user.put(Message(value), Deadline{0}) == Step::Done, "filling");
     user.leave(true);
 }
-// Return the possible contents after `done` of `puts`, behind `before`. The current put may or may not have taken
-// effect.
+// Return the possible contents after `done` of the `puts`: `before`, followed by these items. The put in
+// progress may or may not have taken effect.
 Lists put_so_far(const Values& before, const Values& puts, int done) {
     Values list = before;
     list.insert(list.end(), puts.begin(), puts.begin() + std::min<int>(done, int(puts.size())));
@@ -28,9 +28,9 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
 }
 void nothing_left(Scene& scene) {
     Header& h = scene.in->header();
-    must(h.slots_used == 0 && h.viewed_bytes == 0, "something is left");
+    must(h.slots_used == 0 && h.viewed_bytes == 0, "slots, views or sessions are left");
     for (const Session& s : h.sessions())
-        must(s.views == 0 && s.role != Session::HOLDER, "something is on loan");
+        must(s.views == 0 && s.role != Session::HOLDER, "memory is still on loan");
 }
 void lend(User& user, uint64_t value, uint64_t size = LENT) {
     must(user.loan(value, size, Deadline{0}) == Step::Done, "loan");
@@ -56,7 +56,8 @@ Scenario lending() {
     return s;
 }
 
-// A port with memory on loan closes. Its session remains until another port puts the memory or it is dropped.
+// A port with memory on loan closes. Its session remains until the memory is put through another port, or
+// dropped.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;
@@ -73,10 +74,10 @@ Scenario lent_by_closed_port() {
         put.leave(true);
         must(user.put_loan(put, Deadline{0}) == Step::Done, "put");
         scene.did();
-        must(scene.in->session(put.session).role == Session::NONE, "it still holds something");
-        must(scene.in->session(dropped.session).role == Session::HOLDER, "it holds nothing");
+        must(scene.in->session(put.session).role == Session::NONE, "the session still exists");
+        must(scene.in->session(dropped.session).role == Session::HOLDER, "the session is not a HOLDER");
         dropped.drop_view();
-        must(scene.in->session(dropped.session).role == Session::NONE, "it still holds something");
+        must(scene.in->session(dropped.session).role == Session::NONE, "the session still exists");
         user.leave(true);
     };
     s.allowed = [](int done) { return put_so_far({1}, {11}, done); };
@@ -85,7 +86,7 @@ Scenario lent_by_closed_port() {
     return s;
 }
 
-// Outputs of an ordered stage: the output of item 1 waits for its turn.
+// Loans in an ordered stage: the output of item 1 waits for its turn.
 Scenario lent_ordered() {
     Scenario s{"put a loan, parked"};
     s.twice = false;
@@ -127,8 +128,9 @@ Scenario lent_ordered() {
         scene.users[1].leave(true);
         scene.users[2].leave(true);
         User one = open(*scene.out, Session::PLAIN), other = open(*scene.out, Session::PLAIN);
-        must(Walk::drain(one, other) == Values{11, 21, 22}, "the outputs");
-        must(scene.out->header().slots_used == 0 && scene.out->header().resumes == 0, "something is left");
+        must(Walk::drain(one, other) == Values{11, 21, 22}, "the outputs are wrong");
+        must(scene.out->header().slots_used == 0 && scene.out->header().resumes == 0,
+             "slots, views or sessions are left");
     };
     return s;
 }
@@ -149,7 +151,8 @@ Scenario putting(const char* name, std::vector<uint64_t> sizes) {
     return s;
 }
 
-// After many items, the memory is cut into more blocks than max_bytes, all free, and none of the right size.
+// After many items, the memory is cut into more blocks than max_bytes. All are free, but none has the right
+// size.
 Scenario all_free() {
     Scenario s = putting("cut memory again, all of it free", {15'000, 8, 3000});
     s.max_bytes = 30'000;
@@ -173,8 +176,8 @@ Scenario all_free() {
     return s;
 }
 
-// All memory is cut, and every third block is in view: larger blocks must be cut from the gaps. `again`: a process that
-// takes over after a death also cuts blocks, and dies while doing so.
+// All memory is cut, and every third block is in view, so larger blocks must be cut from the gaps. `again`: a
+// process that takes over after a death also cuts blocks, and dies while doing so.
 Scenario gaps(const char* name, bool again) {
     Scenario s = putting(
         name, again ? std::vector<uint64_t>{36'000, 8} : std::vector<uint64_t>{36'000, 8, 3000, 12'000});

@@ -1,4 +1,4 @@
-// The fault walk over sessions and over the ways in which a channel ends.
+// The fault walk over sessions, and over the ways in which a channel can end.
 #include "walk.hpp"
 
 namespace testing {
@@ -19,11 +19,13 @@ Scenario closing() {
         scene.did();
     };
     s.allowed = [](int) { return Lists{{1, 2}}; };
-    s.look = [](Scene& scene, int done) { must(!done || scene.in->header().state == CLOSED, "not closed"); };
+    s.look = [](Scene& scene, int done) {
+        must(!done || scene.in->header().state == CLOSED, "the channel is not closed");
+    };
     return s;
 }
 
-// The items inside a broken channel are discarded; a leased item is still finished.
+// When a channel breaks, the items inside are discarded, but a leased item can still be finished.
 Scenario breaking(const char* name, uint64_t cause_size) {
     const std::string cause(cause_size, 'x');
     Scenario s{name};
@@ -39,26 +41,28 @@ Scenario breaking(const char* name, uint64_t cause_size) {
     };
     s.look = [=](Scene& scene, int done) {
         Header& h = scene.in->header();
-        must(h.state == BROKEN || (!done && h.state == OPEN), "neither broken nor open");
+        must(h.state == BROKEN || (!done && h.state == OPEN), "the channel is neither broken nor open");
         if (h.state == BROKEN)
             must(scene.in->cause() == cause, "the cause is lost");
         else
-            must(h.cause == 0, "a cause without a break");
+            must(h.cause == 0, "the channel has a cause but is not broken");
     };
     s.finish = [](Scene& scene) {
         locked(*scene.in, [&](Wakes& wakes) { scene.in->break_("", wakes); });
         uint64_t value;
-        must(scene.users[0].get(value, Deadline{0}) == Step::Broken, "a read of a broken channel");
-        must(scene.in->header().leased == 0, "an item is on lease");
+        must(scene.users[0].get(value, Deadline{0}) == Step::Broken,
+             "a read from a broken channel did not return Broken");
+        must(scene.in->header().leased == 0, "an item is still leased");
         User writer = open(*scene.in, Session::PLAIN);
-        must(writer.put(Message(1), Deadline{0}) == Step::Broken, "a put into a broken channel");
+        must(writer.put(Message(1), Deadline{0}) == Step::Broken,
+             "a put into a broken channel did not return Broken");
         scene.users[0].leave(true);
     };
     return s;
 }
 
-// A session is opened, used and ended. It is the only session with its role, so the channel closes when it ends, in
-// whatever way it ends.
+// A session is opened, used and ended. It is the only session with its role, so when it ends, the channel
+// closes, however it ends.
 Scenario last_of(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [](Scene& scene) { fill(*scene.in, {1, 2}); };
@@ -72,14 +76,14 @@ Scenario last_of(const char* name, Session::Role role) {
     s.look = [=](Scene& scene, int done) {
         Header& h = scene.in->header();
         must(h.readers == 0 && h.writers == 0, "a port is still counted");
-        must(!done || h.state == CLOSED, "the last one has left and the channel is open");
-        must(!h.cut_off || role == Session::WRITER, "a reader's death is recorded as a writer's");
-        must(!h.cut_off || done < 2, "a writer that had left is recorded as dead");
+        must(!done || h.state == CLOSED, "the last port has left, but the channel is open");
+        must(!h.cut_off || role == Session::WRITER, "a reader's death was recorded as a writer's death");
+        must(!h.cut_off || done < 2, "a writer that had left was recorded as dead");
     };
     return s;
 }
 
-// One of two sessions ends: the channel stays open in every case.
+// One of two sessions ends: the channel always stays open.
 Scenario one_of_two(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
@@ -95,7 +99,7 @@ Scenario one_of_two(const char* name, Session::Role role) {
     return s;
 }
 
-// The leased items of a reader are returned to the front in their order.
+// The leased items of a reader are returned to the front, in order.
 Scenario giving_back(const char* name, uint64_t left_inside) {
     Scenario s{name};
     Values all{1, 2, 3};
@@ -120,7 +124,8 @@ Scenario giving_back(const char* name, uint64_t left_inside) {
     return s;
 }
 
-// The leased items are finished with one Change each; unfinished items are returned when the process dies.
+// The leased items are finished with one Change each. When the process dies, the unfinished ones are
+// returned.
 Scenario finishing() {
     Scenario s = giving_back("end a session, its items finished", 2);
     s.act = [](Scene& scene) { scene.users[0].leave(true); };
@@ -128,7 +133,7 @@ Scenario finishing() {
     return s;
 }
 
-// A process died in the middle of everything; the process that cleans up after it also dies.
+// A process died with every kind of operation unfinished. The process that cleans up after it also dies.
 Scenario sweeping() {
     Scenario s{"sweep up after a dead process"};
     s.tolerance.waiting = 1;
@@ -157,7 +162,7 @@ Scenario sweeping() {
             _exit(0);
         }
         int status;
-        must(waitpid(child, &status, 0) == child && status == 0, "the child that dies");
+        must(waitpid(child, &status, 0) == child && status == 0, "the child failed before its death");
     };
     s.act = [](Scene& scene) { find_dead(*scene.in); };
     s.allowed = [](int) { return Lists{{2, 3}}; };
@@ -167,7 +172,7 @@ Scenario sweeping() {
              "more than the dead one's sessions were ended");
         must(h.cut_off != 0, "the dead writer was not recorded");
         scene.users[0].leave(true);
-        must(h.state == CLOSED, "the last reader has left");
+        must(h.state == CLOSED, "the last reader has left, but the channel is not closed");
     };
     return s;
 }

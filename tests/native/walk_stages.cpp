@@ -1,5 +1,6 @@
-// The fault walk over a stage's worker: it leases items from `in` and puts outputs into `out`. Whenever it dies, its
-// replacement takes its items. Each output appears exactly once, and in order if the stage is ordered.
+// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. Whenever it
+// dies, its replacement takes its items. Each output appears exactly once, and in order if the stage is
+// ordered.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -10,11 +11,11 @@ namespace {
 
 struct Kind {
     bool ordered, single;
-    uint64_t size;  // size of the outputs
+    uint64_t size;  // size of each output in bytes
 };
-using Outputs = std::vector<Values>;  // indexed by the number of the item
+using Outputs = std::vector<Values>;  // indexed by item number
 
-// Put all outputs for one item, then record that the item has no more outputs.
+// Put all outputs for one item, and then report that the item has no more outputs.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");
@@ -30,7 +31,7 @@ User writer_of(Scene& scene, const Kind& kind) {
 void adopt(User& user) {
     locked(user.ring, [&](Wakes&) { user.ring.adopt(user.session); });
 }
-// Act as a supervisor does after a worker's death. The supervisor may die during this, so it may run twice.
+// Do what a supervisor does after a worker's death. The supervisor may also die, so this may run twice.
 void retire(User& writer, const std::vector<uint64_t>& items) {
     locked(writer.ring, [&](Wakes& wakes) {
         if (writer.ring.session(writer.session).role == Session::WRITER)
@@ -39,16 +40,16 @@ void retire(User& writer, const std::vector<uint64_t>& items) {
 }
 void expect_out(Scene& scene, Values expected, bool ordered) {
     User one = open(*scene.out, Session::PLAIN), other = open(*scene.out, Session::PLAIN);
-    must(scene.out->header().state == CLOSED, "the last writer has left and the channel is open");
+    must(scene.out->header().state == CLOSED, "the last writer has left, but the channel is open");
     must(scene.out->header().resumes == 0, "the outputs of a dead writer are still remembered");
     Values values = Walk::drain(one, other);
     if (!ordered) std::sort(values.begin(), values.end()), std::sort(expected.begin(), expected.end());
     must(values == expected, "the outputs were" + Walk::text(values));
 }
 
-// One writer of an ordered stage processes the items mine[0], mine[1], … Other writers process the items before and
-// after those. User 0 is the one that dies, 1 its replacement, 2 the others. The leased items are the first writer's
-// unfinished items.
+// One writer of an ordered stage processes the items mine[0], mine[1], … Other writers process the items
+// before and after those. User 0 is the writer that dies, user 1 its replacement, and user 2 stands for the
+// other writers. The leased items are the dead writer's unfinished items.
 Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Values mine, Values last) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -81,8 +82,8 @@ Scenario writing(const char* name, Kind kind, Outputs outputs, Values first, Val
     return s;
 }
 
-// The channel is closed while the outputs for items 1 and 3 are parked. After that, those for items 0 and 2 cannot be
-// put.
+// The channel is closed while the outputs for items 1 and 3 are parked. The outputs for items 0 and 2 can
+// then not be put.
 Scenario closing(const char* name, Kind kind) {
     Scenario s{name};
     s.has_in = false, s.has_out = true;
@@ -104,7 +105,7 @@ Scenario closing(const char* name, Kind kind) {
     return s;
 }
 
-// A writer died after it had put `put` outputs of item 0; the supervisor dies while it retires the writer.
+// A writer died after putting some outputs of item 0, and the supervisor dies while retiring the writer.
 Scenario retiring(const char* name, Kind kind) {
     const Values outputs{1, 2, 3};
     Scenario s{name};
@@ -126,7 +127,7 @@ Scenario retiring(const char* name, Kind kind) {
     return s;
 }
 
-// The replacement, which inherits its predecessor's output count, also dies.
+// The replacement also dies, after inheriting its predecessor's output count.
 Scenario resuming(const char* name, Kind kind) {
     Scenario s = retiring(name, kind);
     s.twice = kind.size <= Taken::LOCAL;
@@ -152,9 +153,9 @@ Scenario resuming(const char* name, Kind kind) {
     return s;
 }
 
-// Run a whole worker: lease, outputs, acknowledge. Users 0 and 1 are the reader and writer of the worker that dies.
-// Users 2 and 3 are those of its replacement. `again`: at the first output of this item, the worker starts the item again, once,
-// and does not die.
+// Run a whole worker: it leases items, puts their outputs and acknowledges them. Users 0 and 1 are the reader
+// and the writer of the worker that dies, users 2 and 3 those of its replacement. `again`: at the first
+// output of this item, the worker starts the item again once, without dying.
 void work(Scene& scene, User& reader, User& writer, const Kind& kind, const Outputs& outputs,
           int again = -1) {
     for (;;) {
@@ -222,12 +223,12 @@ Scenario working(const char* name, Kind kind, Outputs outputs, int again = -1) {
         expect_out(scene, expected, true);
         User plain = open(*scene.in, Session::PLAIN);
         uint64_t value;
-        must(plain.get(value, Deadline{0}) == Step::Drained, "the input is drained");
+        must(plain.get(value, Deadline{0}) == Step::Drained, "the input is not drained");
     };
     return s;
 }
 
-// Act as a supervisor does after a reader's death. The supervisor may die during this, so it may run twice.
+// Do what a supervisor does after a reader's death. The supervisor may also die, so this may run twice.
 void reserve_for(User& from, User& to, bool all = false) {
     locked(from.ring, [&](Wakes& wakes) {
         if (from.ring.session(from.session).role != Session::READER) return;
@@ -236,10 +237,11 @@ void reserve_for(User& from, User& to, bool all = false) {
     });
 }
 
-// A reader has died in user code while it leased items 1 and 2. Only its replacement gets them, in their order, and no
-// other reader waits for them. User 0 is the dead reader, 1 and 2 are its replacements, 3 is another reader. `tried`:
-// the first replacement works on one item and also dies, outside user code, so only its untouched items stay reserved
-// for the next replacement. `all`: the reader died outside user code, and all its leased items are reserved.
+// A reader that leased items 1 and 2 has died in user code. Only its replacement gets these items, in order,
+// and no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its replacements, and user
+// 3 is another reader. `tried`: the first replacement works on one item and then dies outside of user code.
+// So only the item that it has not touched stays reserved for the next replacement. `all`: the reader died
+// outside of user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;
@@ -261,7 +263,8 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
         if (!tried) return reserve_for(scene.users[0], scene.users[1], all);
         adopt(scene.users[1]);
         uint64_t value = 0;
-        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1, "get of the first suspect");
+        must(scene.users[1].get(value, Deadline{0}) == Step::Done && value == 1,
+             "the first suspect was not received");
     };
     s.take_over = [=](Scene& scene) {
         if (tried)
@@ -283,7 +286,7 @@ Scenario handing_on(const char* name, bool tried, bool all = false) {
         while (replacement.get(value, Deadline{0}) == Step::Done) values.push_back(value);
         std::sort(values.begin(), values.end());
         must(values == Values{1, 2, 3}, "the items were" + Walk::text(values));
-        must(other.get(value, Deadline{0}) == Step::Drained, "something is left");
+        must(other.get(value, Deadline{0}) == Step::Drained, "items are left");
         for (User* user : {&scene.users[1], &replacement, &other})
             if (scene.in->session(user->session).role == Session::READER) user->leave(true);
         if (!tried) scene.users[2].leave(true);

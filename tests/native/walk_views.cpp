@@ -1,4 +1,4 @@
-// The fault walk over views: blocks that are read in place, and stay in view wherever their slots go.
+// The fault walk over views: blocks that are read in place, and that stay in view wherever their slots go.
 #include <algorithm>
 
 #include "walk.hpp"
@@ -24,7 +24,7 @@ void get(User& user, uint64_t expected, bool more = false) {
     const size_t before = user.held_views.size();
     uint64_t value = 0;
     must(user.get(value, Deadline{0}, more) == Step::Done && value == expected, "get");
-    must(user.held_views.size() == before + 1, "it was copied, not viewed");
+    must(user.held_views.size() == before + 1, "the item was copied, not viewed");
 }
 void get_more(User& user, uint64_t expected) { get(user, expected, true); }
 void acknowledge(User& user) {
@@ -44,7 +44,7 @@ void nothing_left(Scene& scene) {
     must(scene.in->header().slots_used == 0, "a slot is left");
 }
 
-// Return what may remain of `all` after `least` to `most` of the items are gone.
+// Return what may be left of `all` once `least` to `most` items are gone.
 Lists gone(const Values& all, int least, int most) {
     Lists lists;
     for (int n = std::min<int>(least, int(all.size())); n <= std::min<int>(most, int(all.size())); ++n)
@@ -52,23 +52,23 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// No view is left over, at whatever point the viewer dies.
+// No view is left, at whatever point the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
         fill(*scene.in, all);
-        scene.users.push_back(open(*scene.in, Session::READER));  // one reader exists throughout
+        scene.users.push_back(open(*scene.in, Session::READER));  // another reader, which never ends
     };
     s.look = [](Scene& scene, int) {
         nothing_seen(scene);
-        must(scene.in->header().state == OPEN, "it was closed");
+        must(scene.in->header().state == OPEN, "the channel was closed");
         scene.users[0].leave(true);
     };
     s.last = nothing_left;
     return s;
 }
 
-// A plain user: a viewed item is HELD at once.
+// A plain user takes a viewed item, whose slot is then HELD at once.
 Scenario taking() {
     const Values all{1, 2, 3, 4};
     Scenario s = viewing("take a view", all);
@@ -89,7 +89,7 @@ Scenario taking() {
     return s;
 }
 
-// A plain user's viewed item is returned to the front while it is still in view; the next user makes a copy.
+// An item that a plain user is viewing is returned to the front. The next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back a viewed item", all);
@@ -108,7 +108,7 @@ Scenario putting_back() {
     return s;
 }
 
-// A reader drops the view of an acknowledged item (HELD), then that of an item that it still leases.
+// A reader drops the view of an acknowledged item (HELD), and then the view of an item that it still leases.
 Scenario leasing() {
     const Values all{1, 2, 3};
     Scenario s = viewing("lease a view and acknowledge it", all);
@@ -126,7 +126,7 @@ Scenario leasing() {
         scene.did();
         must(user.held_views[0].slot->place() == SlotState::Held &&
                  user.held_views[1].slot->place() == SlotState::Leased,
-             "places");
+             "the items are in the wrong places");
         user.drop_view();
         user.drop_view();
         acknowledge(user);
@@ -137,7 +137,8 @@ Scenario leasing() {
     return s;
 }
 
-// A reader closes, and drops the views of items that it returned: they are INSIDE, with the reader as viewer.
+// A reader closes, and then drops the views of items that it returned. They are INSIDE, with the reader as
+// viewer.
 Scenario given_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("give back viewed items, then drop the views", all);
@@ -148,8 +149,8 @@ Scenario given_back() {
         get_more(user, 2);
         user.leave(false);
         scene.did();
-        must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
-        must(user.held_views[0].slot->place() == SlotState::Inside, "not given back");
+        must(scene.in->session(user.session).role == Session::HOLDER, "the session is not a HOLDER");
+        must(user.held_views[0].slot->place() == SlotState::Inside, "the item was not given back");
         user.drop_view();
         verify_all(user);
         user.drop_view();
@@ -158,7 +159,8 @@ Scenario given_back() {
     return s;
 }
 
-// A session with HELD and LEASED views ends, but remains until the last of these views is gone.
+// A session with views of HELD and LEASED slots ends, but remains as HOLDER until the last of these views is
+// gone.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session with views", all);
@@ -170,12 +172,13 @@ Scenario holding() {
         scene.did();
         user.leave(true);
         scene.did();
-        must(scene.in->session(user.session).role == Session::HOLDER, "it holds nothing");
+        must(scene.in->session(user.session).role == Session::HOLDER, "the session is not a HOLDER");
         verify_all(user);
         user.drop_view();
-        must(scene.in->session(user.session).role == Session::HOLDER, "it ended before its last view");
+        must(scene.in->session(user.session).role == Session::HOLDER,
+             "the session ended before its last view");
         user.drop_view();
-        must(scene.in->session(user.session).role == Session::NONE, "it still exists");
+        must(scene.in->session(user.session).role == Session::NONE, "the session still exists");
     };
     s.allowed = [=](int done) { return gone(all, done == 3 ? 2 : std::max(0, done - 1), std::min(done, 2)); };
     return s;
@@ -199,8 +202,8 @@ Scenario holding_plain() {
     return s;
 }
 
-// A process that died viewed slots in every place and had memory on loan. The process that cleans up after it also
-// dies.
+// A process dies while it is viewing slots in every place and has memory on loan. The process that cleans up
+// after it also dies.
 Scenario died(const char* name, bool supervised) {
     const Values all{1, 2, 3, 4, 5};
     Scenario s = viewing(name, all);
@@ -217,20 +220,20 @@ Scenario died(const char* name, bool supervised) {
                  &reader = scene.users[1];
             locked(ring, [&](Wakes&) { ring.adopt(reader.session); });
             reader.keeps = true;
-            get(plain, 1);   // Held
-            get(leaver, 2);  // Inside again
+            get(plain, 1);   // HELD
+            get(leaver, 2);  // INSIDE again
             leaver.leave(false);
-            must(leaver.held_views[0].slot->place() == SlotState::Inside, "not inside");
-            uint64_t value;  // copied, Leased
+            must(leaver.held_views[0].slot->place() == SlotState::Inside, "the item is not inside");
+            uint64_t value;  // copied, so LEASED without a view
             must(reader.get(value, Deadline{0}) == Step::Done && value == 2 && reader.held_views.empty(),
-                 "not copied");
-            get_more(reader, 3);  // Leased
+                 "the item was not copied");
+            get_more(reader, 3);  // LEASED
             must(plain.loan(77, SEEN, Deadline{0}) == Step::Done, "loan");
             _exit(0);
         }
         int status;
-        must(waitpid(child, &status, 0) == child && status == 0, "the child that dies");
-        must(scene.in->header().viewed_bytes == 3 * SEEN, "it has too few views");
+        must(waitpid(child, &status, 0) == child && status == 0, "the child failed before its death");
+        must(scene.in->header().viewed_bytes == 3 * SEEN, "the dead process has too few views");
     };
     s.act = [=](Scene& scene) { supervised ? scene.users[1].leave(false) : find_dead(*scene.in); };
     s.take_over = [=](Scene& scene) {
@@ -239,14 +242,16 @@ Scenario died(const char* name, bool supervised) {
     s.allowed = [=](int) { return Lists{{2, 3, 4, 5}}; };
     s.look = [=, before = s.look](Scene& scene, int done) {
         if (!supervised)
-            must(scene.in->session(scene.users[1].session).role == Session::NONE, "the dead reader is left");
+            must(scene.in->session(scene.users[1].session).role == Session::NONE,
+                 "the dead reader's session is left");
         before(scene, done);
     };
     return s;
 }
 
-// A reader has returned items that it still views, and other users take them and copy them. Items that these users have
-// finished become HELD for the first reader, which still reads them afterwards.
+// A reader has returned items that it is still viewing, and other users take these items and copy them. When
+// those users have finished with an item, its slot becomes HELD for the first reader, which can still read
+// it.
 Scenario second_reader(const char* name, Session::Role role) {
     const Values all{1, 2, 3, 4};
     Scenario s{name};
@@ -275,7 +280,7 @@ Scenario second_reader(const char* name, Session::Role role) {
         return gone(all, done == 4 ? 3 : std::max(0, done - 1), std::min(done, 3));
     };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the first reader");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the first reader's views are wrong");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };
@@ -292,8 +297,8 @@ Scenario second_reader(const char* name, Session::Role role) {
     return s;
 }
 
-// The first reader drops its view while the second reader copies: the block must stay unchanged until the copy is
-// complete.
+// The first reader drops its view while the second reader is copying. The block must not change until the
+// copy is complete.
 Scenario copying() {
     const Values all{1, 2};
     Scenario s = viewing("drop a view while another user copies", all);
@@ -314,7 +319,7 @@ Scenario copying() {
         must(second.put(Message(11, SEEN, BUFFERS), Deadline{0}) == Step::Done, "put");
         scene.did();
         must(Message::value_of(second.taken.at, second.taken.size) == 1,
-             "it was overwritten during the copy");
+             "the item was overwritten during the copy");
         second.finish_copy();
         second.leave(true);
     };
@@ -327,7 +332,8 @@ Scenario copying() {
     return s;
 }
 
-// A port moves to another process. The views of the former process stay valid, whatever happens to the new one.
+// A port moves to another process. The former process's views stay valid, whatever happens to the new
+// process.
 Scenario moving() {
     const Values all{1, 2, 3};
     Scenario s{"adopt a port whose former owner has views"};
@@ -342,7 +348,7 @@ Scenario moving() {
     s.act = [](Scene& scene) {
         User user(*scene.in, scene.users[0].session, Session::READER);
         locked(*scene.in, [&](Wakes&) { scene.in->adopt(user.session); });
-        must(scene.in->session(user.session).views == 0, "it has the views of the former owner");
+        must(scene.in->session(user.session).views == 0, "the port still has the former process's views");
         user.reader = scene.users[0].reader;
         user.keeps = true;
         get(user, 3);
@@ -353,7 +359,7 @@ Scenario moving() {
     s.take_over = [](Scene& scene) { scene.users[0].leave(false); };
     s.allowed = [](int done) { return done ? done == 2 ? Lists{{}} : Lists{{3}, {}} : Lists{{2, 3}, {3}}; };
     s.look = [](Scene& scene, int) {
-        must(scene.in->header().viewed_bytes == 2 * SEEN, "the views of the former owner");
+        must(scene.in->header().viewed_bytes == 2 * SEEN, "the former process's views are wrong");
         verify_all(scene.users[0]);
         scene.users[1].leave(true);
     };

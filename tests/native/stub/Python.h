@@ -1,4 +1,5 @@
-// What blocking.hpp needs of Python, for programs without an interpreter: there is no GIL, and no signal handler.
+// The parts of Python that blocking.hpp needs, for programs without an interpreter: there is no GIL and no
+// signal handler.
 #pragma once
 
 struct PyObject;
