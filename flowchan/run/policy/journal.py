@@ -1,10 +1,10 @@
-"""The log of a run, written by the standard ``logging`` to the logger ``flowchan.run``.
+"""The log of a run, written with the standard ``logging`` module to the logger ``flowchan.run``.
 
-The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
-covers warnings about stages, blamed items and workers that do not end in time. Start and end are INFO, starts
-of processes DEBUG, problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and
-``number``, and those about a stage have its ``stage``. Nothing is shown unless the program configures
-logging. Exceptions that the run raises at its end are not logged.
+It records the start and end of the run, and each worker process that starts, dies or is replaced. It also
+records warnings about stages, items blamed for deaths, and workers that do not end in time. The start and end
+of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a worker
+have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing is shown unless
+the program configures logging. Exceptions that the run raises are not logged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """The log of one run. It subscribes to the run's feed.
+    """The log of one run, written from the events of the run's feed.
 
-    It never raises. The error of a logging filter of the program is shown like the error of a handler.
+    No method raises. If a logging filter of the program raises, ``logging`` reports it like the error of a
+    handler.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -34,7 +35,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event of the feed, if it deserves a record."""
+        """Log an event of the feed if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} begins with {workers} workers, seed {seed}")
@@ -101,9 +102,9 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died over it.
+    """Log that an item counts as failed because workers died while processing it.
 
-    The worker that holds the item calls this.
+    The worker that holds the item calls this function.
     """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}
