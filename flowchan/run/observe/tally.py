@@ -38,8 +38,10 @@ class Tally:
         self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:
-        """Record an event on the thread that reports it, because only that thread can read a worker thread's
-        clock."""
+        """Record an event, on the thread that reports it.
+
+        The clock of a worker thread must be started on that thread.
+        """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
         elif isinstance(event, Started):

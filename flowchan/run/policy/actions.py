@@ -40,8 +40,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Return the items that a dead worker held to their channels, and start a replacement after ``pause``
-    seconds."""
+    """Give a dead worker's items back to the channels, and start a replacement after ``pause`` seconds."""
 
     worker: WorkerId
     pause: float
@@ -49,8 +48,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker whose death caused the restart, if there was
-    one."""
+    """Replace all workers of a gang. ``died`` is the worker whose death caused this, if there was one."""
 
     workers: tuple[WorkerId, ...]
     pause: float

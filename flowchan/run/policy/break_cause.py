@@ -28,8 +28,10 @@ REPORT_TIMEOUT_S = 1.0
 
 
 class Breaks:
-    """The broken channels that workers report or the supervisor finds, until the supervisor breaks all
-    channels."""
+    """The broken channels of a run, as reported by workers or found by the supervisor.
+
+    Nothing is recorded after the supervisor itself has broken all channels.
+    """
 
     def __init__(
         self,
@@ -50,8 +52,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_reported: Callable[[], bool]) -> bool:
-        """Return whether a break must be decided now: all reports have arrived, or the time limit has
-        passed."""
+        """Return whether a break must be decided now: all reports have arrived, or the time limit is over."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -74,7 +75,7 @@ class Breaks:
 
     @property
     def pending(self) -> bool:
-        """Whether a broken channel or the end of a worker is still undecided."""
+        """Return whether a broken channel or the end of a worker is still undecided."""
         return bool(self._aborts or self._found or self._ends)
 
     def has_reported(self, worker: WorkerId) -> bool:
@@ -82,8 +83,7 @@ class Breaks:
         return any(aborted.worker == worker for aborted in self._aborts)
 
     def keeps(self, ended: Ended) -> bool:
-        """Hold back the ``Ended`` event of a worker if one of its channels is broken, until the cause is
-        known."""
+        """Hold back a worker's ``Ended`` event if one of its channels is broken, until the cause is known."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []

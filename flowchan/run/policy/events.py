@@ -232,8 +232,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Description of the death with the known facts about the item; empty if nothing is to be
-        reported."""
+        """Describe the death and the item, or return an empty string if there is nothing to report."""
         if self.retired:
             return ""
         if not self.over_item:

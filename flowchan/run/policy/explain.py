@@ -1,5 +1,4 @@
-"""Explain which worker is waiting for which, and detect that all are waiting, from the statistics of a
-run."""
+"""Explain from a run's statistics which stage is waiting for which, and detect that all are waiting."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 def explain(stats: RunStats) -> str:
     """Describe what each stage with live workers is doing, in one line for each stage.
 
-    For a stage that is waiting, the line says for what, for how long, and which stage can end the wait.
+    If the stage is waiting, the line names the channel, the time waited so far and the stage on its other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]

@@ -39,8 +39,7 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Return whether the worker is a task in its stage's event loop, together with the stage's other
-        workers."""
+        """Return whether the worker is a task in the event loop that all workers of its stage share."""
         return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property

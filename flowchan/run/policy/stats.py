@@ -270,8 +270,7 @@ class EdgeStats:
 
     @property
     def left(self) -> int:
-        """Return how many items were put but not taken: they are in the channel or were discarded at the
-        end."""
+        """Return how many items were put but not taken. They are in the channel or were discarded."""
         return self.put - self.passed
 
 

@@ -94,7 +94,7 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """Whether dead workers are still replaced."""
+        """Return whether dead workers are still replaced."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
