@@ -103,7 +103,7 @@ class WorkerClocks:
             self._pids[event.worker] = 0 if event.host else event.pid
 
     def begin(self, worker: WorkerId) -> None:
-        """Start the clock of a worker. If it has no process of its own, its thread must call this method."""
+        """Start the clock of a worker. For a worker without a process, the worker's thread must do this."""
         now = time.monotonic()
         with self._lock:
             self._end(worker, now)

@@ -125,11 +125,9 @@ class Feed:
 
         Args:
             stats: Receives the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then
-                after each
-                interval, and once after the run has ended.
+                after each interval, and once after the run has ended.
             events: Receives the events from workers and the supervisor's decisions in order. Events precede
-                the
-                statistics that include them (see ``flowchan.run.policy.events``).
+                the statistics that include them (see ``flowchan.run.policy.events``).
             every: Seconds between two deliveries of statistics (default: 1).
 
         Returns:

@@ -203,7 +203,7 @@ def table(
     width: int = 10**6,
     spare: Sequence[str] = (),
 ) -> str:
-    """Format aligned columns, or return an empty string if there are no rows.
+    """Format aligned columns, or return an empty string if ``rows`` is empty.
 
     Columns whose numbers are in ``left`` are left-aligned, the others right-aligned. If the table is wider
     than ``width``, as many ``spare`` columns as necessary are omitted. After that, long left-aligned texts

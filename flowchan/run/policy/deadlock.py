@@ -50,17 +50,16 @@ class Waits:
     """Workers that are waiting on other hosts, which no channel in this process shows.
 
     Each host is asked over the connection that also carries its items, and answers over the same connection.
-    An item that was in transit during one observation has therefore arrived before the next one, and the
-    counts include it, however slow the connection is.
+    An item that was in transit during one observation has therefore arrived before the next one. The counts
+    include it, however slow the connection is.
 
     Attributes:
         reading, writing: Numbers of workers on other hosts that are waiting to take or to put an item, by
             channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
-        moves: Whether something may still move: a worker that is not waiting, a dead worker that is about to
-            be
-            replaced, or an event loop with other work.
+        moves: Whether something may still move: a worker that is not waiting, an event loop with other work,
+            or a dead worker that has not been replaced yet.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)

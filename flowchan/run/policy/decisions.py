@@ -11,8 +11,8 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping*, the sources are stopped and the other stages process the remaining items. There is no time
-limit unless the user sets one. In *failing* and *aborting*, all channels are broken.
+In *stopping*, the sources are stopped and the other stages process the remaining items, however long this
+takes unless the user sets a time limit. In *failing* and *aborting*, all channels are broken.
 
 Processes that are still running after ``GRACE`` seconds are terminated, and after twice that time they are
 killed. A thread that is stuck in the user's code can't be ended, so it is abandoned. The same happens in
@@ -99,8 +99,7 @@ class StopRequested:
     Attributes:
         timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
         finish_queued: Whether to finish the items that are waiting in channels too, or only those that
-            workers
-            are processing.
+            workers are processing.
     """
 
     timeout: float | None = None

@@ -9,7 +9,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 def explain(stats: RunStats) -> str:
     """Describe what each stage with live workers is doing, in one line for each stage.
 
-    If the stage is waiting, the line names the channel, the time waited so far and the stage on its other end.
+    If the stage is waiting, the line names the channel, the time so far and the stage on the other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]

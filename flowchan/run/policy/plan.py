@@ -165,7 +165,7 @@ class Plan:
         """Return the channels whose items can be discarded without harm to other items.
 
         Channels with results or failures are left out. So are all channels that lead to a worker with several
-        inputs, such as ``zip``: if items were missing, it would combine items that do not belong together.
+        inputs, such as ``zip``. If items were missing, it would combine items that do not belong together.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1

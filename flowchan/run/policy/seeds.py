@@ -32,8 +32,7 @@ class Worker:
         number: Number of the worker in the stage, from 1.
         workers: Number of workers in the stage.
         seed: Random seed below 2 ** 63. It differs for each worker and incarnation, and is the same in runs
-            with
-            equal seeds.
+            with equal seeds.
         incarnation: Number of earlier processes that had this worker's number.
         host: Name of its host; empty on the program's machine.
 

@@ -27,8 +27,7 @@ class WorkSeconds:
         input: Part of ``working`` spent waiting for an item.
         place: Part of ``working`` spent waiting for room in an output channel.
         turn: Part of ``working`` in which a finished output was waiting for earlier items, while the readers
-            had
-            nothing to take.
+            had nothing to take.
         cpu: CPU time; ``None`` if unknown, for example for workers on other hosts.
         ready: Time spent waiting for a core; ``None`` if unknown.
 
@@ -328,8 +327,7 @@ class RunStats:
         window: Length of the window for rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
         warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
-            last
-            warning of each kind for each stage.
+            last warning of each kind for each stage.
 
     Example:
         >>> from flowchan import Graph

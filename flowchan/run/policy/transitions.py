@@ -51,8 +51,7 @@ class PolicyState:
         no_readers: Gangs in which a worker has ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is replaced.
         without_group: Workers of elastic gangs that are waiting for a group, with the failure that ended
-            their
-            last group.
+            their last group.
         joining: Workers of elastic gangs whose replacement has not started to work.
         changed: Elastic gangs in which a worker died, ended or joined after the current group was formed.
         began: When the run began.

@@ -72,8 +72,7 @@ class StageLoop(asyncio.SelectorEventLoop):
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: a :class:`StageLoop`, or the program's own type if it has set another
-    policy."""
+    """Return a new event loop: a :class:`StageLoop`, or the loop of the policy that the program has set."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop

@@ -23,8 +23,7 @@ class Gpus:
         self._held: dict[WorkerId, list[str]] = {}
 
     def take(self, id: WorkerId, number: int) -> str | None:
-        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``, or ``None`` to leave that
-        unchanged.
+        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
 
         Raises :class:`flowchan.HostError` if not enough GPUs are free.
         """

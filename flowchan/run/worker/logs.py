@@ -58,7 +58,7 @@ class Sending(logging.Handler):
         self._installed = False
 
     def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` from now on, with the program's ``levels`` as initial levels."""
+        """Send records to ``put`` from now on, and set the loggers to the program's ``levels``."""
         self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
         if not self._installed:
@@ -66,8 +66,7 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove the handlers and filters that were inherited by a fork or set up by a re-imported main
-        script.
+        """Remove handlers and filters that a fork has copied or a re-imported main script has set up.
 
         Otherwise each record would be handled twice.
         """

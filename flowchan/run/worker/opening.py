@@ -28,8 +28,7 @@ class Ports:
     errors: Out[Any] | None
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Yield all ports, with the readers first, so that taken items are finished before the outputs
-        close."""
+        """Yield all ports, readers first, so that taken items are finished before the outputs close."""
         yield from self.inputs.values()
         yield from self.writers()
 

@@ -36,8 +36,7 @@ FAILED_ITEM_INTERVAL_S = 0.5
 
 @dataclass
 class OperatorJob:
-    """The inputs of an operator's loop apart from its ports: the user's function, options and failure
-    handling."""
+    """Inputs of an operator's loop apart from its ports: the function, options and failure handling."""
 
     kind: str
     function: Callable[..., Any]
@@ -167,7 +166,7 @@ class OperatorJob:
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
-            with contextlib.suppress(ChannelError, ValueError):  # drained, or another thread closed the port
+            with contextlib.suppress(ChannelError, ValueError):  # drained, or port closed elsewhere
                 while True:
                     item = items.get_nowait()
                     number += 1

@@ -1,5 +1,4 @@
-"""Release the ports of a worker in such a way that no reader mistakes partial output for complete output
-(R3).
+"""Release the ports of a worker so that no reader mistakes partial output for complete output (R3).
 
 A closed output means that it is complete, so only a worker that ended cleanly may close its outputs. If a
 channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other channels

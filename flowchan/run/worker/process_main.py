@@ -140,8 +140,8 @@ def show_name(name: str, end: str = "") -> None:
 class _Work:
     """Work of this process in one or more runs.
 
-    The stage is unpickled in the first run and then reused, unless a run may use up part of it: the iterable
-    of a source, or arguments. In that case it is unpickled for every run.
+    The stage is unpickled in the first run and then reused. If a run may use up part of it (the iterable of a
+    source, or arguments), it is unpickled for every run.
     """
 
     def __init__(

@@ -45,8 +45,7 @@ class Request:
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately, so that the receiver knows the request even if it cannot unpickle the
-        item."""
+        """Pack the item separately, so that an item that cannot be unpickled does not hide its request."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -75,8 +74,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that builds only the requests in a pickle, so that searching a pickle does not run other
-    code."""
+    """Unpickler that builds only the requests in a pickle, so that searching it does not run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         requests = module == __name__ and name in (Request.__name__, _arrived.__name__)
@@ -143,8 +141,7 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller is still waiting; for a batch, only the members that are still
-        wanted.
+        """Return the item if its caller is still waiting; for a batch, only the members still wanted.
 
         Raises ``Dropped`` if nothing is left, or the error from unpickling the item.
         """

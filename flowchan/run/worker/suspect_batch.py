@@ -9,9 +9,9 @@ which a worker dies is known. The replacement skips that member and tries the ot
 that killed a worker fail, and the results of the others form the result of the batch. If a call with one
 member did not return a list of one result, the function is called again with all remaining members together.
 
-Invariant. Once outputs may have been put, a further attempt must put the same outputs in the same order,
-because a replacement skips those that were already put. The worker therefore reports that all members were
-tried (``MembersTried``), and later deaths do not exclude further members.
+Invariant. Once outputs may have been put, a further attempt must put the same outputs in the same order. The
+reason is that a replacement skips those that were already put. The worker therefore reports that all members
+were tried (``MembersTried``), and later deaths do not exclude further members.
 """
 
 from __future__ import annotations

@@ -256,8 +256,7 @@ def end(
 
 
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
-    """Return ``error`` with its traceback shortened to the user's code; after a clean end, without a
-    traceback.
+    """Return ``error`` with its traceback shortened to the user's code, or removed after a clean end.
 
     Without the traceback, the generator of a source is released and cleaned up at once.
     """
