@@ -1,4 +1,4 @@
-"""Define the stream that closes a loop of a graph."""
+"""Define the stream that forms a loop in a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Feedback(Stream[T]):
-    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it.
+    """Stream whose writer is declared later, with :meth:`feed`. It must be read by a ``graph.stage``.
 
     Example:
         >>> from flowchan import Graph, In, Out
@@ -34,15 +34,15 @@ class Feedback(Stream[T]):
     __slots__ = ()
 
     def feed(self, stream: Stream[T]) -> None:
-        """Close the loop: the reader of this feedback receives the items of ``stream``.
+        """Close the loop: the stage that reads this feedback receives the items of ``stream``.
 
-        This call counts as the one reader of ``stream``.
+        The feedback counts as the only reader of ``stream``.
 
         Args:
             stream: Stream that a stage of the same graph writes.
 
         Raises:
-            TypeError: ``stream`` is not a stream that a stage writes.
+            TypeError: ``stream`` is not a stream, or is itself a feedback.
             ValueError: This feedback already has a writer.
 
         Example:

@@ -529,7 +529,7 @@ class Run:
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """Close the inputs and wait for the run, at the end of its own block or of the block of its pool."""
+        """Close the inputs and wait for the run, when its block or the block of its pool is left."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()
@@ -638,8 +638,8 @@ class Run:
         """Explain what each stage is waiting for.
 
         Returns:
-            Text that gives, for each stage that is waiting, the channel, the time so far and the state of the
-            stage on the other end of the channel.
+            Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
+            so far and the state of the stage on the other end.
 
         Example:
             >>> from flowchan import Graph

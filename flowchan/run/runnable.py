@@ -49,8 +49,8 @@ class Runnable(ABC):
         """Check the graph and start it.
 
         Args:
-            seed: Random seed for all workers, at least 0. With equal seeds, the workers draw equal random
-                numbers. By default, the run chooses a seed and shows it in its report.
+            seed: Random seed for all workers, at least 0. Workers in runs with equal seeds draw equal random
+                numbers. The default is a new seed, which the report shows.
             memory: Maximum number of bytes in all channels together; each channel gets the same share. The
                 default is half of the memory of the machine or the control group.
 
