@@ -134,7 +134,7 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             foreign = graph._foreign_streams.get(origin)
             if foreign is not None:
                 message = (
-                    f"reads stream {foreign.name!r} of another graph, {foreign.graph!r}, declared at "
+                    f"reads stream {foreign.name!r} from another graph, {foreign.graph!r}, declared at "
                     f"{foreign.where}; declare both stages in one graph"
                 )
                 yield index, Problem("foreign", stage.name, stage.where, message)
@@ -199,7 +199,7 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, so it would wait for its own end; read it in a graph.stage "
+                f"{stage.kind} reads a feedback, so it would wait for itself to end; use a graph.stage there "
                 "that returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)
@@ -228,7 +228,7 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 readers_text = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
                     f"its output {output.name!r} has {len(reading)} readers, {readers_text}, but a stream "
-                    f"has one reader; give each its own stream with .tee({len(reading)})"
+                    f"can have only one; give each reader its own stream with .tee({len(reading)})"
                 )
                 yield index, Problem("read-twice", stage.name, stage.where, message)
 
@@ -297,7 +297,7 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
         if stage.operator.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
-                f"its function calls select and has {ports} ports, but select takes {_MOST_SELECTED} "
+                f"its function calls select and has {ports} ports, but select accepts at most {_MOST_SELECTED} "
                 "operations; merge some of the streams first"
             )
             yield index, Problem("limit", stage.name, stage.where, message)
@@ -356,7 +356,7 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("hosts", stage.name, stage.where, stage.placement.missing)
         elif stage.placement.nowhere:
             message = (
-                "the hosts of on='hosts' are not given; use `flowchan run FILE --hosts local:2`, or declare "
+                "no hosts were given for on='hosts'; use `flowchan run FILE --hosts local:2`, or declare "
                 "the stage with on=pool"
             )
             yield index, Problem("hosts", stage.name, stage.where, message)
@@ -367,7 +367,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         if stage.gang is not None and is_async(stage.function):
             message = (
                 "its workers form a group, whose operations block, so it can't be an async function; use a "
-                "plain function"
+                "synchronous function"
             )
             yield index, Problem("gang", stage.name, stage.where, message)
         if stage.gang is not None and stage.gang.elastic and not stage.placement.own_process:
@@ -384,7 +384,7 @@ def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
             message = (
                 f"its per_worker input {edge.reader_port!r} reads the errors stream of "
-                f"{edge.writer!r}, whose items name no worker; add a map between them that returns "
+                f"{edge.writer!r}, whose items do not name a worker; add a map between them that returns "
                 "pairs (worker, item)"
             )
             yield indexes[edge.reader], Problem("ports", edge.reader, edge.where, message)

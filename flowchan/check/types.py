@@ -234,7 +234,7 @@ def _port_messages(stage: Stage) -> Iterator[str]:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
         elif group in stage.kwargs:
             yield (
-                f"parameter {group!r} of {name} is the worker's member of a group, which the run passes; "
+                f"parameter {group!r} of {name} is the worker's membership in a group, which the run passes; "
                 "remove the argument"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())

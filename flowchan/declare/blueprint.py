@@ -95,7 +95,7 @@ class Blueprint(General):
             )
         elif args or kwargs:
             known_options("source", kwargs, SOURCE_OPTIONS)
-            raise TypeError(f"source: items must be a callable if it has arguments, got {shown(items)}")
+            raise TypeError(f"source: items must be a callable if arguments are passed, got {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
         stage = self._declare(
@@ -167,7 +167,7 @@ class Blueprint(General):
         """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
-            raise TypeError("merge: streams must have at least one stream, got none")
+            raise TypeError("merge: streams must contain at least one stream, got none")
         items = [stream.item for stream in streams_argument("merge", streams)]
         stage = self._declare(
             "merge",

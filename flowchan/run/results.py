@@ -336,7 +336,7 @@ class _GatheredResult:
             elif not (
                 isinstance(error, ValueError) and self._reader_left()
             ):  # the reader has closed the port
-                self.broken = Broken("an item of the results could not be unpickled")
+                self.broken = Broken("an item of a result could not be unpickled")
                 last = Failure(self._id, error, None, os.getpid())
         finally:
             if not self._handed_over:

@@ -464,7 +464,7 @@ class Run:
     ) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report have the finished part", tell, number)
+        return Interrupted(f"{message}; .results and .report contain what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._results is None:

@@ -123,7 +123,7 @@ class WorkerPool(Runnable):
         if self._stages and stages != self._stages:
             raise RuntimeError(
                 f"{self!r}: the graph must not change after the pool's first run; declare all stages "
-                "before, or use another pool"
+                "before the first run, or use another pool"
             )
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
@@ -145,7 +145,7 @@ class WorkerPool(Runnable):
             failed = self._end()
         if failed and error is None:
             raise RunError(
-                f"the pool of graph {self._graph.name!r} failed at its end",
+                f"the pool of graph {self._graph.name!r} failed while closing",
                 [_not_closed(id, raised) for id, raised in failed],
             )
 

@@ -111,7 +111,7 @@ def test_stream_from_another_graph_is_reported_with_that_graph(graph: Blueprint)
     graph.source(range(3)).zip(unusual).sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("foreign", "zip")
-    assert f"stream 'letters' of another graph, 'other', declared at {other.where}" in problem.message
+    assert f"stream 'letters' from another graph, 'other', declared at {other.where}" in problem.message
 
 
 def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
@@ -403,7 +403,7 @@ def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, n
         (
             "limit",
             (
-                "its function calls select and has 129 ports, but select takes 128 operations; merge "
+                "its function calls select and has 129 ports, but select accepts at most 128 operations; merge "
                 "some of the streams first"
             ),
         )

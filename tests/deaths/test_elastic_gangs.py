@@ -158,7 +158,7 @@ def test_a_death_without_restarts_left_ends_the_run() -> None:
         graph.run()
     cause = caught.value.exceptions[0].__cause__
     assert isinstance(cause, WorkerDied)
-    assert "1 of 1 restarts are used" in str(cause)
+    assert "1 of 1 restarts were used" in str(cause)
 
 
 def test_groups_lost_without_a_death_count_as_restarts() -> None:

@@ -60,7 +60,7 @@ def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
     mapped.sink(abs)
     (failed,) = graph.run()[bad]
     assert str(failed.error) == (
-        "1 worker died while it worked on this item: exited with code 7 without finishing"
+        "1 worker died while it was processing this item: exited with code 7 without finishing"
     )
 
 

@@ -221,7 +221,7 @@ def test_stage_is_named_while_most_of_its_workers_start() -> None:
     items.map(naps(2), name="post").sink(abs)
     with graph.start() as run:
         found = cause_in(run, 0.3, is_stage("model"))
-        assert "3 of 4 have not begun" in found.why
+        assert "3 of 4 have not started to work" in found.why
         loaded.set()
         run.abort()
 

@@ -154,7 +154,7 @@ def test_restarts_of_an_earlier_period_do_not_count() -> None:
     assert len(warnings) == 1  # the stage stays near its limit
     state, _ = after_deaths(LASTING, [died(MAP)] * 11, every=often * 0.99)
     assert state.phase == "failing"
-    assert "10 of 10 restarts are used in 60 s" in str(failure_in(state).error)
+    assert "10 of 10 restarts were used in 60 s" in str(failure_in(state).error)
 
 
 def test_pauses_before_replacements_do_not_end_the_period() -> None:
@@ -178,12 +178,12 @@ def test_deaths_over_items_use_no_restarts() -> None:
 def test_slow_starts_that_all_die_end_the_run() -> None:
     starts = [dataclasses.replace(died(MAP), unbegun=number) for number in range(1, 5)]
     state, _ = after_deaths(LASTING, starts, every=2 * RESTART_PERIOD_S)
-    assert "it dies before it begins to work" in str(failure_in(state).error)
+    assert "it keeps dying before it starts to work" in str(failure_in(state).error)
     explicit = dataclasses.replace(LASTING, limits={"map": 3}, explicit=frozenset({"map"}))
     state, _ = after_deaths(explicit, starts[:3], every=2 * RESTART_PERIOD_S)
     assert state.phase == "running"
     state, _ = after_deaths(explicit, starts, every=2 * RESTART_PERIOD_S)
-    assert "it dies before it begins to work" in str(failure_in(state).error)
+    assert "it keeps dying before it starts to work" in str(failure_in(state).error)
 
 
 @pytest.mark.parametrize(("limit", "first"), [(1, 1), (2, 1), (10, 8), (100, 80)])
@@ -426,7 +426,7 @@ def test_stopped_run_warns_once_and_discards_nothing() -> None:
     assert decide(at("stopping"), Tick(), STOP_NOTICE_S) == (at("stopping"), ())
     state, (warning,) = decide(at("stopping"), Tick(), STOP_NOTICE_S + 1)
     assert isinstance(warning, Warn)
-    assert "was stopped 30 s ago and still works on what was in flight, in map, sink" in warning.text
+    assert "was stopped 30 s ago and is still processing items in map, sink" in warning.text
     assert state.phase == "stopping"
     assert decide(state, Tick(), 1e9) == (state, ())
     assert next_at(state) == math.inf

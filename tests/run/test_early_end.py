@@ -194,7 +194,7 @@ def test_source_blocked_on_a_device_is_abandoned_with_a_warning() -> None:
     graph = Graph("r2")
     one = graph.source(camera).take(1).collect()
     with pytest.warns(  # noqa: PT031
-        RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code that cannot be interrupted"
+        RuntimeWarning, match="worker camera 1 of graph 'r2' is still running code that cannot be interrupted"
     ):
         run = graph.start()
         assert run.wait()[one] == [1]

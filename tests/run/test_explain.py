@@ -151,7 +151,7 @@ def test_tee_with_branches_that_wait_for_each_other_is_detected(on: Any) -> None
     text = str(cause)
     assert error.stage == "tee"
     assert "no worker can continue" in str(error)
-    assert "every worker waits and nothing is in flight" in text
+    assert "every worker is waiting and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in text
@@ -232,7 +232,7 @@ def test_remedy_is_to_put_if_all_workers_wait_to_get() -> None:
             out.put(number)
 
     _, cause = deadlock_of(feedback(first).start())
-    assert "no stage puts an item; let one stage of the loop put before it gets, or return" in str(cause)
+    assert "no stage puts an item; one stage in the loop must put an item before it gets one, or return" in str(cause)
     assert "stream.buffer" not in str(cause)
 
 

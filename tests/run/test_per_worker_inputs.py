@@ -261,7 +261,7 @@ def test_check_refuses_an_errors_stream_that_names_no_worker() -> None:
     halves = graph.source(range(3)).map(lambda item: 1 // item)
     halves.collect()
     addressed(graph, halves.errors, "thread")
-    with pytest.raises(GraphError, match="items name no worker"):
+    with pytest.raises(GraphError, match="items do not name a worker"):
         graph.run()
 
 

@@ -258,6 +258,6 @@ def test_replacement_may_close_its_callable_slowly() -> None:
         assert lifecycle.get() == "closing"
         gate.open()
 
-    with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:
+    with pytest.raises(RunError, match="failed while closing") as caught, graph.pool() as pool:
         use(pool)
     assert [str(error.__cause__) for error in caught.value.exceptions] == 2 * ["the disk is full"]

@@ -73,7 +73,7 @@ def test_block_raises_the_error_of_closing_a_callable() -> None:
 
     graph = Graph("bad")
     found = graph.source([1]).map(Bad, on="process", name="save").collect()
-    with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:
+    with pytest.raises(RunError, match="failed while closing") as caught, graph.pool() as pool:
         assert pool.run()[found] == [1]
     (error,) = caught.value.exceptions
     assert (error.stage, error.worker) == ("save", "save 1")

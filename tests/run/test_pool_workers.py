@@ -293,5 +293,5 @@ def test_script_without_a_main_guard_gets_the_remedy(method: str, tmp_path: Path
     with start(script(tmp_path, text)) as program:
         _, err = program.communicate()
     assert program.returncode == 1
-    assert 'put that under `if __name__ == "__main__":`' in err
+    assert 'put this code under `if __name__ == "__main__":`' in err
     assert err.count("Traceback") == 1

@@ -113,7 +113,7 @@ def test_run_gives_up_after_its_restarts() -> None:
     run.crew.report(killed(WORK))
     assert ended(run.supervisor) == "failed"
     assert len(run.crew.called("replace")) == 2
-    assert "it is not replaced: 2 of 2 restarts are used" in str(run.supervisor.state.failures[0].error)
+    assert "it is not replaced: 2 of 2 restarts were used" in str(run.supervisor.state.failures[0].error)
 
 
 def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFi
     run.supervisor.start()
     run.crew.report(killed(WORK))
     assert ended(run.supervisor) == "done"
-    text = "stage 'work' has used 2 of 3 restarts in 60 s; if they are used up, the next death ends the run"
+    text = "stage 'work' has used 2 of 3 restarts in 60 s; once all are used, the next death ends the run"
     assert Warned("work", text) in events
     assert run.supervisor.stats().warnings == (text,)
     assert f"warning: {text}" in render(run.supervisor.stats()).splitlines()
@@ -170,10 +170,10 @@ def test_lost_state_of_a_callable_object_is_reported_and_logged(
 @pytest.mark.parametrize(
     ("options", "replaced", "why"),
     [
-        ({}, decisions.HOPELESS - 1, "it dies before it begins to work"),
-        ({"restarts": 10**9}, decisions.HOPELESS - 1, "it dies before it begins to work"),
-        ({"restarts": 10}, 10, "10 of 10 restarts are used"),
-        ({"restarts": 30}, 30, "30 of 30 restarts are used"),
+        ({}, decisions.HOPELESS - 1, "it keeps dying before it starts to work"),
+        ({"restarts": 10**9}, decisions.HOPELESS - 1, "it keeps dying before it starts to work"),
+        ({"restarts": 10}, 10, "10 of 10 restarts were used"),
+        ({"restarts": 30}, 30, "30 of 30 restarts were used"),
     ],
     ids=["default", "unlimited", "as the default", "more"],
 )
@@ -271,7 +271,7 @@ def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixtu
     run.supervisor.ask(StopRequested(timeout=0.01))
     assert ended(run.supervisor) == "aborted"
     assert (
-        "graph 'scripted' has not ended within the timeout of its stop, so it is aborted" in caplog.messages
+        "graph 'scripted' did not end within the timeout of stop(), so it is aborted" in caplog.messages
     )
 
 
@@ -284,7 +284,7 @@ def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyP
     assert ended(run.supervisor) == "stopped"
     assert run.crew.called("break") == []
     (warning,) = run.supervisor.stats().warnings
-    assert "still works on what was in flight" in warning
+    assert "is still processing items in" in warning
 
 
 def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:

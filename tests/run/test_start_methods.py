@@ -159,7 +159,7 @@ def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
         assert process.returncode == 1
         assert err.count("Traceback") == 1, err
         assert "flowchan.GraphError" in err or "Unguarded" in err
-        assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
+        assert 'put this code under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -177,7 +177,7 @@ def test_script_that_sets_the_start_method_unguarded_gets_the_remedy(method: str
         _, err = process.communicate()
     assert process.returncode == 1
     assert err.count("Traceback") == 1, err
-    assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
+    assert 'put this code under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -221,7 +221,7 @@ def test_process_that_runs_the_graph_on_import_reports_its_end(method: str, tmp_
     with start(script(tmp_path, text)) as process:
         _, err = process.communicate()
     assert "Traceback" not in err
-    assert 'put that under `if __name__ == "__main__":`' in err
+    assert 'put this code under `if __name__ == "__main__":`' in err
 
 
 @pytest.mark.parametrize(

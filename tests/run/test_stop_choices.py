@@ -77,7 +77,7 @@ def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) ->
         gate.wait_held()
         run.stop()
         wait_until(lambda: bool(run.stats().warnings))
-        assert "still works on what was in flight, in " in run.stats().warnings[0]
+        assert "is still processing items in " in run.stats().warnings[0]
         assert run.state == "stopping"
         gate.open()
     assert run.wait()[result] == list(range(stage_of(run, "hold").items_in))

@@ -115,7 +115,7 @@ def test_dead_worker_is_replaced_until_its_restarts_are_used(
     assert [call[0] for call in crew.calls] == ["break", "release"]
     assert str(supervisor.state.failures[0].error) == (
         "the process of worker work 1 was killed by SIGKILL; it is not replaced: "
-        "2 of 2 restarts are used in 60 s"
+        "2 of 2 restarts were used in 60 s"
     )
 
 

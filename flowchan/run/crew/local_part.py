@@ -333,7 +333,7 @@ class LocalPart:
             if not thread.is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self.plan.graph.name!r} still runs code that cannot be "
+                f"worker {id} of graph {self.plan.graph.name!r} is still running code that cannot be "
                 "interrupted; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,

@@ -73,7 +73,7 @@ def unguarded(graph: Blueprint) -> Unguarded:
     method = multiprocessing.get_start_method()
     message = (
         f"with the start method {method!r} a worker process imports the main script, which "
-        "then runs the graph, or sets the start method, a second time; put that under `if "
+        "then runs the graph, or sets the start method, a second time; put this code under `if "
         '__name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
@@ -88,7 +88,7 @@ def hint_at_import(exitcode: int | None) -> str:
     if exitcode != 1 or method == "fork":
         return ""
     return (
-        f", perhaps while it imports the main script, as with the start method {method!r}; "
+        f", perhaps while importing the main script, as the start method {method!r} requires; "
         "put code that only the program must run, and `set_start_method`, under `if __name__ "
         '== "__main__":`'
     )

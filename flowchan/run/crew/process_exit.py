@@ -40,7 +40,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
     if -code == signal.SIGKILL and lack_of_memory:
         return (
             f"was killed by {name}, likely for lack of memory, because the kernel killed a "
-            "process for that at this time"
+            "process for that reason at this time"
         )
     return f"was killed by {name}"
 

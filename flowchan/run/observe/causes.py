@@ -149,7 +149,7 @@ def _cores(view: _View) -> Cause | None:
     work = sum(worked.work for worked in known)
     if used > SEEN and waited >= 0.5 * work > 0:
         share = _percent(waited / work)
-        return Cause("cores", None, f"workers that could run wait for a core {share} of their time")
+        return Cause("cores", None, f"workers are waiting for a core {share} of their time")
     return None
 
 
@@ -168,7 +168,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
         return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
-        why += f"; {missing} of {slow.stage.workers} have not begun"
+        why += f"; {missing} of {slow.stage.workers} have not started to work"
     return Cause("bottleneck", name, why)
 
 
@@ -216,8 +216,8 @@ def _order(view: _View) -> Cause | None:
     return Cause(
         "order",
         worst.name,
-        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until "
-        "earlier items are out; give it a larger buffer, or ordered=False",
+        f"outputs of {worst.name!r} wait for earlier items {_percent(worst.waiting_turn)} of the time; "
+        "give the stage a larger buffer, or ordered=False",
     )
 
 
@@ -225,7 +225,7 @@ def _memory(view: _View) -> Cause | None:
     short = next((edge for edge in view.stats.edges if edge.short_of_bytes), None)
     if short is None:
         return None
-    return Cause("memory", short.writer, f"channel {short.name!r} is short of memory, not of places")
+    return Cause("memory", short.writer, f"channel {short.name!r} has free places but no memory left")
 
 
 def _in_flight(view: _View) -> Cause | None:
@@ -264,7 +264,7 @@ def _starting(view: _View) -> Cause | None:
     for stage in view.stats.stages:
         operator = OPERATORS[stage.kind]
         if stage.alive and not stage.working and not operator.outside and not operator.gathers:
-            return Cause("starting", stage.name, f"no worker of {stage.name!r} has begun yet")
+            return Cause("starting", stage.name, f"no worker of {stage.name!r} has started to work yet")
     return None
 
 

@@ -55,7 +55,7 @@ _CAUSES: dict[CauseKind, str] = {
     "gil": "the interpreter lock",
     "cores": "the cores",
     "memory": "the memory",
-    "in_flight": "the items under way",
+    "in_flight": "the items in flight",
     "starting": "the start",
 }
 

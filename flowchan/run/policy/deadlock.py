@@ -19,10 +19,10 @@ REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
     "its branches independently"
 )
-NO_STAGE_PUTS = "no stage puts an item; let one stage of the loop put before it gets, or return"
+NO_STAGE_PUTS = "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
 MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
-    "writer has places but no memory"
+    "writer has free places but no memory left"
 )
 """Remedies if a worker is waiting to put, if all are waiting to get, and if memory is short."""
 
@@ -191,5 +191,5 @@ def _failure(stats: RunStats) -> Failure:
     remedy = (
         MORE_MEMORY if any(edge.short_of_bytes for edge in putting) else REMEDY if putting else NO_STAGE_PUTS
     )
-    error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
+    error = Deadlock(f"every worker is waiting and nothing is in flight; {remedy}\n{explain(stats)}")
     return Failure(WorkerId(stages[0], 1), error, None, os.getpid())

@@ -269,8 +269,8 @@ def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
     if name is None or death.unbegun > 0:
         return ()
     text = (
-        f"worker {death.worker} was replaced and has a new {name}, without anything that the old one had "
-        "stored since it was built; if results depend on that, set restarts=0, so that a death ends the run"
+        f"worker {death.worker} was replaced and has a new {name}; everything that the old one had "
+        "stored is lost; if results depend on that, set restarts=0, so that a death ends the run"
     )
     return (Warn(death.worker.stage, "state", text),)
 
@@ -305,11 +305,11 @@ def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
     stage = death.worker.stage
     used, limit = restarts_used(state, stage, now), state.limits.get(stage, 0)
-    why = f"{used} of {limit} restarts are used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
+    why = f"{used} of {limit} restarts were used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
     if death.irreplaceable:
         why = death.irreplaceable
     elif used < limit or (_is_hopeless(state, death) and stage not in state.explicit):
-        why = f"it dies before it begins to work{death.hint}"
+        why = f"it keeps dying before it starts to work{death.hint}"
     text = f"the process of worker {death.worker} {death.how}; it is not replaced: {why}"
     error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
     return Failure(death.worker, error, None, death.pid, host=death.host)
@@ -361,7 +361,7 @@ def _notify(state: PolicyState) -> Decision:
     """Warn that a stopped run is still processing items that were in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
-        f"the run was stopped {STOP_NOTICE_S:g} s ago and still works on what was in flight, in {stages}; "
-        "abort() discards that"
+        f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; "
+        "abort() discards them"
     )
     return dataclasses.replace(state, notified=True), (Warn("", "stop", text),)

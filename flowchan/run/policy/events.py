@@ -235,8 +235,8 @@ class Death:
             return ""
         if not self.over_item:
             return self.how
-        others = "" if self.over_item == 1 else f", like {self.over_item - 1} before it on the same item"
-        return f"{self.how} while it worked on an item{others}"
+        repeated = "" if self.over_item == 1 else f" (death {self.over_item} over this item)"
+        return f"{self.how} while it was processing an item{repeated}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ def died_over(deaths: Sequence[str]) -> WorkerDied:
         how = f"each {deaths[0]}"
     else:
         how = "; ".join(f"{end} ({count} times)" if count > 1 else end for end, count in ends.items())
-    many = f"{len(deaths)} workers died while they worked on this item, one after the other"
-    one = "1 worker died while it worked on this item"
+    many = f"{len(deaths)} workers died one after another while processing this item"
+    one = "1 worker died while it was processing this item"
     return WorkerDied(f"{one if len(deaths) == 1 else many}: {how}")
 
 
@@ -120,5 +120,5 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as bad:
-        text = f"<its text raises {type(bad).__name__}>"
+        text = f"<str() raised {type(bad).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -38,7 +38,7 @@ class Journal:
         """Log an event of the feed if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
-                self._log(logging.INFO, f"{self._graph} begins with {workers} workers, seed {seed}")
+                self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
             case Started(worker, pid, host):
                 self._log(logging.DEBUG, f"worker {worker} starts as {_where(pid, host)}", worker)
             case Decided():
@@ -49,7 +49,7 @@ class Journal:
                 self._log(logging.WARNING, text, stage=stage)
             case RunEnded(state, seconds, stuck):
                 for worker in sorted(stuck, key=str):
-                    text = f"worker {worker} still runs code that cannot be interrupted"
+                    text = f"worker {worker} is still running code that cannot be interrupted"
                     self._log(logging.WARNING, text, worker)
                 self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
@@ -58,12 +58,12 @@ class Journal:
         if isinstance(event, Death):
             self._died(event, decided)
         elif isinstance(event, StopRequested) and before.phase == "running":
-            kept = "the items in flight" if event.finish_queued else "the items that workers process"
-            self._log(logging.INFO, f"{self._graph} stops: {kept} are being finished")
+            kept = "the items in flight" if event.finish_queued else "the items that workers are processing"
+            self._log(logging.INFO, f"{self._graph} is stopping: {kept} are being finished")
         elif isinstance(event, AbortRequested) and after.phase != before.phase:
             self._log(logging.INFO, f"{self._graph} is aborted")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = "has not ended within the timeout of its stop, so it is aborted"
+            text = "did not end within the timeout of stop(), so it is aborted"
             self._log(logging.WARNING, f"{self._graph} {text}")
         if not after.goes_on:
             for action in decided.actions:
@@ -108,7 +108,7 @@ def blamed(item: str, why: str) -> None:
     """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}
-    log.error("stage %r gave up item %s: %s", worker.stage, item, why, extra=about)
+    log.error("stage %r gave up on item %s: %s", worker.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

@@ -50,7 +50,7 @@ def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) 
         return state, ()
     text = (
         f"stage {stage!r} has used {len(recent)} of {limit} restarts in {RESTART_PERIOD_S:g} s; "
-        "if they are used up, the next death ends the run"
+        "once all are used, the next death ends the run"
     )
     return state, (Warn(stage, "restarts", text),)
 

@@ -75,7 +75,7 @@ def worker() -> Worker:
     found = _current.get(_of_process)
     if found is None:
         raise RuntimeError(
-            "flowchan.worker() must be called in the function or class of a stage; no worker runs here"
+            "flowchan.worker() must be called in the function or class of a stage; no worker is running here"
         )
     return found
 
