@@ -297,8 +297,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
         if stage.operator.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
-                f"its function calls select and has {ports} ports, but select accepts at most {_MOST_SELECTED} "
-                "operations; merge some of the streams first"
+                f"its function calls select and has {ports} ports, but select accepts at most "
+                f"{_MOST_SELECTED} operations; merge some of the streams first"
             )
             yield index, Problem("limit", stage.name, stage.where, message)
 

@@ -189,5 +189,7 @@ def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | No
         return callable_argument("allreduce", "op", op), own
     if op not in OPERATIONS:
         allowed = ", ".join(map(repr, OPERATIONS))
-        raise ValueError(f"allreduce: op must be one of {allowed} or a function that takes two values, got {op!r}")
+        raise ValueError(
+            f"allreduce: op must be one of {allowed} or a function that takes two values, got {op!r}"
+        )
     return None, {**own, "op": op}

@@ -403,8 +403,8 @@ def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, n
         (
             "limit",
             (
-                "its function calls select and has 129 ports, but select accepts at most 128 operations; merge "
-                "some of the streams first"
+                "its function calls select and has 129 ports, but select accepts at most 128 operations; "
+                "merge some of the streams first"
             ),
         )
     ] * (number - 128)

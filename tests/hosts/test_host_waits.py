@@ -116,7 +116,9 @@ def test_deadlock_of_readers_names_put_as_the_remedy() -> None:
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
     back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
     _, text = deadlock_of(graph.start())
-    assert "no stage puts an item; one stage in the loop must put an item before it gets one, or return" in text
+    assert (
+        "no stage puts an item; one stage in the loop must put an item before it gets one, or return" in text
+    )
     assert "stream.buffer" not in text
 
 

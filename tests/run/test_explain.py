@@ -232,7 +232,10 @@ def test_remedy_is_to_put_if_all_workers_wait_to_get() -> None:
             out.put(number)
 
     _, cause = deadlock_of(feedback(first).start())
-    assert "no stage puts an item; one stage in the loop must put an item before it gets one, or return" in str(cause)
+    assert (
+        "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
+        in str(cause)
+    )
     assert "stream.buffer" not in str(cause)
 
 

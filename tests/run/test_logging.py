@@ -113,10 +113,14 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
-    assert first.endswith("exited with code 7 without finishing while it was processing an item; it is replaced")
+    assert first.endswith(
+        "exited with code 7 without finishing while it was processing an item; it is replaced"
+    )
     assert "while it was processing an item (death 2 over this item); it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
-    assert blame.startswith("stage 'crack' gave up on item 2: 2 workers died one after another while processing this item")
+    assert blame.startswith(
+        "stage 'crack' gave up on item 2: 2 workers died one after another while processing this item"
+    )
 
 
 def test_run_logs_its_start_and_its_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -270,9 +270,7 @@ def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixtu
     run.supervisor.start()
     run.supervisor.ask(StopRequested(timeout=0.01))
     assert ended(run.supervisor) == "aborted"
-    assert (
-        "graph 'scripted' did not end within the timeout of stop(), so it is aborted" in caplog.messages
-    )
+    assert "graph 'scripted' did not end within the timeout of stop(), so it is aborted" in caplog.messages
 
 
 def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,9 @@ def test_thread_in_a_workers_process_belongs_to_the_worker() -> None:
 
 
 def test_worker_outside_of_a_stage_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker is running here"):
+    with pytest.raises(
+        RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker is running here"
+    ):
         flowchan.worker()
 
 

@@ -131,7 +131,8 @@ def test_abort_abandons_threads_that_cannot_be_interrupted() -> None:
     graph = Graph("r5")
     graph.source([1]).sink(stubborn)
     with pytest.warns(  # noqa: PT031
-        RuntimeWarning, match="worker stubborn 1 of graph 'r5' is still running code that cannot be interrupted"
+        RuntimeWarning,
+        match="worker stubborn 1 of graph 'r5' is still running code that cannot be interrupted",
     ):
         run = graph.start()
         entered.wait()
