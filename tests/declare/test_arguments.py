@@ -1,4 +1,4 @@
-"""Wrong arguments of operators raise at once. The errors name the allowed values."""
+"""Test that wrong arguments of operators raise at once, with errors that name the allowed values."""
 
 from __future__ import annotations
 

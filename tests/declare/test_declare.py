@@ -1,4 +1,4 @@
-"""Declare a graph: what operators record in it, and what they reject at once."""
+"""Test the declaration of a graph: what operators record, and what they reject at once."""
 
 from __future__ import annotations
 

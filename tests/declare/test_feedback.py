@@ -1,4 +1,4 @@
-"""A declared feedback is the only edge that may lead back in a graph. The check has rules for it."""
+"""Test declared feedbacks, the only edges that may lead back in a graph, and the rules that check them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """Return a feedback that has no writer yet, and the stream that will feed it."""
+    """Return a feedback that has no writer yet, and the stream to be fed into it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)

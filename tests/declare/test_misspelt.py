@@ -1,4 +1,4 @@
-"""A misspelt option raises at once, with the operator's name and the closest option."""
+"""Test that a misspelt option raises at once. The error names the operator and the closest option."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ OPERATORS = [
     if inspect.isfunction(operator) and operator.__name__[0] != "_"
 ]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
-SHARED |= {"elastic": False, "per_worker": ()}  # options that only stages have
+SHARED |= {"elastic": False, "per_worker": ()}  # options that only general stages have
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Test R8 (Account) for runs that fail, are aborted or stopped, or lose a worker.
+"""Test R8 (Account) for runs that fail, are aborted, are stopped or lose a worker.
 
-Each item that was put into a channel is out, failed, unwanted, discarded, or left in a channel.
+Each item that was put into a channel must be out, failed, unwanted, discarded, or left in a channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def same(item: Any) -> Any:
 
 
 def accounts_for_every_item(run: Run) -> None:
-    """Check the counts of each stage and channel against each other, and the report's text."""
+    """Check that the counts of all stages and channels agree with each other and with the report."""
     stats = run.stats()
     report = run.report()
     assert "MISSING" not in report

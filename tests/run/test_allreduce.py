@@ -1,4 +1,4 @@
-"""Test ``allreduce``: round k combines the k-th item of every worker that still has one."""
+"""Test ``allreduce``: round k combines the k-th item from every worker that has one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounds(stream: Stream) -> list[Reduced]:
 
 
 def some(numbers: Out[int]) -> None:
-    """Put one number as worker 1, two as worker 2, and so on."""
+    """Put one number in worker 1, two numbers in worker 2, and so on."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
@@ -106,7 +106,7 @@ def test_workers_stop_when_no_more_rounds_are_wanted(on: Any) -> None:
 
 @everywhere
 def test_allreduce_of_one_output_leaves_the_other_shared(on: Any) -> None:
-    """Only the output that allreduce reads has a channel for each worker."""
+    """Only the output that allreduce reads has separate channels for the workers."""
 
     def both(numbers: In[int], sums: Out[int], log: Out[int]) -> None:
         for number in numbers:

@@ -1,4 +1,4 @@
-"""Test requests to a running graph: each answer reaches its caller, whichever way the items travel."""
+"""Test requests to a running graph: each answer must reach its caller, whatever the stages do with items."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ VARIANTS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_t
 def ask_in_graph(
     declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]
 ) -> Any:
-    """Return the result of ``use(run, questions)`` for a graph between an input and a collect."""
+    """Return the result of ``use(run, questions)`` for a graph from an input to a collect."""
 
     async def main() -> Any:
         graph = Graph("ask_in_graph")
@@ -113,7 +113,7 @@ def test_caller_learns_that_its_item_killed_the_worker() -> None:
 
 
 class Bomb:
-    """Item that ends the process of a worker that unpickles it."""
+    """Item that kills the worker that unpickles it."""
 
     def __reduce__(self) -> Any:
         return explode, (os.getpid(),)
@@ -126,7 +126,7 @@ def explode(maker: int) -> Any:
 
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bool) -> None:
-    """The item travels alone or in a batch with others, and the run continues."""
+    """The item is sent alone or in a batch with others, and the run continues."""
 
     def declare(stream: Stream[Any]) -> Stream[Any]:
         batches = stream.batch(2, timeout=0.001) if in_batches else stream
@@ -169,7 +169,7 @@ def test_sink_answers_with_the_return_value() -> None:
 
 
 def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
-    """The batch ends in a second function, in a filter that drops it, or in a sink."""
+    """The batch reaches a second function, a filter that drops it, or a sink."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -258,7 +258,7 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
 
 
 def test_item_of_an_ended_branch_has_no_answer() -> None:
-    """A take that has enough items drops it, or a stage before that take."""
+    """The item is dropped by a ``take`` that has enough items, or by a stage before it."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -297,7 +297,7 @@ def unreadable(number: int) -> Any:
     ],
 )
 def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any) -> None:
-    """Unpickling fails in a worker, in a batch, or at the end of the graph."""
+    """The item is unpickled in a worker, in a batch, or at the end of the graph."""
 
     async def use(run: Run, questions: Any) -> None:
         answers = [run.ask(questions, one, timeout=60) for one in (1, item, 2)]
@@ -309,7 +309,7 @@ def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
 def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
-    """The unreadable item has no caller, and the plain item alone would arrive."""
+    """Only the readable item of the batch has a caller. It would get an answer if it were alone."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -359,7 +359,7 @@ def fail_all(numbers: list[int]) -> list[int]:
 
 
 def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
-    """One branch drops a member while a function of the other branch still uses it."""
+    """One branch drops a member of the batch while a function in the other branch is still using it."""
     first, second = Gate(), Gate()
 
     def hold(numbers: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Test R10 with ``max_deaths=1``: no item is started twice, whenever its worker dies."""
+"""Test R10 with ``max_deaths=1``: no item is processed twice, whenever a worker dies."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
 
 
 class KillsBehind:
-    """Number for its receiver; the process that made it dies when it drops the number."""
+    """Item that arrives as a number, and kills its own process when the original is dropped."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -92,7 +92,7 @@ def test_death_after_the_output_left_does_not_fail_the_item(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_task_of_a_pool_never_runs_twice(tmp_path: Path, workers: int) -> None:
-    """Its future gets a result or the death."""
+    """The task's future gets a result or an error about the death."""
     with TaskPool(workers, on="process") as pool:
         tasks = [pool.submit(noted, tmp_path, number) for number in range(300)]
         for number in range(0, 300, 30):
@@ -101,4 +101,4 @@ def test_task_of_a_pool_never_runs_twice(tmp_path: Path, workers: int) -> None:
                 psutil.Process().children()[0].kill()
     ended = [task.exception() or task.result() for task in tasks]
     assert all(end == number or isinstance(end, WorkerDied) for number, end in enumerate(ended))
-    assert max(calls(tmp_path).values()) == 1  # a worker may die before it writes
+    assert max(calls(tmp_path).values()) == 1  # a worker may die before it writes its file

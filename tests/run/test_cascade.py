@@ -1,7 +1,7 @@
 """Test R1 (Cascade).
 
 When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its outputs. The
-run ends after all sinks.
+run ends when all sinks have ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test the detection of a deadlock as a pure function of two views of a run."""
+"""Test the detection of a deadlock, a pure function of two observations of a run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_worker_able_to_move_is_not_a_deadlock(going_on: Observation) -> None:
 
 
 def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
-    """The program fills an input and reads two results; one of them has a writer who waits."""
+    """Return an observation of a run with an input and two unread results. One may have waiting writers."""
     return observation(
         edge("input", "work", writers=putting),
         edge("work", "result", writers=writers),
@@ -125,11 +125,11 @@ def test_result_with_room_is_left_to_a_possible_reader() -> None:
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 
-# --- when to inspect a run ---
+# --- when a run is inspected ---
 
 
 def observations(activities: list[Activity]) -> tuple[int, list[object]]:
-    """Return the number of inspections of a run of two workers, and the finding at each poll."""
+    """Return how often a run with two workers was inspected, and the finding at each check."""
     times, count, now = iter(activities), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 

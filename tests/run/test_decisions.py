@@ -1,5 +1,4 @@
-"""Test the decisions of the supervisor in every phase and for every event, without a process, thread or
-clock."""
+"""Test the supervisor's decisions for every phase and event, without processes, threads or a clock."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def at(phase: Phase, **values: Any) -> PolicyState:
 
 
 def restarted(stage: str, times: int) -> dict[str, Any]:
-    """Return the values of a state in which a stage has restarted at time 0."""
+    """Return the fields of a state in which a stage was restarted ``times`` times at time 0."""
     return {"restarts": {stage: times}, "recent_restarts": {stage: (0.0,) * times}}
 
 
@@ -139,7 +138,7 @@ LASTING = at("running", limits={"map": 10})
 
 
 def after_deaths(state: PolicyState, deaths: Sequence[Death], every: float) -> tuple[PolicyState, list[Warn]]:
-    """Let workers die one after the other. Return the state and the warnings."""
+    """Let workers die one after another. Return the final state and the warnings."""
     warnings = []
     for number, death in enumerate(deaths):
         state, actions = decide(state, death, number * every)
@@ -151,14 +150,14 @@ def test_restarts_of_an_earlier_period_do_not_count() -> None:
     often = RESTART_PERIOD_S / 10
     state, warnings = after_deaths(LASTING, [died(MAP)] * 100, every=often)
     assert (state.phase, state.restarts) == ("running", {"map": 100})
-    assert len(warnings) == 1  # the stage stays near its limit
+    assert len(warnings) == 1  # only one warning, although the stage is still near its limit
     state, _ = after_deaths(LASTING, [died(MAP)] * 11, every=often * 0.99)
     assert state.phase == "failing"
     assert "10 of 10 restarts were used in 60 s" in str(failure_in(state).error)
 
 
 def test_pauses_before_replacements_do_not_end_the_period() -> None:
-    """Otherwise a limit that is higher than the number of pauses in a period would never be reached."""
+    """Otherwise, a limit higher than the number of pauses that fit in a period would never be reached."""
     state, now = at("running", limits={"map": 100}), 0.0
     for number in range(101):
         state, actions = decide(state, dataclasses.replace(died(MAP), deaths=number), now)
@@ -198,7 +197,7 @@ def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
 
 
 def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
-    """A stage whose workers cannot be replaced still ends the run."""
+    """If the workers of a stage cannot be replaced, the death still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, **restarted("map", 2)), lost, 0.0)
     assert (state.phase, state.restarts) == ("running", {"map": 2})
@@ -247,7 +246,8 @@ def test_gang_restarts_after_all_its_workers_have_ended() -> None:
 
 
 def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
-    state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())  # on threads
+    # as if the gang ran on threads
+    state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())
     state, actions = decide(state, missing(GANG[0]), 0.0)
     assert (state.failures, actions) == ((), (ReleasePorts(GANG[0]),))
 
@@ -277,7 +277,7 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
 
 
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
-    """Members on other hosts may have missed it before."""
+    """Members on other hosts may have reported it earlier."""
     first, second, _ = GANG
     failure_left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
     state, _ = decide(GANG_AT_WORK, failure_left, 0.0)
@@ -289,8 +289,10 @@ def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
 
 @pytest.mark.parametrize("is_reported", [0, 1, 2], ids=["first", "before its process is gone", "last"])
 def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> None:
-    """Members on other hosts may have missed it before that end is heard. The third worker waits for an
-    item."""
+    """Members on other hosts may report a missing member before the end of the worker is known.
+
+    The third worker is waiting for an item.
+    """
     first, second, third = GANG
     events = [missing(second), *([ProcessEnded(second)] if is_reported else [])]
     events.insert(is_reported, Ended(first, early=True))
@@ -348,7 +350,7 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
-    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members come last
+    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members are last in the group
     assert state.restarts == {"gang": 1}
     assert not state.without_group
     assert not state.joining
@@ -404,8 +406,7 @@ def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
 
 
 def test_grace_is_read_at_the_time_of_use() -> None:
-    """No module imports it under its own name, so a test that shortens it, like ``short_grace``, shortens it
-    everywhere."""
+    """If a module imported GRACE by name, tests with ``short_grace`` would not shorten it there."""
     folder = Path(decisions.__file__).parents[1]
     imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)
     found = {path: " ".join(imported.findall(path.read_text())) for path in folder.rglob("*.py")}
@@ -460,7 +461,8 @@ def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> N
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
     state, actions = decide(state, Tick(), 2 * GRACE + 1)
     assert actions == (Terminate(MAP, force=True),)
-    assert decide(state, Tick(), 1e9) == (state, ())  # the death is certain, and its report is in transit
+    # the process is certain to die, and the report of its death is in transit
+    assert decide(state, Tick(), 1e9) == (state, ())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

@@ -1,4 +1,4 @@
-"""Test R2 (Early end): a reader that wants no more items stops the stages before it without an error."""
+"""Test R2 (Early end): when a reader leaves, the stages before it are stopped without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test R13: a stage that works item by item gets more or fewer workers while the graph runs."""
+"""Test R13: stages that process one item at a time get more or fewer workers while the graph runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flowchan.run.policy.transitions import (
 
 
 def alive(run: Run, stage: str, number: int) -> None:
-    """Return once the stage has this many workers."""
+    """Wait until the stage has this many workers."""
     wait_until(lambda: stage_of(run, stage).alive == number, what=run.report)
 
 
 class Feeder(threading.Thread):
-    """Thread that puts items into an input until its end is requested."""
+    """Thread that puts items into an input until ``end`` is called."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_elastic_operators_neither_lose_nor_repeat_items(on: Any, ordered: bool)
 
 @everywhere
 def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
-    """The output of the first worker's current item still comes first."""
+    """The output for the first worker's current item still comes first."""
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
 
 @everywhere
 def test_one_item_at_a_time_passes_after_scaling(on: Any) -> None:
-    """The next item is put only after the last answer, so no output may wait for its turn."""
+    """The next item is put only after the last output has arrived, so no output may be held back."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.filter(lambda item: item % 2 == 0, on=on, name="work").collect()
@@ -423,7 +423,7 @@ def test_scale_removes_the_workers_with_the_highest_numbers() -> None:
     assert state.alive == {SINK, ONE, TWO, THREE}
     state, _ = decide(state, Ended(THREE), 13.0)
     assert state.leaving == {TWO}
-    state, actions = decide(state, Scale("work", 2), 14.0)  # those that leave do not count
+    state, actions = decide(state, Scale("work", 2), 14.0)  # workers that are being removed are not counted
     assert actions == (AddWorker(WorkerId("work", 4)),)
 
 

@@ -1,6 +1,6 @@
-"""Test ``run.explain()``: which stage waits on which channel, and which stage can end the wait.
+"""Test ``run.explain()``: which stage is waiting at which channel, and which stage can end the wait.
 
-A deadlocked run ends with that explanation. A run that only looks deadlocked for a while continues.
+A deadlocked run fails with this explanation. A run that only looks deadlocked for some time continues.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def same(item: Any) -> Any:
 
 
 def line_of(run: Run, stage: str) -> str:
-    """Return the line that explains one stage."""
+    """Return the line about one stage in the explanation."""
     return next((line for line in run.explain().splitlines() if line.startswith(f"  '{stage}'")), "")
 
 
-# --- text ---
+# --- the text ---
 
 
 @everywhere
@@ -125,9 +125,9 @@ def test_sigquit_shows_the_explanation_while_the_command_runs(tmp_path: Path) ->
 
 
 def stuck_graph(capacity: int, on: Any = "thread") -> Graph:
-    """Return a graph with a tee whose branches meet again.
+    """Return a graph that may deadlock: the branches of a tee are joined by a zip.
 
-    The zip waits for a whole batch, and the tee waits for the other branch.
+    The zip waits for a whole batch from one branch, while the tee waits for room in the other branch.
     """
     graph = Graph("stuck")
     left, right = graph.source(range(12), on=on).tee(2, name="tee", capacity=capacity)
@@ -245,7 +245,7 @@ def test_waiting_time_of_an_async_stage_is_reported() -> None:
     numbers.map(async_same, name="same").sink(same)
     with graph.start() as run:
         waits(run, "numbers", readers=1)
-        # The supervisor has looked again.
+        # Wait until the statistics show a longer wait.
         wait_until(lambda: run.stats().edges[0].readers_waiting_for > 0.3)
         found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
         assert found is not None

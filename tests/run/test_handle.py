@@ -1,4 +1,4 @@
-"""Test the handle of a run: start, put, iterate, wait, results, and each exit of its block."""
+"""Test the handle of a run: starting, putting, iterating, waiting, results, and ways to leave its block."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def test_exception_in_the_loop_aborts_the_run_and_propagates(on: Any, held: bool
             raise LookupError("mine")
     states = {"aborted"}
     if not held and sysconfig.get_config_var("Py_GIL_DISABLED"):
-        # The loop drops its iterator before the block ends, so the source has no reader left. With a GIL, the
-        # run notices both events together.
+        # The loop drops its iterator before the block ends, so the source may already have ended without
+        # readers. With a GIL, the run notices both at the same time.
         states.add("done")
     assert run.stats().state in states
 
@@ -331,7 +331,10 @@ def test_second_wait_has_the_same_outcome() -> None:
 
 
 def test_several_threads_may_wait() -> None:
-    """The repetitions cover a run that ends while a thread begins to wait; all threads get the results."""
+    """All threads must get the results.
+
+    The test is repeated, so that some runs end just when a thread starts to wait.
+    """
     for _ in range(50):
         graph = Graph("handle")
         numbers = graph.input()
@@ -428,7 +431,7 @@ def test_general_stage_gets_its_keyword_arguments() -> None:
 
 
 def service() -> tuple[Graph, Stream, Stream]:
-    """Return a graph with an outside input, the input and its answers."""
+    """Return a graph with an input for the program, the input's stream and the stream of answers."""
     graph = Graph("service")
     questions = graph.input()
     return graph, questions, questions.map(str).collect()
@@ -436,7 +439,7 @@ def service() -> tuple[Graph, Stream, Stream]:
 
 @pytest.mark.usefixtures("checks")
 def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
-    """The program waits in its put, so the run gathers the unread result."""
+    """While the program is blocked in its put, the run starts to collect the unread result."""
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(1000):
@@ -461,7 +464,7 @@ def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
         wait_until(lambda: run.stats().edges[0].passed > 1000)
         items = run.iter(numbers)
         assert next(items) == 0
-        most = run.stats().edges[0].passed + 1  # one more item may be on its way
+        most = run.stats().edges[0].passed + 1  # one more item may be in transit
         wait_until(lambda: run.stats().edges[0].inside == run.stats().edges[0].capacity)
         assert list(itertools.islice(items, most + 100)) == list(range(1, most + 101))
         assert run.stats().edges[0].passed <= most + 101

@@ -1,4 +1,4 @@
-"""Test that the program's loggers handle records of worker processes, and that the run logs its workers."""
+"""Test that the program's loggers handle records from worker processes, and that the run logs events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str
 
 @pytest.mark.usefixtures("_method")
 def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
-    """Each record arrives once, under every start method, with its stage and number."""
+    """Each record arrives once, with its stage and number, under every start method."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
     graph.source(range(4)).map(log_item, on="process", workers=2, name="loud").sink(abs)
@@ -52,7 +52,7 @@ def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureF
 
 @pytest.mark.usefixtures("_method")
 def test_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
-    """One logger wants more records than the root and does not propagate them."""
+    """One logger has a lower level than the root logger, and does not propagate its records."""
     own, kept = logging.getLogger("own.parts"), Kept()
     before = own.level, own.propagate
     own.setLevel(logging.DEBUG)
@@ -86,7 +86,7 @@ def test_failing_filter_of_the_program_does_not_end_the_run(
     def refuse(record: logging.LogRecord) -> bool:
         raise LookupError("a filter")
 
-    # otherwise it is printed like an error of a handler
+    # otherwise logging prints the exception, as for an error in a handler
     monkeypatch.setattr(logging, "raiseExceptions", False)
     monkeypatch.setattr(logging.getLogger("own.parts"), "filters", [refuse])
     monkeypatch.setattr(logging.getLogger("flowchan.run"), "filters", [refuse])

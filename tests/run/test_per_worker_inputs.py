@@ -1,4 +1,4 @@
-"""Test inputs whose items go to the worker that the sender names."""
+"""Test inputs for which the writer chooses the worker for each item."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_items_of_several_senders_arrive_once(on: Any) -> None:
     out = addressed(graph, orders, on)
     found = graph.run()[out]
     assert sorted(found) == sorted(pairs(300))
-    for number in range(1, WORKERS + 1):  # the senders keep the order of their input
+    for number in range(1, WORKERS + 1):  # the writers keep the order of their input
         of_one = [item for to, item in found if to == number]
         assert of_one == sorted(of_one)
 
@@ -144,7 +144,7 @@ def test_full_channel_of_one_worker_does_not_block_the_others(on: Any) -> None:
 
 @everywhere
 def test_feedback_is_addressed_to_the_worker_that_asked(on: Any) -> None:
-    """Each worker sends requests to one server, which answers the worker that asked."""
+    """Each worker sends requests to one server stage, which sends the answer to the worker that asked."""
 
     def ask(answers: In[int], requests: Out[tuple[int, int]], out: Out[tuple[int, int]]) -> None:
         for number in range(5):

@@ -1,4 +1,4 @@
-"""Test the end of a ``graph.pool()`` block: active runs are finished, and failures are raised."""
+"""Test leaving the block of ``graph.pool()``: active runs are finished, and failures are raised."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
     with pytest.raises(RunError) as caught, graph.pool() as pool:
         use(pool)
     assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
-    with graph.pool() as pool, pytest.raises(RunError):  # raised only once
+    with graph.pool() as pool, pytest.raises(RunError):  # the failure is raised only once
         pool.run()
 
 
@@ -78,7 +78,7 @@ def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
 def test_block_closes_callables_while_the_end_is_logged(
     error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The block closes the callables, whichever way it ends."""
+    """The block closes the callables, however it is left."""
     caplog.set_level(logging.INFO)
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
@@ -217,15 +217,15 @@ TWO = """
 
 
 def test_ctrl_c_while_one_pool_ends_ends_the_others(tmp_path: Path) -> None:
-    """They end at once, without another Ctrl-C."""
+    """All pools end at once, without another Ctrl-C."""
     assert run_python(script(tmp_path, TWO)) == "closes\n"
 
 
 @pytest.mark.usefixtures("by_fork")
 def test_replacement_may_close_its_callable_slowly() -> None:
-    """It started during a run, so it is dismissed at the end of that run, which does not wait for it.
+    """The replacement was started during a run, so it is dismissed at the end, but the run does not wait.
 
-    A replacement from a forkserver stays, because it holds nothing of the run.
+    With forkserver, the replacement is kept, because it does not hold anything from the run.
     """
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 

@@ -1,7 +1,7 @@
 """Test the workers of ``graph.pool()``.
 
-Worker processes and their loaded state last from one run to the next. Each run is complete, and a failed run
-does not affect the next.
+Worker processes and what they have loaded are kept from one run to the next. Each run is complete, and a
+failed run does not affect the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowchan import (
 from flowchan.collective import Group
 from flowchan.hosts import local
 
-# --- what lasts ---
+# --- what is kept ---
 
 
 @pytest.mark.usefixtures("_method")
@@ -135,7 +135,7 @@ def test_program_gets_records_of_a_later_run_once(caplog: pytest.LogCaptureFixtu
 
 
 def test_cancelled_request_does_not_cancel_one_of_a_later_run() -> None:
-    """The numbers of requests and the path of the board repeat."""
+    """Numbers of requests and the path of the board are the same in the next run."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -190,7 +190,7 @@ class Countdown:
 
 @pytest.mark.usefixtures("_method")
 def test_iterables_and_arguments_are_new_in_each_run() -> None:
-    """The iterable of a source and arguments are new in each run. The state of a function lasts."""
+    """Each run gets a new iterable for a source, and new arguments. The function is kept with its state."""
     calls: list[int] = []
 
     def add(numbers: In[int], out: Out[int], more: Countdown, reported: Channel[int]) -> None:
@@ -208,7 +208,7 @@ def test_iterables_and_arguments_are_new_in_each_run() -> None:
     assert reported.get_many(10) == [1, 2, 3, 4, 5, 6]
 
 
-# --- what is refused ---
+# --- what is rejected ---
 
 
 def test_pool_outside_its_block_is_refused() -> None:

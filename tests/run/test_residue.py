@@ -1,4 +1,4 @@
-"""Test R6 (No residue): after any ending, no process, thread, segment or descriptor of the run is left."""
+"""Test R6 (No residue): however a run ends, no process, thread, segment or descriptor of the run is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die(item: int) -> None:
 
 
 def residue() -> set[str]:
-    """Return the resources of runs that this process holds."""
+    """Return the resources of runs that this process has now."""
     found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
     found |= {
         f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")
@@ -53,7 +53,7 @@ def residue() -> set[str]:
 
 @pytest.fixture
 def _nothing_left() -> Iterator[None]:
-    """Check that the test leaves nothing once the run has no references."""
+    """Check that a test leaves nothing behind once its run is unreferenced."""
     gc.collect()
     before = residue()
     yield
@@ -281,7 +281,7 @@ def test_thousand_channels_leak_nothing(across: Any) -> None:
     assert memory() - size < 16 << 20
 
 
-# --- the program itself ends ---
+# --- the program itself exits ---
 
 PROGRAM = """
     import itertools, os, sys
@@ -370,8 +370,7 @@ def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
 
 
 def test_no_thread_of_a_run_is_left_after_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may end late, after it has reported the end of the run, while it holds channels of the
-    run."""
+    """After reporting the end of the run, the thread may still hold channels of the run for a while."""
     own_thread, looked = threading.get_ident(), threading.Event()
 
     def we_join() -> bool:

@@ -1,7 +1,7 @@
 """Test retries and timeouts of failed items.
 
-An item is retried after a delay and for some errors only, or given up after a time. Single members of a batch
-may fail.
+An item is retried after a delay and only for some errors, or fails after a time limit. Single members of a
+batch may fail.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flowchan import Graph, RunError, Stream
 
 
 def failed(stream: Stream) -> Stream:
-    """Return the failed items with the type and text of their errors and the number of attempts."""
+    """Return the stream of failed items, with the type and text of each error and the number of attempts."""
     return stream.errors.map(
         lambda one: (one.item, type(one.error).__name__, str(one.error), one.attempts)
     ).collect()
 
 
 class Fails:
-    """Function that raises for the first ``times`` calls and records the time of each call."""
+    """Function that raises in its first ``times`` calls and records when each call was made."""
 
     def __init__(self, times: int, error: type[Exception] = ValueError) -> None:
         self.times, self.error = times, error
@@ -104,7 +104,7 @@ def test_only_named_errors_are_retried(how: str, retry_on: Any) -> None:
 
 def slow_at_two(number: int) -> int:
     if number == 2:
-        re.match("(a*)*b", "a" * 40)  # takes years, with the GIL held
+        re.match("(a*)*b", "a" * 40)  # takes years, while the GIL is held
     return number
 
 
@@ -118,7 +118,8 @@ def test_item_that_exceeds_the_timeout_fails_and_replaces_the_worker() -> None:
     assert results[good] == [0, 1, 3, 4]
     assert results[bad] == [(2, "TimeoutError", "the worker took longer than timeout=0.2 s", 1)]
     stage = stage_of(run, "slow")
-    assert (stage.failed, stage.restarts) == (1, 0)  # the run ended it, so it does not count as a death
+    # the run killed the worker, so this does not count as a death
+    assert (stage.failed, stage.restarts) == (1, 0)
 
 
 def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_timeout_without_an_errors_reader_ends_the_run() -> None:
 
 
 def test_waiting_for_room_does_not_count_towards_the_timeout() -> None:
-    """The time between two elements of an item does not count either."""
+    """The time between two elements from one item does not count either."""
 
     def pour(number: int) -> Iterator[int]:
         yield from range(10)

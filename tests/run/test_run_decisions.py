@@ -1,7 +1,7 @@
-"""Whole runs from their start to their end, decided with a scripted crew: no process starts.
+"""Test whole runs with a scripted crew, so that no process is started.
 
-Each run has its supervisor's thread, as every run has. The script reports events as workers do, and
-reacts to the calls of the supervisor.
+Each run has its supervisor's thread, as in a real run. The script reports the events that workers would
+report, and reacts to the supervisor's calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_gang(**options: Any) -> Plan:
 
 
 def follow(run: ScriptedRun) -> list[Decided]:
-    """Every decision of the run but those on time that changed nothing."""
+    """Return a list that collects the run's decisions, except ticks that change nothing."""
     found: list[Decided] = []
 
     def receive(event: Any) -> None:
@@ -56,7 +56,7 @@ def follow(run: ScriptedRun) -> list[Decided]:
 
 
 def ended(supervisor: Supervisor) -> str:
-    """Wait for the end of a run that has started, and give its state."""
+    """Wait until a run has ended, and return its state."""
     assert supervisor.wait(60)
     assert supervisor.crashed is None
     return supervisor.stats().state
@@ -312,14 +312,14 @@ def test_run_in_which_no_worker_moves_fails_with_a_deadlock(monkeypatch: pytest.
 
 
 class Scripted(ScriptedCrew):
-    """A crew for ``Run``: no result of the graph is gathered, so no thread is asked for."""
+    """Crew for ``Run``. The graph has no results to collect, so no thread is requested from the crew."""
 
     local = None
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ScriptedCrew], None]], Run]:
-    """Starts a run whose crew is scripted."""
+    """Return a function that starts a run with a scripted crew."""
 
     def start(script: Callable[[ScriptedCrew], None]) -> Run:
         crew = Scripted()

@@ -1,4 +1,4 @@
-"""Test the state that the supervisor reads while other threads of the program change it."""
+"""Test state that the supervisor reads while other threads of the program change it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.plan import plan
 
 
 class Slow(WorkerId):
-    """Worker id whose hash takes so long that another thread changes the table in the meantime."""
+    """Worker id that changes the table when it is hashed, as another thread could do at that moment."""
 
     def __hash__(self) -> int:
         for change in changes:

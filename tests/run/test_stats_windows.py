@@ -1,4 +1,4 @@
-"""Test the counters of workers, and the rates and shares of a part of a run."""
+"""Test the counters of workers, and the rates and shares in a window of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_window_is_the_difference_of_two_snapshots() -> None:
         0.25,
         0.25,
     )
-    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters start with the run
+    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # the counters begin with the run
 
 
 def test_whole_run_is_a_window_from_its_start() -> None:

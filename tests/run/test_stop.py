@@ -1,6 +1,6 @@
-"""Test R5 (Stop) by the program.
+"""Test R5 (Stop) from the program.
 
-``run.stop()`` stops the sources, and all items in flight are finished. ``run.abort()`` breaks the run.
+``run.stop()`` stops the sources, and all items in flight are finished. ``run.abort()`` breaks all channels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""R5: the program chooses how long a stopped run may take, and whether queued items are finished."""
+"""Test R5: the program chooses how long stopping may take, and whether queued items are finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(item: Any) -> Any:
 
 
 def in_progress(gate: Gate, on: Any, **options: Any) -> tuple[Graph, Any]:
-    """Return a graph whose first stage waits for the gate with its items, and the result."""
+    """Return a graph whose first stage holds its items until the gate opens, and the result."""
 
     def hold(item: int) -> int:
         gate.wait()

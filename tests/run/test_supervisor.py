@@ -1,6 +1,6 @@
-"""Test the requests of the supervisor to the crew and the channels, event by event.
+"""Test what the supervisor requests from the crew and the channels, event by event.
 
-There is no process, no thread except the supervisor's, and no channel of items.
+There are no processes, no threads except the supervisor's, and no channels for items.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_replacement_pauses_when_its_item_has_killed_before(
     supervisor.turn(killed(WORK, deaths=2))
     supervisor.turn(Tick())
     assert crew.calls == [("replace", (WORK,), WORK, True)]
-    supervisor.turn(AbortRequested())  # the run no longer waits for it
+    supervisor.turn(AbortRequested())  # the run no longer waits for the replacement
     assert crew.calls[1:] == [("break", None), ("release", WORK)]
 
 
@@ -137,7 +137,7 @@ def test_gang_restarts_in_one_turn_however_long_its_recovery_takes(monkeypatch: 
     graph.stage(in_step, graph.source([], name="source"), name="gang", **gang).collect()
     run = ScriptedRun(plan(graph, seed=1, memory=1 << 20))
     workers = tuple(WorkerId("gang", number) for number in (1, 2, 3))
-    # The clock moves only here, and with every call.
+    # The clock advances only here and with every call to the crew.
     monkeypatch.setattr(time, "monotonic", lambda: float(turns + len(run.crew.calls)))
     turns = 0
     for worker in workers:
@@ -201,7 +201,7 @@ def test_stop_may_drop_the_queued_items(crew: ScriptedCrew, supervisor: Supervis
 
 @pytest.mark.parametrize(("host", "count_told"), [("", 0), ("far", 1024)])
 def test_cancelling_requests_never_waits_for_the_supervisor(host: str, count_told: int) -> None:
-    """The supervisor's queue is full, and only other hosts need the cancellation."""
+    """The supervisor's queue is full, and only other hosts must learn of the cancellation."""
     plan_here = planned()
     plan_remote = tuple(dataclasses.replace(worker, host=host) for worker in plan_here.workers)
     supervisor = ScriptedRun(dataclasses.replace(plan_here, workers=plan_remote)).supervisor
@@ -254,7 +254,7 @@ def test_deadlocked_run_fails_with_the_reason(
     for moved in range(5):  # items move
         channels.moved = moved
         supervisor.turn(Tick())
-    channels.counts = {"work": {"waiting_readers": 1}}  # one worker works
+    channels.counts = {"work": {"waiting_readers": 1}}  # the second worker is working
     supervisor.turn(Tick())
     supervisor.turn(Tick())
     assert supervisor.state.phase == "running"
