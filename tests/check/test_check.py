@@ -175,7 +175,7 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     )
 
 
-def test_results_and_error_streams_need_no_reader(graph: Blueprint) -> None:
+def test_results_and_error_streams_do_not_need_a_reader(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).map(to_text).tee(2)
     left.reduce(max)
     right.collect()
@@ -364,7 +364,7 @@ def test_channels_larger_than_memory_are_reported_with_both_sizes(
     )
 
 
-def test_channels_of_threads_reserve_no_memory(graph: Blueprint) -> None:
+def test_channels_between_threads_do_not_reserve_memory(graph: Blueprint) -> None:
     graph.source(range(3), capacity=10**15).sink(print)
     assert check(graph) == ()
 

@@ -116,7 +116,7 @@ def test_feedback_without_reader_is_reported_as_unread_output(graph: Blueprint) 
 
 
 @pytest.mark.parametrize("operator", ["map", "merge", "batch", "zip", "collect"])
-def test_no_other_operator_reads_a_feedback(graph: Blueprint, operator: str) -> None:
+def test_feedback_read_by_another_operator_is_reported(graph: Blueprint, operator: str) -> None:
     again = graph.feedback()
     source = graph.source(range(3))
     readers = {
@@ -141,7 +141,7 @@ def test_type_of_items_fed_back_is_checked_against_the_port(graph: Blueprint) ->
     assert (only(graph).rule, only(graph).stage) == ("type", "steer")
 
 
-def test_feeding_a_stream_of_another_graph_is_reported(graph: Blueprint) -> None:
+def test_feeding_a_stream_from_another_graph_is_reported(graph: Blueprint) -> None:
     again, work = looped(graph)
     work.sink(print)
     again.feed(Blueprint("other").source(range(3)))

@@ -179,7 +179,7 @@ def test_very_large_timeout_is_accepted(timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [Fraction(60), Decimal(60), np.float32(60), np.int64(60)], ids=repr)
-def test_batch_wait_accepts_any_real_number(timeout: Any) -> None:
+def test_batch_timeout_accepts_any_real_number(timeout: Any) -> None:
     graph = Graph("g")
     batches = graph.source([1, 2, 3]).batch(2, timeout=timeout).collect()
     assert graph.run()[batches] == [[1, 2], [3]]

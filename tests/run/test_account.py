@@ -180,7 +180,7 @@ class SlowToBegin:
 
 @everywhere
 @pytest.mark.parametrize("items", [10, 60])
-def test_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
+def test_bottleneck_is_found_after_few_items(items: int, on: Any) -> None:
     """The source ends long before the slow stage."""
     graph = Graph("r8")
     graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(

@@ -68,7 +68,7 @@ def test_each_worker_of_a_later_stage_gets_its_rounds(on: str) -> None:
     assert dict(graph.run()[found]) == {1: rounds[:1], 2: rounds[:2], 3: rounds}
 
 
-def test_results_for_a_worker_that_has_left_are_unwanted() -> None:
+def test_results_for_a_worker_that_has_left_count_as_unwanted() -> None:
     gate = Gate()
 
     def first_only(totals: In[Any], out: Out[int]) -> None:
@@ -112,7 +112,7 @@ def test_loop_survives_the_death_of_a_worker() -> None:
     assert sorted(graph.run()[found]) == [(1, 2)] * 9 + [(2, 2)] * 9
 
 
-def test_allreduce_to_workers_has_pairs_as_items() -> None:
+def test_allreduce_to_workers_emits_pairs_of_worker_and_result() -> None:
     numbers = Graph("typed").source([1])
     assert numbers.allreduce(to_workers=True).item == tuple[int, Reduced[Any]]
     with pytest.raises(TypeError, match="to_workers must be True or False"):

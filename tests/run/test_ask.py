@@ -157,7 +157,7 @@ def test_failed_request_is_counted_and_does_not_end_the_run() -> None:
     assert "double     4 = 1 out + 3 failed" in asyncio.run(main()).splitlines()
 
 
-def test_sink_answers_with_the_return_value() -> None:
+def test_sink_answers_requests_with_its_return_value() -> None:
     async def main() -> None:
         graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
@@ -168,7 +168,7 @@ def test_sink_answers_with_the_return_value() -> None:
     asyncio.run(main())
 
 
-def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
+def test_all_requests_in_a_batch_are_answered_wherever_it_ends() -> None:
     """The batch reaches a second function, a filter that drops it, or a sink."""
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
     asyncio.run(main())
 
 
-def test_item_dropped_by_a_filter_has_no_answer() -> None:
+def test_caller_learns_that_a_filter_dropped_its_item() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(LookupError, match="stage 'sieve' dropped the item, so it has no answer"):
             await run.ask(questions, 3)
@@ -257,7 +257,7 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
     asyncio.run(main())
 
 
-def test_item_of_an_ended_branch_has_no_answer() -> None:
+def test_caller_learns_that_its_item_entered_an_ended_branch() -> None:
     """The item is dropped by a ``take`` that has enough items, or by a stage before it."""
 
     async def main() -> None:
@@ -328,7 +328,7 @@ def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
     asyncio.run(main())
 
 
-def test_run_error_of_a_request_names_only_the_item() -> None:
+def test_run_error_for_a_request_names_the_bare_item() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(RunError):
             await run.ask(questions, 3)
@@ -417,7 +417,7 @@ def test_ask_after_the_end_of_the_run_raises() -> None:
     asyncio.run(main())
 
 
-def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_rejects_requests_before_it_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     had_ended: list[bool] = []
     usual = requests.Requests.end
 
@@ -447,7 +447,7 @@ def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch
         (lambda s: s.collect().sink(print), "must not reach 'collect', because collect has no single output"),
     ],
 )
-def test_ask_refuses_streams_without_an_answer(declare: Any, message: str) -> None:
+def test_ask_rejects_streams_that_cannot_return_answers(declare: Any, message: str) -> None:
     async def main() -> None:
         graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")

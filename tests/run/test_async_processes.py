@@ -108,7 +108,7 @@ def test_abort_ends_a_worker_that_waits_forever(on: object) -> None:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_item_that_exceeds_the_timeout_is_given_up(on: object) -> None:
+def test_item_that_exceeds_the_timeout_fails(on: object) -> None:
     graph = Graph("async")
     mapped = graph.source(range(1)).map(lasts, on=on, timeout=0.2, max_deaths=1)
     errors, result = mapped.errors.collect(), mapped.collect()

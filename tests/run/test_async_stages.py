@@ -40,7 +40,7 @@ async def same(item: Any) -> Any:
 # --- tasks in one event loop ---
 
 
-def test_workers_of_a_stage_overlap() -> None:
+def test_workers_of_an_async_stage_run_concurrently() -> None:
     """Each call waits until three calls are running."""
     meeting = asyncio.Barrier(3)
 
@@ -53,7 +53,7 @@ def test_workers_of_a_stage_overlap() -> None:
     assert result_of(graph, met) == list(range(9))
 
 
-def test_workers_of_a_stage_share_one_thread() -> None:
+def test_workers_of_an_async_stage_share_one_thread() -> None:
     async def where(_: int) -> int:
         await asyncio.sleep(0)
         return threading.get_ident()
@@ -120,7 +120,7 @@ def test_ordered_outputs_keep_the_order_of_items() -> None:
     assert overtaking(ordered=True) == [0, 1]
 
 
-def test_unordered_outputs_arrive_when_done() -> None:
+def test_unordered_outputs_arrive_as_soon_as_they_are_done() -> None:
     assert overtaking(ordered=False) == [1, 0]
 
 
@@ -231,7 +231,7 @@ def test_general_stage_may_be_a_source_or_await_several_inputs() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_neighbours_may_be_threads_or_processes(on: Any) -> None:
+def test_neighbours_of_an_async_stage_may_be_threads_or_processes(on: Any) -> None:
     graph = Graph("async")
     out = graph.source(range(200), on=on).map(same, workers=8).map(abs, on=on, workers=2).collect()
     assert result_of(graph, out) == list(range(200))
@@ -470,7 +470,7 @@ async def add(left: int, right: int) -> int:
     return left + right
 
 
-def test_operators_without_async_support_report_it() -> None:
+def test_check_reports_async_functions_in_operators_without_async_support() -> None:
     graph = Graph("async")
     source = graph.source(numbers)
     for branch in source.partition(key, 2, name="parts"):

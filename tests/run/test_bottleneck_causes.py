@@ -123,7 +123,7 @@ def test_tie_is_decided_by_the_lower_bound() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_added_items_count_for_later_stages() -> None:
+def test_items_added_by_a_stage_count_for_later_stages() -> None:
     """Stage b takes 1 ms for each of the 10 items that a puts per input, which itself takes 5 ms."""
     found = chain(
         load("source", 0.1, place=0.9, kind="source", items_in=0),
@@ -134,7 +134,7 @@ def test_added_items_count_for_later_stages() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_threads_that_share_the_lock_are_named_without_a_stage() -> None:
+def test_interpreter_lock_is_named_without_a_stage() -> None:
     burning = load("burn", 2.4, place=1.6, cpu=0.95, workers=4, working=4)
     assert kind_of(chain(burning, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
     crowded = load("burn", 2.4, place=1.6, cpu=0.4, ready=0.5, workers=4, working=4)
@@ -171,7 +171,7 @@ def test_idle_run_has_no_cause() -> None:
     assert found is None
 
 
-def test_order_is_named_if_workers_wait_for_turns() -> None:
+def test_order_is_named_if_outputs_wait_for_earlier_items() -> None:
     found = chain(load("a", 3.0, turn=5.0, workers=8, working=8), load("b", 0.1, waits=0.9))
     assert kind_of(found) == ("order", "a")
 
@@ -258,7 +258,7 @@ def varied(item: int) -> int:
 
 
 @pytest.mark.parametrize("nap", [True, False])
-def test_lock_is_named_if_threads_compute(nap: bool) -> None:
+def test_interpreter_lock_is_named_if_threads_compute(nap: bool) -> None:
     """Cases 5 and 6: with and without a stage that sleeps after the stage that computes."""
     graph = Graph("burning")
     stream = graph.source(counting, capacity=4).map(burn, workers=4, name="burn", capacity=4)

@@ -139,7 +139,7 @@ def test_break_without_a_cause_ends_the_run_with_broken() -> None:
     assert "channel 'guilty' (from 'guilty' to 'same') was aborted by worker guilty 1" in str(error)
 
 
-def test_break_is_noticed_while_no_worker_ends() -> None:
+def test_break_is_noticed_although_no_worker_ends() -> None:
     """The stage that breaks the channel keeps running, and no worker is waiting for the channel."""
     held = threading.Event()
 
@@ -205,7 +205,7 @@ def test_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     assert str(failure_of(graph).__cause__) == "in the child"
 
 
-def test_block_that_meets_the_break_raises_its_cause() -> None:
+def test_block_that_finds_its_channel_broken_raises_the_cause() -> None:
     graph = Graph("r3")
     numbers = graph.stage(break_the_output, graph.source(itertools.count()), name="guilty").collect()
     with pytest.raises(RunError) as caught, graph.start() as run:

@@ -45,7 +45,7 @@ def test_empty_source_ends_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_every_operator_drains_and_closes(on: Any) -> None:
+def test_every_operator_drains_its_inputs_and_closes_its_outputs(on: Any) -> None:
     graph = Graph("r1")
     evens = graph.source(range(100), on=on).filter(is_even, on=on).flat_map(twice, on=on)
     left, right = evens.batch(7).unbatch().tee(2)

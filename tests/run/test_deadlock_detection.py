@@ -114,7 +114,7 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
 
 
 @pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}, {}])
-def test_full_result_is_gathered_until_the_program_reads_it(waits: dict[str, int]) -> None:
+def test_full_result_is_collected_until_the_program_reads_it(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
@@ -149,7 +149,7 @@ def test_run_that_moves_is_never_inspected() -> None:
 
 
 @pytest.mark.parametrize("activity", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
-def test_run_with_a_working_worker_or_open_input_is_not_inspected(activity: Activity) -> None:
+def test_run_that_can_still_move_is_not_inspected(activity: Activity) -> None:
     assert observations([activity] * 5) == (0, [None] * 5)
 
 
@@ -160,7 +160,7 @@ def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     assert observations([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
-def test_run_that_is_still_is_inspected_twice() -> None:
+def test_run_without_movement_is_inspected_twice() -> None:
     count, found = observations([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
@@ -182,7 +182,7 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     assert next(answers, "all") == "all"
 
 
-def test_remote_workers_count_by_their_own_reports() -> None:
+def test_remote_workers_count_as_waiting_only_if_they_report_it() -> None:
     absent = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
     stats = observation(
         edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=absent

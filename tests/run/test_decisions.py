@@ -166,7 +166,7 @@ def test_pauses_before_replacements_do_not_end_the_period() -> None:
     assert (state.phase, state.restarts) == ("failing", {"map": 100})
 
 
-def test_deaths_over_items_use_no_restarts() -> None:
+def test_deaths_over_items_do_not_use_restarts() -> None:
     over = [dataclasses.replace(died(MAP), over_item=number % 3 + 1) for number in range(12)]
     state, warnings = after_deaths(LASTING, over, every=0.0)
     assert (state.phase, state.restarts, warnings) == ("running", {"map": 12}, [])
@@ -196,7 +196,7 @@ def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
     assert f"has used {first} of {limit} restarts in 60 s" in warning.text
 
 
-def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
+def test_death_of_a_host_does_not_use_a_restart() -> None:
     """If the workers of a stage cannot be replaced, the death still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, **restarted("map", 2)), lost, 0.0)
@@ -306,7 +306,7 @@ def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> Non
     assert actions[-1] == RestartGang((third,), 0.0, third)
 
 
-def test_worker_of_a_finishing_run_may_lose_a_member() -> None:
+def test_losing_a_group_member_is_no_failure_while_finishing() -> None:
     state, actions = decide(dataclasses.replace(GANG_AT_WORK, phase="finishing"), missing(GANG[0]), 0.0)
     assert (state.phase, state.failures, actions) == ("finishing", (), (ReleasePorts(GANG[0]),))
 
@@ -323,7 +323,7 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
 
 
-def test_failing_gang_releases_earlier_gangs() -> None:
+def test_gang_that_fails_the_run_lets_earlier_gangs_end() -> None:
     failure_left, present, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
     workers = frozenset({failure_left, present, *others})
     state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
@@ -418,7 +418,7 @@ def test_running_graph_has_no_time_limit() -> None:
     assert decide(START, Tick(), 1e9) == (START, ())
 
 
-def test_stopped_run_finishes_once_only_its_sources_are_left() -> None:
+def test_stopped_run_finishes_when_only_sources_are_left() -> None:
     state, actions = decide(at("stopping", alive=frozenset({SOURCE})), Tick(), GRACE + 1)
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 

@@ -172,7 +172,7 @@ def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
 
 
 @everywhere
-def test_one_item_at_a_time_passes_after_scaling(on: Any) -> None:
+def test_items_put_one_at_a_time_pass_after_scaling(on: Any) -> None:
     """The next item is put only after the last output has arrived, so no output may be held back."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
@@ -208,7 +208,7 @@ def test_worker_numbers_are_not_reused(on: Any) -> None:
 
 
 @everywhere
-def test_removed_workers_leave_nothing_while_the_run_continues(on: Any) -> None:
+def test_removed_workers_leave_nothing_behind_while_the_run_continues(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     numbers.map(lambda item: item, on=on, name="work").collect()
@@ -259,7 +259,7 @@ def test_worker_with_requests_is_removed_without_closing_its_input(on: Any) -> N
     assert asyncio.run(main()) == [2, 4]
 
 
-def test_errors_of_added_workers_arrive() -> None:
+def test_errors_from_added_workers_reach_the_errors_stream() -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     halves = numbers.map(lambda item: 1 // (item % 2), on="process", name="work")
@@ -322,7 +322,7 @@ def test_worker_that_cannot_be_started_does_not_affect_the_others(monkeypatch: A
 
 
 @everywhere
-def test_statistics_use_the_workers_over_time(on: Any) -> None:
+def test_statistics_account_for_a_changing_number_of_workers(on: Any) -> None:
     gate = Gate()
     graph = Graph("scaled")
     graph.source(range(8)).sink(gate.wait, on=on, name="work")
@@ -359,7 +359,7 @@ def _per_worker(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(("what", "declare"), list(fixed()))
-def test_scale_refuses_other_stages(what: str, declare: Any) -> None:
+def test_scale_rejects_other_stages(what: str, declare: Any) -> None:
     graph = Graph("fixed")
     declare(graph)
     with graph.start() as run, pytest.raises(ValueError, match=what) as raised:
@@ -370,14 +370,14 @@ def test_scale_refuses_other_stages(what: str, declare: Any) -> None:
     )
 
 
-def test_scale_refuses_stages_on_hosts() -> None:
+def test_scale_rejects_stages_on_hosts() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on=hosts.local(1), name="it").collect()
     with graph.start() as run, pytest.raises(ValueError, match="got 'it', a map on hosts"):
         run.scale("it", 2)
 
 
-def test_scale_refuses_processes_of_a_pool() -> None:
+def test_scale_rejects_processes_of_a_pool() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on="process", name="it").collect()
     with graph.pool() as pool, pool.start() as run, pytest.raises(ValueError, match="processes of a pool"):

@@ -25,7 +25,7 @@ from flowchan.run.policy.failures import LostError
 
 
 class UsersError(Exception):
-    """Exception of the user with attributes of its own."""
+    """User-defined exception with additional attributes."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message, code)
@@ -458,7 +458,7 @@ def test_graph_runs_again_after_a_failure(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("culprit", ["source", "map", "stage"])
-def test_stages_after_a_failure_see_no_clean_end(culprit: str, on: Any) -> None:
+def test_stages_after_a_failed_one_see_a_break(culprit: str, on: Any) -> None:
     """A stage that saves its results when its input ends must not save half of them."""
     gate = Gate()  # opened only if a stage sees a clean end
 

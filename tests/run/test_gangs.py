@@ -146,7 +146,7 @@ def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
     assert not isinstance(missed.value, MemberLeft)
 
 
-def test_death_ends_the_run_of_a_stage_with_state() -> None:
+def test_death_in_a_gang_with_state_ends_the_run() -> None:
     def die(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -124,7 +124,7 @@ def test_iterated_stream_is_not_a_result() -> None:
         run.wait()[numbers]
 
 
-def test_stream_that_is_not_an_input_is_named() -> None:
+def test_error_names_the_stream_that_is_not_an_input() -> None:
     graph, other = Graph("handle"), Graph("other")
     numbers, foreign = graph.input(name="numbers"), other.input(name="numbers")
     doubled = numbers.map(double)
@@ -154,7 +154,7 @@ def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
             run.iter("numbers")  # type: ignore[arg-type]
 
 
-def test_items_of_a_stream_are_taken_once() -> None:
+def test_items_of_a_stream_can_be_iterated_only_once() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     with graph.start() as run:
@@ -166,7 +166,7 @@ def test_items_of_a_stream_are_taken_once() -> None:
         run.iter(numbers)
 
 
-def test_iter_after_wait_is_refused() -> None:
+def test_iter_after_wait_is_rejected() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     run = graph.start()
@@ -384,7 +384,7 @@ def test_run_shows_its_state() -> None:
     assert repr(run) == "<Run of 'handle': done>"
 
 
-def test_stages_begin_before_the_program_waits() -> None:
+def test_stages_start_before_the_program_waits() -> None:
     seen = threading.Event()
     graph = Graph("handle")
     graph.source([1]).sink(lambda _: seen.set())
@@ -393,7 +393,7 @@ def test_stages_begin_before_the_program_waits() -> None:
     run.wait()
 
 
-def test_slow_reader_holds_the_graph_back() -> None:
+def test_slow_reader_slows_the_graph_down() -> None:
     graph = Graph("handle")
 
     def source() -> Iterator[int]:
@@ -448,7 +448,7 @@ def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
+def test_run_collects_a_full_result_before_the_program_reads_it() -> None:
     graph = Graph("collected")
     numbers = graph.source(range(500)).collect()
     run = graph.start()
@@ -457,7 +457,7 @@ def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
+def test_run_stops_collecting_a_result_once_it_is_read() -> None:
     graph = Graph("endless")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -472,7 +472,7 @@ def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_gathered_result_can_still_be_iterated() -> None:
+def test_collected_result_can_still_be_iterated() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):
@@ -486,7 +486,7 @@ def test_gathered_result_can_still_be_iterated() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
+def test_loop_over_one_branch_works_although_another_is_unread() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
     with graph.start() as run:
@@ -495,7 +495,7 @@ def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_leaving_a_gathered_result_early_stops_earlier_stages() -> None:
+def test_leaving_a_collected_result_early_stops_earlier_stages() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):

@@ -38,7 +38,7 @@ def test_graph_of_a_thousand_stages_is_checked() -> None:
     assert graph.check() == ()
 
 
-def test_chain_through_processes_runs() -> None:
+def test_chain_of_process_stages_runs() -> None:
     graph = Graph("long")
     stream = graph.source(range(50))
     for place in ("process", "thread") * 4:

@@ -30,7 +30,7 @@ def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str
 
 
 @pytest.mark.usefixtures("_method")
-def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
+def test_program_gets_the_records_from_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
     """Each record arrives once, with its stage and number, under every start method."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
@@ -200,7 +200,7 @@ class Leaves(logging.Handler):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_handler_that_raises_system_exit_blocks_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_that_raises_system_exit_does_not_block_threads(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="flowchan.run")
     graph, handler = Graph("left"), Leaves()
     total = graph.source([1, 2]).reduce(int.__add__)

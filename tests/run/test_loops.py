@@ -71,7 +71,7 @@ def test_loop_ends_after_all_its_items(on: Any) -> None:
     assert sorted(graph.run()[done]) == [(number, steps_of(number)) for number in range(1, 101)]
 
 
-def test_loop_crosses_between_threads_and_processes() -> None:
+def test_loop_may_span_threads_and_processes() -> None:
     graph = Graph("both")
     again = graph.feedback()
     work, done = graph.stage(steer, graph.source(fresh, range(1, 50)), again)
@@ -90,7 +90,7 @@ def test_reader_that_stops_ends_a_loop(on: Any) -> None:
     assert all(steps == steps_of(start) for start, steps in graph.run()[result])
 
 
-def test_stage_feeds_itself() -> None:
+def test_stage_may_feed_itself() -> None:
     """The stage reads only its own output, so the graph begins and ends with it."""
 
     def doubled(items: In[int], out: Out[int], messages: Out[int]) -> None:

@@ -96,7 +96,7 @@ with TaskPool(1, on=on) as pool:
 
 
 @METHODS
-def test_item_is_an_instance_of_its_class_in_own_process(method: str, tmp_path: Path) -> None:
+def test_item_has_its_class_in_a_process_of_the_program(method: str, tmp_path: Path) -> None:
     definitions = """
 @dataclasses.dataclass
 class Plain:
@@ -157,7 +157,7 @@ with TaskPool(1, on=on) as pool:
     ]
 
 
-def test_lambdas_from_a_channel_keep_the_values_they_came_with(tmp_path: Path) -> None:
+def test_lambdas_from_a_channel_keep_the_values_they_captured(tmp_path: Path) -> None:
     main = """
 channel = flowchan.Channel(4, across="processes")
 for factor in (2, 3):

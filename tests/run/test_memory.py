@@ -132,7 +132,7 @@ def test_default_budget_is_half_of_the_available_memory() -> None:
         ("0::/../outside", {"memory.max": "max"}, None),
     ],
 )
-def test_limits_of_control_groups_count(
+def test_memory_limits_of_control_groups_are_respected(
     line: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
@@ -155,7 +155,7 @@ def test_limits_of_control_groups_count(
         ("0::/", {}, 0),
     ],
 )
-def test_out_of_memory_kills_of_the_kernel_are_counted(
+def test_out_of_memory_kills_by_the_kernel_are_counted(
     line: str, files: dict[str, str], kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {**files, "mine_": line}.items():

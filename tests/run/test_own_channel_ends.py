@@ -107,7 +107,7 @@ def test_only_the_failing_stage_is_named(operator: str, long_walk: bool) -> None
 
 
 @everywhere
-def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
+def test_early_end_does_not_fail_items_of_flat_map(on: Any) -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless, on=on, retries=1)
     failed = numbers.errors.collect()
@@ -116,7 +116,7 @@ def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
     assert (results[taken], results[failed]) == ([0, 0, 0], [])
 
 
-def test_early_end_fails_no_item_of_async_flat_map() -> None:
+def test_early_end_does_not_fail_items_of_async_flat_map() -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless_async, retries=1)
     failed = numbers.errors.collect()
@@ -168,7 +168,7 @@ def from_own_channel_async(error: type[ChannelError]) -> Callable[[int], AsyncIt
 
 @pytest.mark.parametrize("error", [Closed, Broken])
 @pytest.mark.parametrize("made", [from_own_channel, from_own_channel_async])
-def test_end_of_a_user_channel_is_a_failed_item(made: Any, error: Any) -> None:
+def test_end_of_a_user_channel_fails_the_item(made: Any, error: Any) -> None:
     graph = Graph("r3")
     numbers = graph.source([1, 2]).flat_map(made(error))
     failed = numbers.errors.map(lambda failed: (failed.item, type(failed.error))).collect()

@@ -79,7 +79,7 @@ def endless(gate: Gate) -> Iterator[int]:
 
 @WHERE
 @pytest.mark.parametrize("first", ["numbers", "one", "two"])
-def test_stages_after_an_aborted_stage_see_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+def test_stages_after_an_aborted_one_see_a_break(first: str, on: Any, before_the_break: Any) -> None:
     gate = Gate()
     graph = Graph("r5")
     numbers = graph.source(endless, gate, name="numbers")
@@ -115,7 +115,7 @@ def round_and_round(again: In[int], work: Out[int], done: Out[int]) -> None:
 
 @WHERE
 @pytest.mark.parametrize("first", ["step", "round_and_round.work"])
-def test_output_of_a_loop_sees_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+def test_reader_of_a_loop_does_not_see_a_clean_end(first: str, on: Any, before_the_break: Any) -> None:
     graph = Graph("loop")
     again = graph.feedback("again")
     work, done = graph.stage(round_and_round, again, on=on)
@@ -141,7 +141,7 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 
 @everywhere
-def test_branch_sees_no_clean_end_when_another_meets_the_abort(on: Any, before_the_break: Any) -> None:
+def test_abort_of_one_branch_does_not_cleanly_end_the_other(on: Any, before_the_break: Any) -> None:
     """The stage before both branches only learns that its left output has no readers."""
     gate = Gate()
     graph = Graph("branches")
@@ -163,7 +163,7 @@ def test_branch_sees_no_clean_end_when_another_meets_the_abort(on: Any, before_t
 
 
 @everywhere
-def test_branch_sees_no_clean_end_when_the_block_raises(on: Any, before_the_break: Any) -> None:
+def test_exception_in_the_block_does_not_cleanly_end_a_branch(on: Any, before_the_break: Any) -> None:
     seen: list[Any] = []
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -259,7 +259,7 @@ def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the
 @pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize("pooled", [False, True])
-def test_failed_process_closes_no_channel_by_its_exit(pooled: bool, before_the_break: Any) -> None:
+def test_exit_of_a_failed_process_does_not_close_its_channels(pooled: bool, before_the_break: Any) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")

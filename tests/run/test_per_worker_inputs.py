@@ -222,7 +222,7 @@ def test_sender_ends_early_when_all_workers_have_ended(on: Any) -> None:
         ((4, 1), "worker must be from 1 to 3, got 4"),
     ],
 )
-def test_item_that_names_no_worker_fails(item: Any, text: str) -> None:
+def test_item_without_a_worker_number_fails(item: Any, text: str) -> None:
     graph = Graph("addressed")
     addressed(graph, graph.source([None]).map(lambda _: item), "thread")
     with pytest.raises(RunError) as raised:
@@ -256,7 +256,7 @@ def test_check_compares_the_item_of_each_pair() -> None:
     assert check(graph) == ()
 
 
-def test_check_refuses_an_errors_stream_that_names_no_worker() -> None:
+def test_check_rejects_an_errors_stream_as_per_worker_input() -> None:
     graph = Graph("addressed")
     halves = graph.source(range(3)).map(lambda item: 1 // item)
     halves.collect()
@@ -288,7 +288,7 @@ def work_one(orders: In[int], out: Out[int]) -> None:
         out.put(order)
 
 
-def test_await_in_the_program_puts_to_the_named_worker() -> None:
+def test_aput_from_the_program_reaches_the_named_worker() -> None:
     async def main() -> list[tuple[int, int]]:
         graph = Graph("addressed")
         orders = graph.input("orders")

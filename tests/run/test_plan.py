@@ -29,7 +29,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_planning_opens_nothing() -> None:
+def test_planning_does_not_open_channels() -> None:
     before = descriptors()
     made = planned()
     assert descriptors() == before
@@ -55,7 +55,7 @@ def test_plan_includes_the_channel_of_an_input() -> None:
 
 
 def test_only_ports_of_workers_on_this_machine_are_opened() -> None:
-    """Another machine opens the ports of its own workers. Only the local workers are writers here."""
+    """Another machine opens the ports of the other workers. Only the local workers are writers here."""
     made = planned()
     here = [worker for worker in made.workers if worker.stage.name != "sink"]
     opened = open_plan(made, here)

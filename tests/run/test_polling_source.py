@@ -156,7 +156,7 @@ def test_annotation_of_an_async_generator_gives_the_item_type(annotation: Any) -
     assert (problem.rule, problem.stage) == ("type", "to_upper")
 
 
-def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
+def test_source_rejects_an_async_generator_that_was_called(log: Log) -> None:
     graph = Graph("polls")
     with pytest.raises(
         TypeError,

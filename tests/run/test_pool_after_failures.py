@@ -180,7 +180,7 @@ def test_run_left_early_does_not_affect_the_next() -> None:
         assert workers_of(pool) == pids
 
 
-def test_idle_worker_keeps_nothing_of_a_run() -> None:
+def test_idle_worker_keeps_nothing_from_a_run() -> None:
     """It keeps no memory and no descriptors of the run's channels."""
 
     def held(pid: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from flowchan import Channel, Graph, RunError, Stream, WorkerPool
 from flowchan.channel.latch import Latch
 
 
-def test_end_of_the_block_finishes_a_run_without_a_handle() -> None:
+def test_leaving_the_block_finishes_a_run_without_a_handle() -> None:
     seen: list[int] = []
     graph = Graph("dropped")
     numbers = graph.input("numbers")
@@ -42,7 +42,7 @@ def epoch(pool: WorkerPool, found: Stream[list[int]]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("begin", [epoch, lambda pool, found: pool.start().iter(found)])
-def test_end_of_the_block_stops_an_unfinished_loop(
+def test_leaving_the_block_stops_an_unfinished_loop(
     begin: Callable[[WorkerPool, Stream[list[int]]], Iterator[int]],
 ) -> None:
     graph = Graph("endless")
@@ -146,7 +146,7 @@ def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
     assert all(map(ends, pids))
 
 
-def test_run_left_by_a_last_ctrl_c_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_killed_if_ctrl_c_interrupts_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(pool: WorkerPool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +165,7 @@ def test_run_left_by_a_last_ctrl_c_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     assert runs[0]._supervisor.crashed is None
 
 
-def test_forked_child_is_refused_even_if_the_lock_is_held() -> None:
+def test_pool_rejects_a_forked_child_while_its_lock_is_held() -> None:
     graph, _ = halves()
     with graph.pool() as pool:
         with pool._lock:
@@ -216,7 +216,7 @@ TWO = """
 """
 
 
-def test_ctrl_c_while_one_pool_ends_ends_the_others(tmp_path: Path) -> None:
+def test_ctrl_c_while_one_pool_closes_ends_all_pools(tmp_path: Path) -> None:
     """All pools end at once, without another Ctrl-C."""
     assert run_python(script(tmp_path, TWO)) == "closes\n"
 
@@ -225,7 +225,7 @@ def test_ctrl_c_while_one_pool_ends_ends_the_others(tmp_path: Path) -> None:
 def test_replacement_may_close_its_callable_slowly() -> None:
     """The replacement was started during a run, so it is dismissed at the end, but the run does not wait.
 
-    With forkserver, the replacement is kept, because it does not hold anything from the run.
+    A replacement from the forkserver is kept, because it does not hold anything from the run.
     """
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 

@@ -195,7 +195,7 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
-def test_every_exit_leaves_nothing(
+def test_every_exit_leaves_nothing_behind(
     name: str, method: str, kind: str, tmp_path: Path, temporary: Path
 ) -> None:
     ending = ENDINGS[name]
@@ -354,7 +354,7 @@ NOTEBOOK = """
 """
 
 
-def test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
+def test_notebook_graph_with_own_functions_leaves_nothing_behind(tmp_path: Path) -> None:
     """The cells run in a real kernel. They define functions and classes, fail, and are interrupted."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:

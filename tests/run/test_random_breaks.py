@@ -117,7 +117,7 @@ def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> I
         yield done
 
 
-def test_random_graphs_that_break_show_only_whole_results(long_walk: bool) -> None:
+def test_random_graphs_that_break_show_only_complete_results(long_walk: bool) -> None:
     broken = 0
     for seed in range(400 if long_walk else 25):
         whole: dict[str, Any] = {}

@@ -173,7 +173,7 @@ def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_start_leaves_nothing() -> None:
+def test_failed_start_leaves_nothing_behind() -> None:
     graph = Graph("r6")
     graph.source(itertools.count, on="process").map(same, on="process").sink(same)
     real = BaseProcess.start
@@ -191,7 +191,7 @@ def test_failed_start_leaves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_plan_leaves_nothing() -> None:
+def test_failed_plan_leaves_nothing_behind() -> None:
     graph = Graph("r6")
     graph.source(itertools.count).map(same, on="process", capacity=10**15).sink(same)
     with pytest.raises(Exception):  # noqa: B017, PT011 - GraphError or OSError, by the machine

@@ -65,7 +65,7 @@ def test_zero_delay_retries_at_once(none: float | None) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan")])
-def test_negative_delay_is_refused(wrong: float) -> None:
+def test_negative_delay_is_rejected(wrong: float) -> None:
     with pytest.raises(ValueError, match=rf"^map: retry_delay must be at least 0 seconds, got {wrong}$"):
         Graph().source([7]).map(abs, retries=1, retry_delay=wrong)
 
@@ -141,7 +141,7 @@ def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
     assert tries.read_text().split() == ["0", "0", "0", "1", "1", "1"]
 
 
-def test_timeouts_use_no_restarts() -> None:
+def test_timeouts_do_not_use_restarts() -> None:
     graph = Graph("late")
     numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=0)
     numbers.sink(lambda item: None)
@@ -204,7 +204,7 @@ def test_coroutine_that_exceeds_the_timeout_is_cancelled() -> None:
     assert cancelled == [2, 2]
 
 
-def test_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
+def test_timeout_on_a_thread_is_rejected_with_the_remedy() -> None:
     message = r"map: timeout=3 needs on='process', a pool of flowchan.hosts or an async def function, because"
     with pytest.raises(ValueError, match=message):
         Graph("late").source([1]).map(abs, timeout=3)
@@ -268,7 +268,7 @@ async def halve_shorter_later(numbers: list[int]) -> list[Any]:
         (halve_shorter_later, "thread", "list of 1"),
     ],
 )
-def test_exceptions_that_match_no_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
+def test_exceptions_that_do_not_match_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
     graph = Graph("members")
     halves = graph.source([1, 0, 2, 4]).batch(2).map(function, on=on, name="halve")
     good, bad = halves.collect(), failed(halves)

@@ -62,7 +62,7 @@ def ended(supervisor: Supervisor) -> str:
     return supervisor.stats().state
 
 
-def test_run_without_trouble_is_done() -> None:
+def test_run_without_failures_is_done() -> None:
     run = ScriptedRun(pipeline())
     run.supervisor.start()
     run.crew.report(Result("sink", 5))
@@ -177,9 +177,7 @@ def test_lost_state_of_a_callable_object_is_reported_and_logged(
     ],
     ids=["default", "unlimited", "as the default", "more"],
 )
-def test_worker_that_never_begins_has_the_restarts_that_were_set(
-    options: Any, replaced: int, why: str
-) -> None:
+def test_worker_that_never_starts_uses_the_restarts_set(options: Any, replaced: int, why: str) -> None:
     run = ScriptedRun(pipeline(**options))
     deaths = iter(range(2, 99))
     run.crew.on("replace", lambda *_: run.crew.report(killed(WORK, unbegun=next(deaths))))
@@ -191,7 +189,7 @@ def test_worker_that_never_begins_has_the_restarts_that_were_set(
     assert f"it is not replaced: {why}" in str(run.supervisor.state.failures[0].error)
 
 
-def test_replacement_of_an_item_that_kills_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_after_a_deadly_item_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("start workers", lambda _: run.crew.end_all(*ALL))
@@ -211,7 +209,7 @@ def test_replacement_that_cannot_start_fails_the_run() -> None:
     assert run.supervisor.state.failures[0].error is run.crew.refuses
 
 
-def test_gang_restarts_as_a_whole_when_one_of_it_dies() -> None:
+def test_gang_restarts_as_a_whole_when_one_worker_dies() -> None:
     run = ScriptedRun(with_gang())
     run.crew.on("terminate", lambda id, force: run.crew.report(killed(id)))
     run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, *GANG, SINK))
@@ -236,7 +234,7 @@ def test_gang_that_misses_a_peer_restarts_once_all_have_ended() -> None:
     assert run.crew.called("replace") == [(GANG, None, False)]
 
 
-def test_elastic_gang_goes_on_while_one_of_it_is_replaced() -> None:
+def test_elastic_gang_continues_while_one_worker_is_replaced() -> None:
     run = ScriptedRun(with_gang(elastic=True))
     run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, *GANG, SINK))
     run.supervisor.start()
@@ -285,7 +283,7 @@ def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyP
     assert "is still processing items in" in warning
 
 
-def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_run_terminates_then_kills_a_worker_that_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "GRACE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
@@ -331,7 +329,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ScriptedCrew],
     return start
 
 
-def test_ctrl_c_stops_the_run_and_gives_its_results(start: Any) -> None:
+def test_ctrl_c_stops_the_run_and_returns_its_results(start: Any) -> None:
     def script(crew: ScriptedCrew) -> None:
         crew.on("stop sources", lambda: crew.end_all(*ALL))
 
@@ -342,7 +340,7 @@ def test_ctrl_c_stops_the_run_and_gives_its_results(start: Any) -> None:
     assert list(caught.value.results) == []
 
 
-def test_second_ctrl_c_breaks_the_run_off(start: Any) -> None:
+def test_second_ctrl_c_aborts_the_run(start: Any) -> None:
     def script(crew: ScriptedCrew) -> None:
         crew.on("stop sources", lambda: os.kill(os.getpid(), signal.SIGINT))
         crew.on("break", lambda _: crew.end_all(*ALL))

@@ -261,7 +261,7 @@ def test_seed_must_be_an_integer(seed: Any) -> None:
         graph.run(seed=seed)
 
 
-def test_command_takes_a_seed_and_reports_it(tmp_path: Path) -> None:
+def test_command_accepts_a_seed_and_reports_it(tmp_path: Path) -> None:
     text = """
         import random
         from flowchan import Graph

@@ -106,7 +106,9 @@ def start_of(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_failed_start_leaves_nothing_at_any_refused_call(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_leaves_nothing_behind_whichever_call_fails(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start_of(mixed())  # the first start of a process creates some objects that are never freed
     before = holdings()
     owner, name, error = REFUSALS[what]
@@ -184,7 +186,7 @@ def test_failed_starts_leak_no_descriptor_under_every_start_method(method: str, 
     assert out == 5 * 'RuntimeError("can\'t start new thread")\n'
 
 
-def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_if_the_thread_for_a_result_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that collects a result is started when the program waits for the run."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count)
@@ -200,7 +202,7 @@ def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatc
     assert run.stats().state == "aborted"
 
 
-def test_refused_event_loop_is_a_failure_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loop_that_cannot_be_created_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise no_more(errno.EMFILE)
 
@@ -213,7 +215,7 @@ def test_refused_event_loop_is_a_failure_of_its_stage(monkeypatch: pytest.Monkey
     assert [type(error.__cause__) for error in caught.value.exceptions] == [OSError, OSError]
 
 
-def test_refused_thread_for_coroutine_waits_raises_its_error(
+def test_aget_raises_if_its_helper_thread_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def get(channel: Channel[int]) -> None:

@@ -116,24 +116,24 @@ def program(method: str) -> str:
 
 
 @METHODS
-def test_objects_of_main_work_in_a_script(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_in_a_script(method: str, tmp_path: Path) -> None:
     assert run_python(script(tmp_path, program(method))) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_a_module_run_by_name(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_under_python_dash_m(method: str, tmp_path: Path) -> None:
     script(tmp_path, program(method), "everything.py")
     assert run_python("-m", "everything", cwd=tmp_path) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_python_c(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_under_python_dash_c(method: str, tmp_path: Path) -> None:
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", text) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_an_executed_program(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_in_code_run_by_exec(method: str, tmp_path: Path) -> None:
     """Notebook cells run in this way: their functions cannot be imported from a file."""
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", f"exec(compile({text!r}, '<cell>', 'exec'), globals())") == "fine\n"
@@ -358,7 +358,7 @@ def test_equal_keys_go_to_one_branch_from_any_process(key: Any) -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_recursion_and_module_names_survive() -> None:
+def test_recursive_functions_and_module_names_work_in_processes() -> None:
     def factorial(item: int) -> int:
         return 1 if item < 2 else item * factorial(item - 1)
 

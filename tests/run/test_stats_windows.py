@@ -109,7 +109,7 @@ def test_cpu_seconds_of_async_stages_count_once() -> None:
     assert burnt == pytest.approx(0.2, abs=0.15)
 
 
-def test_waits_for_input_place_and_turn_are_distinguished() -> None:
+def test_waiting_for_input_place_and_turn_is_distinguished() -> None:
     gate = Gate()
     graph = Graph("waits")
     graph.source(range(10), capacity=1, name="puts").map(gate.wait, name="holds").sink(same, name="gets")
@@ -125,7 +125,7 @@ def test_waits_for_input_place_and_turn_are_distinguished() -> None:
 
 
 @everywhere
-def test_ordered_workers_wait_for_turns_instead_of_places(on: Any) -> None:
+def test_ordered_workers_wait_for_earlier_items_instead_of_places(on: Any) -> None:
     graph, gate = Graph("turns"), Gate()
     numbers = graph.source(range(10))
     numbers.map(FirstWaits(gate.channel), workers=3, capacity=1, on=on, name="work").sink(same)

@@ -69,7 +69,7 @@ def test_stop_finishes_queued_items_by_default(on: str) -> None:
 
 
 @everywhere
-def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_does_not_discard_a_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "STOP_NOTICE_S", 0.05)
     gate = Gate()
     graph, result = in_progress(gate, on)
@@ -85,7 +85,7 @@ def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @everywhere
-def test_stop_with_a_timeout_aborts_a_run_that_goes_on(on: str) -> None:
+def test_stop_with_a_timeout_aborts_a_run_that_continues(on: str) -> None:
     gate = Gate()
     graph, result = in_progress(gate, on)
     run = graph.start()
@@ -145,7 +145,7 @@ def test_items_that_a_zip_pairs_are_not_dropped() -> None:
     assert len(found) > 0
 
 
-def test_queues_are_the_channels_without_results_failures_and_joins() -> None:
+def test_queues_to_drop_exclude_results_failures_and_joined_items() -> None:
     graph = Graph("stopped")
     halves = graph.source(range(4), name="numbers").map(same, name="halves")
     halves.errors.sink(same, name="failures")
@@ -184,7 +184,7 @@ def test_caller_of_a_dropped_request_gets_an_error() -> None:
     ("options", "error"),
     [({"timeout": 0}, ValueError), ({"timeout": "1"}, TypeError), ({"finish_queued": 1}, TypeError)],
 )
-def test_wrong_arguments_of_stop_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+def test_wrong_arguments_of_stop_are_rejected(options: dict[str, Any], error: type[Exception]) -> None:
     graph = Graph("stopped")
     graph.input().sink(same)
     with graph.start() as run, pytest.raises(error, match="stop: "):

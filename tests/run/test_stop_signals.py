@@ -175,7 +175,7 @@ def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["run()", "start().wait()"])
-def test_second_ctrl_c_while_the_run_starts_breaks_it_off(variant: str, tmp_path: Path) -> None:
+def test_second_ctrl_c_while_the_run_starts_aborts_it(variant: str, tmp_path: Path) -> None:
     text = """
         import itertools, os, signal
         from flowchan import Graph, Interrupted

@@ -1,6 +1,6 @@
 """Test what the supervisor requests from the crew and the channels, event by event.
 
-There are no processes, no threads except the supervisor's, and no channels for items.
+Neither processes nor channels are created. The only thread is the supervisor's.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def test_replacement_that_cannot_be_started_fails_the_run(crew: ScriptedCrew, su
     assert crew.calls[-2:] == [("break", crew.refuses), ("release", WORK)]
 
 
-def test_stage_gets_a_worker_and_loses_it_again(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_worker_is_added_to_a_stage_and_removed_again(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     added = WorkerId(WORK.stage, 2)
     supervisor.turn(Scale(WORK.stage, 2))
     assert supervisor.stats().stages[1].workers == 2
@@ -176,7 +176,9 @@ def test_worker_that_cannot_be_added_does_not_fail_the_run(
     assert supervisor.stats().stages[1].alive == 1
 
 
-def test_process_that_reported_its_end_did_not_die(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_process_that_reported_its_end_does_not_count_as_dead(
+    crew: ScriptedCrew, supervisor: Supervisor
+) -> None:
     supervisor.turn(Ended(WORK))
     supervisor.turn(ProcessEnded(WORK))
     assert crew.calls == [("release", WORK), ("forget", WORK)]
@@ -210,7 +212,7 @@ def test_cancelling_requests_never_waits_for_the_supervisor(host: str, count_tol
     assert len(supervisor._events) == count_told
 
 
-def test_run_whose_sinks_have_ended_stops_its_sources(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_run_stops_its_sources_after_its_sinks_have_ended(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(SINK))
     assert crew.calls == [("release", SINK), ("stop sources",)]
     assert supervisor.state.phase == "finishing"
@@ -230,7 +232,7 @@ def test_workers_that_do_not_end_are_terminated_and_killed(
     assert (supervisor.state.phase, supervisor.state.abandoned) == ("ended", {SOURCE, SINK})
 
 
-def test_worker_that_broke_a_channel_is_blamed_once_heard(
+def test_worker_that_broke_a_channel_is_blamed_once_it_reports(
     crew: ScriptedCrew, channels: ScriptedChannels, supervisor: Supervisor
 ) -> None:
     channels.broken_ones, crew.all_heard = ["source"], False
@@ -265,7 +267,7 @@ def test_deadlocked_run_fails_with_the_reason(
     assert isinstance(supervisor.state.failures[0].error, Deadlock)
 
 
-def test_full_unread_result_is_gathered(
+def test_full_unread_result_is_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = ScriptedRun(planned("input"))

@@ -94,7 +94,7 @@ def test_toy_operator_is_checked() -> None:
     assert problem.message.startswith("every_other calls '<lambda>' with one argument, the item")
 
 
-def test_toy_operator_refuses_async_functions_without_an_async_body() -> None:
+def test_toy_operator_rejects_async_functions_without_an_async_body() -> None:
     async def late(number: int) -> int:
         return number
 

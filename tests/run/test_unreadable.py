@@ -78,7 +78,7 @@ def raise_it(kind):
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, ValueError, Broken])
-def test_unreadable_item_ends_a_gathering_run_with_an_input(kind):
+def test_unreadable_item_ends_a_collecting_run_with_an_input(kind):
     """Test R3 and R10 for each kind of error that unpickling the item may raise."""
     graph = Graph("unreadable")
     kinds = graph.input()
@@ -93,7 +93,7 @@ def test_unreadable_item_ends_a_gathering_run_with_an_input(kind):
     assert type(error.__cause__) is kind
 
 
-def test_unreadable_item_ends_a_gathering_run():
+def test_unreadable_item_ends_a_collecting_run():
     """Test R10 for ``collect``, which takes many items at once."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").collect()

@@ -97,7 +97,7 @@ def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyP
     process.close()
 
 
-def test_process_leaves_the_watch_before_it_is_closed() -> None:
+def test_process_is_removed_from_the_watch_before_it_is_closed() -> None:
     """A child may have inherited the pidfd, so closing it would not remove the process from the watch."""
     gate = Gate()
     first = started(gate.wait)

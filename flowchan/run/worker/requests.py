@@ -370,7 +370,7 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
                 f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
-                "has no single output per item; use other operators, or tag the items with your own IDs"
+                "has no single output per item; use other operators, or tag items with IDs"
             )
         if operator.gathers:
             found.append(name)
