@@ -140,7 +140,7 @@ class WorkerPool(Runnable):
             if error is None:
                 self._finish_run()
             else:
-                self._break_off(error)
+                self._abort_run(error)
         finally:
             failed = self._end()
         if failed and error is None:
@@ -163,7 +163,7 @@ class WorkerPool(Runnable):
         if (run := self._last_run()) is not None:
             run._end_block()
 
-    def _break_off(self, error: BaseException | None) -> None:
+    def _abort_run(self, error: BaseException | None) -> None:
         run = self._last_run()
         if run is None:
             return
@@ -256,7 +256,7 @@ def _close_all() -> None:
             try:
                 if interrupt is None:
                     with contextlib.suppress(Exception):
-                        pool._break_off(None)
+                        pool._abort_run(None)
             finally:
                 pool._end(at_once=interrupt is not None)
         except KeyboardInterrupt as error:  # Ctrl-C: kill the other pools without waiting

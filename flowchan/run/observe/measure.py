@@ -137,7 +137,7 @@ def summarise(
             worked=account.worked.get(stage.name, Worked()),
             pids=tuple(pids.get(stage.name, ())),
             size=state.sizes.get(stage.name),
-            broken_off=state_of(state) in ("failed", "aborted"),
+            cut_short=state_of(state) in ("failed", "aborted"),
         )
         stages.append(_stage(about))
     edges = tuple(_edge(snapshot, plan.share) for snapshot in snapshots)
@@ -187,7 +187,7 @@ class _StageInput:
     worked: Worked
     pids: tuple[int, ...]
     size: Size | None = None
-    broken_off: bool = False
+    cut_short: bool = False
 
 
 def _stage(about: _StageInput) -> StageStats:
@@ -201,13 +201,13 @@ def _stage(about: _StageInput) -> StageStats:
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
-    discarded = max(0, cut_off) if about.broken_off else 0
+    discarded = max(0, cut_off) if about.cut_short else 0
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
         # No worker counts the items that were in transit to or from a host when the stage ended.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
-    if about.broken_off and stage.operator.owes:
+    if about.cut_short and stage.operator.owes:
         discarded = max(0, items_in - items_out - failed - in_hand - unwanted)
     members = 0
     if "members" in stage.options:  # a batch that failed as a whole has no output

@@ -39,10 +39,10 @@ class PortRelease:
     def _may_close(self, _: Any, error: BaseException | None) -> bool:
         if os.getpid() != self._pid:  # a child forked by user code; it must not use the worker's channels
             return True
-        self.break_off()
+        self.pass_on_break()
         return error is None or isinstance(error, Closed)
 
-    def break_off(self) -> None:
+    def pass_on_break(self) -> None:
         """If a channel is broken, report this to the supervisor, then break the worker's other channels."""
         broken = [channel for channel in self._channels if channel.broken]
         if self._over or not broken:
@@ -56,7 +56,7 @@ class PortRelease:
 
     def close(self) -> None:
         """Close the ports of a worker that has not failed."""
-        self.break_off()
+        self.pass_on_break()
         for port in self._ports.everything():
             port.close()
 

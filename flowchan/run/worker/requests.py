@@ -369,7 +369,7 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
+                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} "
                 "has no single output per item; use other operators, or tag items with IDs"
             )
         if operator.gathers:
@@ -379,6 +379,6 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         seen.update(now)
     if not found and not sinks:
         raise ValueError(
-            f"ask: the items of input {stage!r} must reach a collect() or sink(), which return the answers"
+            f"ask: items from input {stage!r} must reach a collect() or sink(), which return the answers"
         )
     return found
