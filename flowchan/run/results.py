@@ -65,7 +65,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Decides who takes the items of each result of one run; a result is named by its stage."""
+    """Tracks who reads each result of one run: the program, or a thread of the run."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -153,7 +153,7 @@ class ResultGathering:
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break a result. If its reader just left instead, incomplete results would look complete."""
+        """Break a result. If its reader only left, other results could look complete without being so."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
@@ -166,7 +166,7 @@ class ResultGathering:
     # --- collected by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """Start to collect results that filled their channels before the program read them."""
+        """Start to collect these results, unless the program is already reading them."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
@@ -193,8 +193,8 @@ class ResultGathering:
     def begin(self) -> None:
         """Collect the results without a reader, each on a thread, because a caller waits for the run.
 
-        If another caller has already started this, wait until all threads have started. They hold the results
-        after the run has ended.
+        If another caller is already doing this, return only when all threads have started. Their results are
+        then available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
         try:
@@ -341,7 +341,7 @@ class _GatheredResult:
         finally:
             if not self._handed_over:
                 with contextlib.suppress(Closed):
-                    # reported before items.close(), otherwise the reader of the items may report a clean end
+                    # report this before items.close(), after which the reader may report a clean end
                     self._supervisor.report(last)
                 self.items.close()
                 port.close()

@@ -328,7 +328,7 @@ class Supervisor:
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # This comes last because it may raise. All waiting threads must have seen the run end before.
+        # This comes last because it may raise, and by then all waiting threads must have seen the run end.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:

@@ -27,7 +27,7 @@ def die_with(parent: int) -> None:
 def before_exit(function: Callable[[], object], priority: int) -> None:
     """Call a function before this process exits, if ``multiprocessing`` started the process.
 
-    Such a process does not run ``atexit`` functions, but it runs finalizers in order of falling priority.
+    Such a process does not run ``atexit`` functions. It runs finalizers, the highest priority first.
     """
     _before_exit(os.getpid(), function, priority)
 

@@ -1,4 +1,4 @@
-"""Count how the workers of a run died, which decides whether and when they are replaced (R4, R10)."""
+"""Count the deaths of a run's workers, to decide whether and when to replace them (R4, R10)."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class DeathLog:
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
-        self._without_item: Counter[WorkerId] = Counter()  # deaths without an item in quick succession
+        self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
         # How workers died over the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
         self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of the same item
-        # 1, plus the number of deaths since all members were tried
+        # 0, or 1 + the number of deaths since all members were tried
         self._tried: Counter[WorkerId] = Counter()
         self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()

@@ -1,4 +1,4 @@
-"""Groups of the gangs on this machine; ``hosts/host_gangs.py`` is for gangs on hosts.
+"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups: a worker whose group
 has ended reports this and waits for its membership in the next group. Its function is then called again and
@@ -35,7 +35,7 @@ class Gangs:
         self._memberships.update(zip(ids, members, strict=True))
 
     def membership(self, id: WorkerId) -> Any:
-        """Return a worker's membership for its start and forget it; return None if there is none."""
+        """Return and forget the membership of a worker that is being started, or None if it has none."""
         return self._memberships.pop(id, None)
 
     def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:

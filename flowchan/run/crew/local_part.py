@@ -188,7 +188,7 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        Nothing can be decided while a worker that has died is waiting for its replacement.
+        If a worker has died and has not been replaced yet, the run may still move.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
@@ -323,7 +323,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        All callers have already seen the run end, so threads get a last chance to end before the warning.
+        The run has already ended for all callers, so this can wait for threads that are about to end.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

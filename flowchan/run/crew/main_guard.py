@@ -2,8 +2,8 @@
 
 With the start methods spawn and forkserver, a new process imports the program's main script. If the script
 runs the graph or sets the start method at import, every worker would do the same again. Python prevents this
-with a traceback in each worker. With the code here, the new process reports the problem by its exit code, and
-the program raises one error.
+with a traceback in each worker. This module makes the new process report the problem by its exit code
+instead, and the program raises one error.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
         stage: Name of the stage.
 
     Yields:
-        None. The process is started in the ``with`` block.
+        Once; the process must be started in the ``with`` block.
 
     Raises:
         Unguarded: The forkserver ended while it was importing the main script.

@@ -20,7 +20,7 @@ def budget() -> int:
 
 
 def available() -> int:
-    """Return how much memory the machine has in bytes, or this process's control group if that has less."""
+    """Return the memory of the machine or of this process's control group in bytes, whichever is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = _files("memory.max", "memory.limit_in_bytes")
     return min([physical, *(limit for file in files for limit in _limit(file))])

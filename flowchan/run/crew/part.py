@@ -16,8 +16,8 @@ Report = Callable[[Event], None]
 class CrewPart(Protocol):
     """The workers of a run in one place: on this machine, or on the hosts of one pool.
 
-    ``CrewRouter`` has the same methods for all parts of a run together. ``ScriptedCrew`` in the tests has
-    them without any workers. Only the supervisor's thread calls these methods.
+    ``CrewRouter`` has the same methods for all parts of a run together. ``ScriptedCrew`` in the tests
+    implements them without any workers. Only the supervisor's thread calls these methods.
     """
 
     def start(self, report: Report) -> None:

@@ -1,9 +1,9 @@
 """Start and end one worker process, and find out reliably when it has ended.
 
 An open pidfd always refers to the same process, even if the kernel reuses the process id. It also reports
-what Python cannot know: if Python's forkserver has ended, ``multiprocessing`` claims that its children have
-ended too, although they are still running. If the system refuses pidfds, this module asks ``multiprocessing``
-and kills a child whose state is lost in this way.
+what Python cannot know: if Python's forkserver has ended, ``multiprocessing`` claims that the forkserver's
+children have ended too, although they are still running. If the system refuses pidfds, this module asks
+``multiprocessing`` and kills a child whose state is lost in this way.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class WorkerProcess:
                 return
             except ProcessLookupError:
                 return
-            except OSError:  # the system does not allow it
+            except OSError:  # the system does not allow this call
                 pass
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
@@ -143,8 +143,9 @@ class WorkerProcess:
     def _reap(self) -> None:
         """Wait until the exit code is known.
 
-        Another thread may just be reaping the process, as ``multiprocessing`` does when it starts or lists
-        processes; it then stores the exit code shortly. The user's code may also have reaped the process.
+        Another thread may be reaping the process at this moment, as ``multiprocessing`` does when it starts
+        or lists processes. The exit code is then available shortly. The user's code may also have reaped the
+        process.
         """
         polls = 100
         while self._process.exitcode is None:

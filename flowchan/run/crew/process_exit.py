@@ -46,7 +46,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number if it has no name, like most real-time signals."""
+    """Return the name of a signal, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,7 +1,8 @@
 """Start a worker process faster, and release all its resources if the start fails.
 
-If a start fails, ``multiprocessing`` leaves the pipes to the process open. If it can't send the task to the
-process, it does not reap it. This module finds both in the frames of the exception's traceback.
+If a start fails, ``multiprocessing`` leaves the pipes to the process open. If the process was started but
+can't be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
+process in the frames of the exception's traceback.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def start_process(process: BaseProcess) -> None:
 
 
 def start_server() -> None:
-    """Start Python's forkserver, if it is the start method and not yet running.
+    """Start Python's forkserver, if new processes come from it and it is not running yet.
 
     The forkserver keeps the standard streams that this process has now.
     """

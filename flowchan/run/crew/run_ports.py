@@ -126,7 +126,7 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers except abandoned ones, and close the channels of the inputs.
+        """Release the ports of all workers that were not abandoned, and close the channels of the inputs.
 
         The user still has the writing ends of the inputs. Their next ``put`` raises ``Closed``.
         """
@@ -176,7 +176,7 @@ class RunPorts:
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
-        """Count a start of a worker, and return the information that the worker gets about itself."""
+        """Count a start of this worker, and return the information that the worker gets about itself."""
         incarnation = self._starts[id]
         self._starts[id] += 1
         seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
@@ -192,9 +192,9 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Replace the ports of a dead worker with new ones, which get its items.
+        """Open new ports in place of a dead worker's, and give the worker's items back to the channels.
 
-        If ``alone`` is true, no other worker may get these items.
+        If ``alone`` is true, only the replacement may get these items.
         """
         old, new = self.ports[id], self._open(id)
         take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
@@ -217,7 +217,7 @@ class RunPorts:
         return worker
 
     def remove(self, id: WorkerId) -> None:
-        """Make the readers of a worker end after its current item."""
+        """Make the input ports of a worker end after its current item."""
         self._leaving.add(id)
         for reader in self.ports[id].inputs.values():
             reader._retire()

@@ -1,4 +1,4 @@
-"""Notice at once when a process ends, on a thread that sleeps until then."""
+"""Watch processes, on a thread that sleeps until one of them ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Watch:
 
     def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
-        self._announced: dict[int, WorkerId] = {}  # by pidfd
+        self._announced: dict[int, WorkerId] = {}  # processes with a pidfd, by pidfd
         self._silent: list[tuple[WorkerId, WorkerProcess]] = []
         self._closed = False
         self._lock = threading.Lock()

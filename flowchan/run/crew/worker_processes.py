@@ -1,4 +1,4 @@
-"""Start, watch and end the worker processes on one machine, which report through one channel, the mail."""
+"""Start, watch and end the worker processes on one machine. They report through a channel, the mail."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(on_ended)
-        # Processes that the kernel killed because memory was short: before the run, plus those already
+        # Number of processes that the kernel killed for lack of memory: before the run, plus those already
         # reported.
         self._oom_kills = memory.oom_kills()
 

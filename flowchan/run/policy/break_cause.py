@@ -1,13 +1,14 @@
 """Find the worker that broke a channel of the run, if the supervisor did not break it (R3).
 
 A worker that is about to abort one of its channels reports this first. However, threads report directly and
-processes report through pipes. If another worker ends because it met the broken channel, the supervisor may
-learn of that before the first worker's report arrives. The program and threads started by the user may also
-break a channel, without any report.
+processes report through a channel. If another worker finds the channel broken and ends, the supervisor may
+learn of that end before the first worker's report arrives. The program and threads started by the user may
+also break a channel, without any report.
 
 A break is therefore decided only after all reports have arrived. The worker that reported first is to blame,
-because all others met the consequences. A worker that meets a broken channel breaks its other channels. If no
-worker has reported, the cause is in a channel that was not broken in this way.
+because the other workers only saw the consequences. A worker that finds one of its channels broken also
+breaks its other channels. If no worker has reported an abort, the break began in a channel that was not
+broken in this way.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Breaks:
             self._aborts.append(aborted)
 
     def record_met(self, met: Met) -> None:
-        """Record that a worker has met a broken channel and is breaking its other channels."""
+        """Record that a worker has found one of its channels broken and is breaking the others."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
@@ -106,7 +107,7 @@ class Breaks:
         self._found.clear()
 
     def failure(self) -> Failure | None:
-        """Return the failure that broke the first channel, or None if the supervisor broke it."""
+        """Return the failure that came first, or None if the supervisor itself broke the channels."""
         first, found = min(self._aborts, key=lambda one: one.at, default=None), self._found
         self._aborts, self._found = [], []
         if first is not None:

@@ -33,7 +33,7 @@ class Activity:
 
     Attributes:
         moved: Number of items put and taken so far.
-        reading, writing: Numbers of workers that are waiting to take or to put an item.
+        reading, writing: How many workers are waiting to take an item, and to put one.
         opened: Whether the program may still put items into an input.
         unread: Workers with results that the program has not started to read.
     """
@@ -54,8 +54,8 @@ class Waits:
     include it, however slow the connection is.
 
     Attributes:
-        reading, writing: Numbers of workers on other hosts that are waiting to take or to put an item, by
-            channel.
+        reading, writing: How many workers on other hosts are waiting to take an item, and to put one, by
+        channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
         moves: Whether something may still move. This is so if a worker is not waiting, a dead worker has not
@@ -112,8 +112,8 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
         now: The later observation.
 
     Returns:
-        ``Stuck`` if no worker can ever move again. Otherwise the workers whose unread results fill their
-        channels, if there are any: the program must start to read these results. Otherwise None.
+        The workers whose unread results fill their channels, if there are any; the run must then collect
+        these results. Otherwise ``Stuck`` if no worker can ever move again, or None.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -156,7 +156,7 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the verdict at time ``now``, or None if nothing is wrong or known yet.
+        """Return what :func:`judge` finds, or None if it is not time for a check or an answer is missing.
 
         ``observe`` makes an observation; its argument is the set of ``alive`` workers with unread results. It
         returns None while answers from other hosts are missing.

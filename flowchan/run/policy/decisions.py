@@ -113,7 +113,7 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed since the last event."""
+    """Time has passed without an event."""
 
 
 SupervisorEvent = (
@@ -237,8 +237,8 @@ def _died(state: PolicyState, death: Death, now: float) -> Decision:
         return peer_ended(state, worker), ()
     replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
-        # If the worker would have been replaced in a running run, its death is not a failure of a run that is
-        # ending.
+        # If the run is ending anyway, a death after which the worker could have been replaced is not a
+        # failure.
         expected = replaceable or state.terminated or state.phase == "finishing"
         return worker_failed(state, _failure_of(state, death, now), now, expected)
     replace = Replace(worker, _pause_before(death))

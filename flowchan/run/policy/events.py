@@ -80,7 +80,7 @@ class Aborted:
 
     worker: WorkerId
     channel: str
-    error: Any  # as in Failure; None: no cause was given
+    error: Any  # see Failure; None if no cause was given
     pid: int
     at: int
     host: str = ""
@@ -137,13 +137,13 @@ class ErrorSent:
 class Answered:
     """The answer to a request: its ``value``, or the ``error`` that made the item fail.
 
-    ``failed`` is the number of items to add to the stage's failed items.
+    ``failed`` is how many items this adds to the failed items of the stage.
     """
 
     worker: WorkerId
     question: int
     value: Any
-    error: Any  # as in Failure
+    error: Any  # see Failure
     failed: int = 0
 
 

@@ -39,7 +39,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
     """Restart each gang whose workers have all ended.
 
     If none of them died and the gang has no restart left, the run fails with a worker's report of a missing
-    peer. If the run is ending, the workers that have ended are settled without waiting for their peers.
+    peer. If the run is ending, workers that have ended do not wait for their peers.
     """
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.ended_peers}):

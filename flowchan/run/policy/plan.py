@@ -126,7 +126,7 @@ class Plan:
         """Explain why the number of the stage's workers cannot change during the run.
 
         Returns:
-            The kind of stage that has a fixed number; empty if the number can change.
+            A description of the stage, such as "a map on hosts"; empty if the number can change.
         """
         if not stage.operator.per_item:
             return f"a {stage.kind}"
@@ -165,7 +165,8 @@ class Plan:
         """Return the channels whose items can be discarded without harm to other items.
 
         Channels with results or failures are left out. So are all channels that lead to a worker with several
-        inputs, such as ``zip``. If items were missing, it would combine items that do not belong together.
+        inputs, such as ``zip``. If items were missing there, it would combine items that do not belong
+        together.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1
@@ -204,9 +205,10 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers, or to the first such host.
+    """Assign each worker of a stage to the host with the fewest workers so far.
 
-    For a placement with shares, only its own workers are counted, so other placements do not affect it.
+    If there are several such hosts, the first is chosen. For a placement with shares, only its own workers
+    are counted, so other placements do not affect it.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     shares = dict(zip(placement.hosts, placement.shares, strict=True)) if placement.shares else {}

@@ -57,7 +57,7 @@ class OperatorJob:
     unwanted: int = 0  # items whose branch has no reader, or whose request was cancelled
     predecessors: tuple[str, ...] = ()  # how earlier workers died over the first item
     too_late: bool = False  # whether the first item has timed out too often
-    is_over: Callable[[], bool] = lambda: False  # returns whether the run's channels are broken
+    is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
         """Retry ``call(item)`` after ``error`` and return its result, or fail the item and return SKIPPED."""
@@ -166,7 +166,7 @@ class OperatorJob:
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
-            with contextlib.suppress(ChannelError, ValueError):  # drained, or port closed elsewhere
+            with contextlib.suppress(ChannelError, ValueError):  # drained, or closed by another thread
                 while True:
                     item = items.get_nowait()
                     number += 1
@@ -178,7 +178,7 @@ class OperatorJob:
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Fail an item that cannot be processed, so that the following items still can.
+        """Fail an item that cannot be processed, so that the following items can be processed.
 
         Either ``item`` is an :class:`Unreadable` and ``error`` is the reason that it cannot be unpickled. Or
         ``deaths`` workers have died while they were processing it.
@@ -359,7 +359,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
-    """Put lists of ``size`` items. After the timeout or at the end, a list may have fewer."""
+    """Put lists of ``size`` items. After the timeout or at the end, a list may be shorter."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:

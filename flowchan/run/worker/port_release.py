@@ -1,10 +1,10 @@
 """Release the ports of a worker so that no reader mistakes partial output for complete output (R3).
 
-A closed output means that it is complete, so only a worker that ended cleanly may close its outputs. If a
-channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other channels
-before it releases any port. For a failed worker, the supervisor closes the ports after it has broken the
-channels. These rules also apply to ports that the user's code closes. If an error ends a ``with`` block, this
-does not close a port of the worker.
+A closed channel means that the output is complete, so only a worker that ended cleanly may close its outputs.
+If a channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other
+channels before it releases any port. For a failed worker, the supervisor closes the ports after it has broken
+the channels. These rules also apply to ports that the user's code closes. If an error ends a ``with`` block,
+this does not close a port of the worker.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PortRelease:
         self._worker, self._ports, self._tell = worker, ports, tell
         self._pid = os.getpid()
         self._over = False
-        # Every close checks all channels, and a source of addressed items has one port for each reader.
+        # Computed once, because every close checks all channels, and a source of addressed items may have
+        # many ports.
         self._channels = list(dict.fromkeys(port.channel for port in ports.everything()))
         for port in ports.everything():
             port._may_close = self._may_close
@@ -61,7 +62,7 @@ class PortRelease:
             port.close()
 
     def leave_open(self) -> None:
-        """Leave the ports open when the process ends; another process that has them will close them."""
+        """Leave the ports open when the process ends, because another process also has them."""
         for port in self._ports.everything():
             port._leave_open()
 

@@ -55,7 +55,7 @@ class Order:
 class WorkEnded:
     """Last message from a process of a pool, with the ``error`` raised by closing its callable."""
 
-    error: Any = None  # as in Failure
+    error: Any = None  # see Failure
 
 
 def process_main(

@@ -38,7 +38,7 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Item of a request with its number, ``question``, and the path of the program's ``board``."""
+    """Item sent as a request, with the request's number, ``question``, and the path of the ``board``."""
 
     question: int
     item: Any
@@ -273,7 +273,7 @@ def _fits(result: Any, item: Any, batch: bool) -> bool:
 
 
 def bare(item: Any) -> Any:
-    """Return the item without the requests around it, as the user put it."""
+    """Return the item as the program put it, without the requests around it."""
     if type(item) is Request:
         return item.item
     return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item

@@ -94,7 +94,7 @@ class SuspectBatch:
         return result if done else SKIPPED
 
     def _give_up(self, member: Any, how: str) -> None:
-        """Fail a member over which a worker died, both in its batch and alone."""
+        """Fail a member that has killed a worker both in its batch and alone."""
         tries = self._stage.max_deaths
         if self._stage.timeout is not None and how == item_timeout.exceeded(self._stage):
             error: Exception = TimeoutError(f"the worker {how}")
