@@ -59,7 +59,7 @@ class Feedback(Stream[T]):
         """
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
-            raise TypeError(f"feed: stream must be the stream of a stage, got {stream!r}")
+            raise TypeError(f"feed: stream must be the output of a stage, got {stream!r}")
         fed_by = self.graph._loops[self._origin].fed_by
         if fed_by is not None:
             raise ValueError(f"{self!r} is already fed by {str(fed_by)!r}; declare another graph.feedback()")
@@ -67,5 +67,5 @@ class Feedback(Stream[T]):
 
     def _own(self, call: str) -> Origin:
         raise ValueError(
-            f"{call}: {self!r} is a feedback without a stage; call {call} on the stream that feeds it"
+            f"{call}: {self!r} is a feedback, which no stage writes; call {call} on the stream that feeds it"
         )

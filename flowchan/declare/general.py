@@ -197,8 +197,8 @@ class General(Builder):
         group = group_parameter(function)
         if flag("stage", "elastic", settings.elastic) and group is None:
             raise ValueError(
-                "stage: elastic=True needs a gang, whose function has a parameter annotated "
-                "flowchan.collective.Group; add it, or remove elastic=True"
+                "stage: elastic=True requires a gang; annotate a parameter with "
+                "flowchan.collective.Group, or remove elastic=True"
             )
         restartable = settings.restartable or settings.elastic
         if restartable and not streams and settings.workers != 1:

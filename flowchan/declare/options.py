@@ -131,13 +131,13 @@ class StageSettings:
         limited = seconds(kind, "timeout", self.timeout) is not None
         if limited and not placement.own_process and not is_async(function):
             raise ValueError(
-                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
-                "async def function, because a call on a thread cannot be ended"
+                f"{kind}: timeout={self.timeout} requires on='process', a pool of flowchan.hosts or an "
+                "async def function, because a call in a thread cannot be interrupted"
             )
         if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(
-                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts, because threads "
-                "share the devices of the program"
+                f"{kind}: gpus={self.gpus} requires on='process' or a pool of flowchan.hosts, because "
+                "threads share the devices of the program"
             )
         if self.name is not None:
             text(kind, "name", self.name)

@@ -173,7 +173,7 @@ class Run:
         if not isinstance(stream, Stream):
             raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):
-            raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
+            raise ValueError(f"{stream!r} does not belong to graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(
@@ -320,7 +320,7 @@ class Run:
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
                 raise TimeoutError(
-                    f"the run of graph {self._plan.graph.name!r} has not ended after {timeout} s; wait "
+                    f"the run of graph {self._plan.graph.name!r} did not end within {timeout} s; wait "
                     "again, or call stop()"
                 )
         except KeyboardInterrupt as interrupt:

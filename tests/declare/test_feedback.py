@@ -165,7 +165,7 @@ def test_feeding_twice_raises_at_once(graph: Blueprint) -> None:
 def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
     with pytest.raises(TypeError, match="feed: argument 1 must be a stream"):
         graph.feedback().feed([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must be the stream of a stage"):
+    with pytest.raises(TypeError, match="must be the output of a stage"):
         graph.feedback().feed(graph.feedback())
     with pytest.raises(TypeError, match="feedback: name must be a string"):
         graph.feedback(7)  # type: ignore[arg-type]
@@ -173,9 +173,9 @@ def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
 
 def test_feedback_cannot_be_buffered_and_has_no_errors(graph: Blueprint) -> None:
     again = graph.feedback("again")
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
         again.buffer(3)
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
         _ = again.errors
 
 

@@ -222,7 +222,7 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}: {one}", one
 
 
-NEVER_SHOWN = {"unknown port number ", "the run is over"}
+NEVER_SHOWN = {"unknown port number ", "the run has ended"}
 """Messages for a bug in the core, and for a signal between two of flowchan's threads."""
 
 

@@ -170,7 +170,7 @@ def test_wrong_declarations_are_refused_with_the_allowed_values() -> None:
     graph.stage(summed, graph.source([1]), elastic=True, name="threads").collect()
     found = {(problem.stage, problem.rule) for problem in graph.check()}
     assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
-    with pytest.raises(ValueError, match="elastic=True needs a gang"):
+    with pytest.raises(ValueError, match="elastic=True requires a gang"):
         graph.stage(lonely, graph.source([1]), elastic=True)
     with pytest.raises(GraphError, match="which the run passes"):
         graph.run()

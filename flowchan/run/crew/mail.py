@@ -60,4 +60,4 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
 
 def run_is_over(event: Event) -> None:
     """Reject an event by raising ``Closed``, because the run has ended."""
-    raise Closed("the run is over")
+    raise Closed("the run has ended")

@@ -35,8 +35,9 @@ class Gpus:
             if len(self._free) < number:
                 held = sum(map(len, self._held.values()))
                 raise HostError(
-                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but this host has only "
-                    f"{len(self._free)} of {held + len(self._free)} free; use fewer workers or more hosts"
+                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but only "
+                    f"{len(self._free)} of {held + len(self._free)} GPUs on this host are free; "
+                    "use fewer workers or more hosts"
                 )
             self._held[id], self._free = self._free[:number], self._free[number:]
         return ",".join(self._held[id])
