@@ -39,7 +39,7 @@ class Builder:
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
         self._loops: dict[Origin, Loop] = {}  # by the origin that stands for the loop
-        # streams of other graphs that a stage of this graph reads
+        # streams from other graphs that stages of this graph read
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
         """Maps a stage name to the label that pictures show instead of the operator and line. ``None`` hides
@@ -180,7 +180,7 @@ class Builder:
         return origin in self._by_port and self._stage_at(origin).operator.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
-        """Return the stage that has this output."""
+        """Return the stage that writes this output."""
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:

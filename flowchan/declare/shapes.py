@@ -27,7 +27,7 @@ class Folds(Protocol[B, A_contra]):
     """Object that is called with the result so far and an item."""
 
     def __call__(self, so_far: B, item: A_contra, /) -> B:
-        """Return the next result."""
+        """Return the result that includes this item."""
 
 
 class SourceObject(Protocol[B_co]):

@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StreamHandle(Generic[T_co]):
-    """Handle of a stage's output channel. Two handles of the same port are equal."""
+    """Handle of a stage's output channel. Two handles for the same port are equal."""
 
     graph: Builder
     stage: str

@@ -35,7 +35,7 @@ def burn(item: int) -> int:
 
 
 def counted(elapsed: float, items: int, seconds: WorkSeconds) -> RunStats:
-    """Return the statistics of a run with one stage."""
+    """Return the statistics of a run that has one stage."""
     stage = StageStats(
         "work", "map", "thread", 2, 2, items, items, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, seconds=seconds
     )

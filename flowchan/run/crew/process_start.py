@@ -94,7 +94,7 @@ def _undo_launch(error: BaseException) -> None:
             if "child_r" not in frame.f_locals:  # otherwise CPython has already closed the pipes
                 _close(frame.f_locals)
         elif module == "multiprocessing.forkserver" and function == "ensure_running":
-            if "fds_to_pass" not in frame.f_locals:  # see above
+            if "fds_to_pass" not in frame.f_locals:  # as above
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

@@ -34,7 +34,7 @@ class Tally:
         self._unwanted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
-        self._pids: dict[WorkerId, int] = {}  # of worker processes that have not ended
+        self._pids: dict[WorkerId, int] = {}  # only processes that have not ended
         self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:

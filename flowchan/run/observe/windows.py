@@ -33,7 +33,7 @@ def local_cores() -> int:
 
 
 def has_gil() -> bool:
-    """Return whether the threads of this process share one interpreter lock."""
+    """Return whether the threads of this process share one global interpreter lock."""
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 

@@ -142,7 +142,7 @@ class Tasks:
 def work_together(
     workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
 ) -> None:
-    """Run the workers of an ``async def`` stage as tasks of one event loop on this thread."""
+    """Run the workers of an ``async def`` stage as tasks in one event loop on this thread."""
 
     async def run_worker(info: Worker, ports: Ports) -> None:
         worker = WorkerId(info.stage, info.number)
