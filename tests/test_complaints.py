@@ -33,7 +33,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     2: (
         "channel memory not collected after teardown",
         (
-            "run/test_residue.py::test_nothing_is_left_after",
+            "run/test_residue.py::test_nothing_is_left_after_each_ending",
             "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
         ),
     ),
@@ -55,7 +55,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "teardown depends on garbage collection",
         (
             "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
-            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_program",
+            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_exit",
         ),
     ),
     6: (
@@ -198,7 +198,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a hang at exit; a killed worker is noticed after minutes",
         (
             "run/test_death.py::test_worker_killed_while_waiting_for_an_item_is_reported",
-            "run/test_residue.py::test_workers_of_a_program_that_does_not_wait_end",
+            "run/test_residue.py::test_workers_end_if_the_program_does_not_wait",
         ),
     ),
     30: (

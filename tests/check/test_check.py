@@ -214,7 +214,7 @@ def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> 
     ]
 
 
-def test_a_parameter_that_is_neither_port_nor_given_is_reported(graph: Blueprint) -> None:
+def test_parameter_without_stream_or_argument_is_reported(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3))).sink(print)
     assert only(graph).message == (
         "parameter 'limit' of 'pass_on' is not a port and has no argument; annotate it "
@@ -369,7 +369,7 @@ def test_channels_between_threads_do_not_reserve_memory(graph: Blueprint) -> Non
     assert check(graph) == ()
 
 
-def test_an_absurd_capacity_between_processes_does_not_fit(graph: Blueprint) -> None:
+def test_absurd_capacity_between_processes_is_reported(graph: Blueprint) -> None:
     graph.source(range(3), on="process", capacity=10**15).sink(print)
     assert rules(graph) == ["memory"]
 

@@ -243,7 +243,7 @@ def test_lambdas_closures_and_functions_from_main_can_be_sent(graph: Blueprint) 
     assert check(graph) == ()
 
 
-def test_search_ends_for_object_that_contains_itself(graph: Blueprint) -> None:
+def test_search_for_unpicklable_part_ends_in_a_cyclic_object(graph: Blueprint) -> None:
     loop: list[Any] = []
     loop.extend([loop, LOCK])
     graph.source(range(3)).sink(local(loop), on="process")

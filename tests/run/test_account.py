@@ -267,7 +267,7 @@ def test_stats_state_how_the_run_ended(ending: str) -> None:
     assert ending in run.report()
 
 
-def test_general_stage_is_counted() -> None:
+def test_items_of_a_general_stage_are_counted() -> None:
     def pair(items: In[int], out: Out[tuple[int, int]]) -> None:
         for item in items:
             out.put((item, items.get()))
@@ -278,7 +278,7 @@ def test_general_stage_is_counted() -> None:
     assert (found.items_in, found.items_out) == (10, 5)
 
 
-def test_merge_tee_and_zip_are_counted() -> None:
+def test_items_of_merge_tee_and_zip_are_counted() -> None:
     graph = Graph("r8")
     merged = graph.merge(graph.source(range(5)), graph.source(range(5)))
     one, other = merged.tee(2)

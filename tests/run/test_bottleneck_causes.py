@@ -146,17 +146,17 @@ def test_single_computing_thread_is_the_bottleneck() -> None:
     assert kind_of(found) == ("bottleneck", "burn")
 
 
-def test_exhausted_cores_are_named() -> None:
+def test_use_of_all_cores_is_named_as_the_cause() -> None:
     burning = load("burn", 7.9, waits=0.1, cpu=7.8, on="process", workers=8, working=8)
     assert kind_of(chain(burning, load("end", 0.1, waits=0.9))) == ("cores", None)
 
 
-def test_workers_that_wait_for_a_core_are_named() -> None:
+def test_waiting_for_a_core_is_named_as_the_cause() -> None:
     waiting = load("burn", 3.9, waits=0.1, cpu=1.4, ready=2.5, on="process", workers=4, working=4)
     assert kind_of(chain(waiting, load("end", 0.1, waits=0.9))) == ("cores", None)
 
 
-def test_channel_short_of_memory_is_named() -> None:
+def test_channel_without_free_memory_is_named_as_the_cause() -> None:
     found = chain(load("a", 0.2, place=0.8), load("b", 0.2, waits=0.8), a={"short_of_bytes": True})
     assert kind_of(found) == ("memory", "a")
 

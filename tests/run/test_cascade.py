@@ -31,7 +31,7 @@ def twice(item: int) -> list[int]:
 
 
 @everywhere
-def test_end_of_the_source_ends_the_run_after_every_item(on: Any) -> None:
+def test_run_ends_after_every_item_when_its_source_ends(on: Any) -> None:
     graph = Graph("r1")
     doubled = graph.source(range(1000), on=on).map(double, on=on, workers=2).collect()
     assert graph.run()[doubled] == [2 * item for item in range(1000)]

@@ -58,7 +58,7 @@ def test_two_equal_views_with_all_workers_waiting_are_a_deadlock() -> None:
     assert REMEDY in text_of(judge(FULL, FULL))
 
 
-def test_writer_that_waits_for_bytes_gets_the_memory_remedy() -> None:
+def test_remedy_is_more_memory_if_a_writer_waits_for_bytes() -> None:
     short = observation(
         edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1)
     )

@@ -68,7 +68,7 @@ def restarted(stage: str, times: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> None:
+def test_ports_of_an_ended_worker_are_released_in_every_phase(phase: Phase) -> None:
     state, actions = decide(at(phase), Ended(MAP), 0.0)
     assert MAP not in state.alive
     assert actions == (ReleasePorts(MAP),)
@@ -82,7 +82,7 @@ def test_stopped_run_is_stopping_until_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_end_of_the_last_worker_ends_the_run(phase: Phase) -> None:
+def test_run_ends_with_its_last_worker(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SINK})), Ended(SINK), 0.0)
     assert (state.phase, actions) == ("ended", (ReleasePorts(SINK),))
 
@@ -96,7 +96,7 @@ def test_events_after_the_end_change_nothing(event: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
-def test_end_of_the_last_sink_makes_the_run_finish(phase: Phase) -> None:
+def test_run_finishes_when_its_last_sink_has_ended(phase: Phase) -> None:
     state, _ = decide(at(phase), Ended(SINK), 7.0)
     assert (state.phase, state.since) == ("finishing", 7.0)
 
@@ -306,7 +306,7 @@ def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> Non
     assert actions[-1] == RestartGang((third,), 0.0, third)
 
 
-def test_losing_a_group_member_is_no_failure_while_finishing() -> None:
+def test_losing_a_group_member_while_finishing_is_not_a_failure() -> None:
     state, actions = decide(dataclasses.replace(GANG_AT_WORK, phase="finishing"), missing(GANG[0]), 0.0)
     assert (state.phase, state.failures, actions) == ("finishing", (), (ReleasePorts(GANG[0]),))
 
@@ -356,7 +356,7 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert not state.joining
 
 
-def test_worker_that_dies_before_it_has_a_group_is_skipped() -> None:
+def test_worker_that_dies_without_a_group_is_left_out() -> None:
     first, second, third = GANG
     state, _ = decide(ELASTIC, died(first), 0.0)
     state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
@@ -401,11 +401,11 @@ def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
+def test_time_within_the_grace_period_changes_nothing(phase: Phase) -> None:
     assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
 
 
-def test_grace_is_read_at_the_time_of_use() -> None:
+def test_no_module_imports_grace_by_name() -> None:
     """If a module imported GRACE by name, tests with ``short_grace`` would not shorten it there."""
     folder = Path(decisions.__file__).parents[1]
     imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)

@@ -126,7 +126,7 @@ def test_merge_stops_all_its_streams() -> None:
 
 
 @everywhere
-def test_early_end_passes_a_waiting_stage_while_another_branch_runs(on: Any) -> None:
+def test_early_end_passes_a_waiting_stage_although_another_branch_continues(on: Any) -> None:
     ended = threading.Event()
 
     def ticks_once(out: Out[int]) -> None:

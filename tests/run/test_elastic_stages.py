@@ -157,7 +157,7 @@ def test_idle_workers_are_removed_at_once(on: Any) -> None:
 
 
 @everywhere
-def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
+def test_second_worker_keeps_order_although_the_first_is_idle(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: item, on=on, name="work").collect()

@@ -153,7 +153,7 @@ def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
     assert not feed_threads()
 
 
-def test_every_must_be_a_number_of_seconds() -> None:
+def test_option_every_must_be_a_number_of_seconds() -> None:
     run = fed().start()
     with pytest.raises(ValueError, match="subscribe: every must be"):
         run.subscribe(every=0)

@@ -330,7 +330,7 @@ def test_second_wait_has_the_same_outcome() -> None:
             run.wait()
 
 
-def test_several_threads_may_wait() -> None:
+def test_several_threads_may_wait_for_a_run() -> None:
     """All threads must get the results.
 
     The test is repeated, so that some runs end just when a thread starts to wait.

@@ -96,7 +96,7 @@ with TaskPool(1, on=on) as pool:
 
 
 @METHODS
-def test_item_has_its_class_in_a_process_of_the_program(method: str, tmp_path: Path) -> None:
+def test_item_keeps_its_class_in_a_process_of_the_program(method: str, tmp_path: Path) -> None:
     definitions = """
 @dataclasses.dataclass
 class Plain:

@@ -168,7 +168,7 @@ ENDINGS: list[Callable[[str], None]] = [
 @everywhere
 @pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
-def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
+def test_nothing_is_left_after_each_ending(ending: Callable[[str], None], on: str) -> None:
     ending(on)
 
 
@@ -332,7 +332,7 @@ def test_workers_of_a_killed_program_end(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass", "del run", "os._exit(0)"])
-def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -> None:
+def test_workers_end_if_the_program_does_not_wait(end: str, tmp_path: Path) -> None:
     end = "for _ in range(100): run.stats().stages\n        " + end
     with start(script(tmp_path, PROGRAM.replace("END", end)), "fork") as process:
         family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
@@ -341,7 +341,7 @@ def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -
     wait_until(lambda: all(map(reference, {*map(int, out.split()), *family})))
 
 
-def test_run_with_a_dropped_handle_does_not_delay_the_program(tmp_path: Path) -> None:
+def test_run_with_a_dropped_handle_does_not_delay_the_exit(tmp_path: Path) -> None:
     text = """
         import itertools
         from flowchan import Graph

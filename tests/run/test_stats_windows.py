@@ -97,7 +97,7 @@ def test_cpu_seconds_are_those_of_the_worker(on: Any) -> None:
     assert waited < burnt
 
 
-def test_cpu_seconds_of_async_stages_count_once() -> None:
+def test_cpu_seconds_of_async_stages_are_counted_once() -> None:
     async def work(item: int) -> int:
         return burn(item)
 
@@ -164,7 +164,7 @@ def test_writers_before_a_slow_reader_wait_for_a_place() -> None:
         run.wait()
 
 
-def test_replaced_worker_counts_in_its_stage() -> None:
+def test_time_of_a_replaced_worker_counts_for_its_stage() -> None:
     graph, gate = Graph("replaced"), Gate()
     graph.source(range(3)).map(gate.wait, on="process", restarts=1, name="work").sink(same)
     with graph.start() as run:
@@ -180,7 +180,7 @@ def test_replaced_worker_counts_in_its_stage() -> None:
         run.wait()
 
 
-def test_worker_being_built_does_not_work_yet() -> None:
+def test_worker_that_is_being_built_is_not_working() -> None:
     gate = Gate()
 
     class Built:
@@ -204,7 +204,7 @@ def test_worker_being_built_does_not_work_yet() -> None:
         run.wait()
 
 
-def test_stats_of_a_window_cover_that_window() -> None:
+def test_stats_with_a_window_cover_only_that_window() -> None:
     graph = Graph("window")
     numbers = graph.input()
     numbers.map(same, name="work").sink(same)
