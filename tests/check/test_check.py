@@ -190,7 +190,7 @@ def test_a_stream_read_twice_is_reported_with_both_readers(graph: Blueprint) -> 
     problem = only(graph)
     assert problem.rule == "read-twice"
     assert f"2 readers, 'print' ({one}) and 'print-2' ({two})" in problem.message
-    assert problem.message.endswith("give each its own stream with .tee(2)")
+    assert problem.message.endswith("give each reader its own stream with .tee(2)")
 
 
 def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:

@@ -198,7 +198,7 @@ def test_script_that_fails_on_import_shows_the_line_and_remedy(method: str, tmp_
         _, err = process.communicate()
     assert process.returncode == 1
     assert "LookupError: only the program may import this" in err
-    assert f"as with the start method '{method}'" in err
+    assert f"as the start method '{method}' requires" in err
     assert 'and `set_start_method`, under `if __name__ == "__main__":`' in err
 
 
