@@ -33,7 +33,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     2: (
         "channel memory not collected after teardown",
         (
-            "run/test_residue.py::test_nothing_is_left_after",
+            "run/test_residue.py::test_nothing_is_left_after_each_ending",
             "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
         ),
     ),
@@ -55,7 +55,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "teardown depends on garbage collection",
         (
             "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
-            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_program",
+            "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_exit",
         ),
     ),
     6: (
@@ -66,7 +66,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
             "run/test_explain.py::test_tee_with_branches_that_wait_for_each_other_is_detected",
         ),
     ),
-    7: ("memory held after Ctrl-C", ("run/test_program_exits.py::test_every_exit_leaves_nothing",)),
+    7: ("memory held after Ctrl-C", ("run/test_program_exits.py::test_every_exit_leaves_nothing_behind",)),
     8: ("a queue far slower than plain IPC", LATER + "speed is measured by `make bench`, never asserted"),
     9: (
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
@@ -78,13 +78,13 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     10: (
         "processes stay after a notebook run",
-        ("run/test_program_exits.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",),
+        ("run/test_program_exits.py::test_notebook_graph_with_own_functions_leaves_nothing_behind",),
     ),
     11: (
         "Ctrl-C needs repeating or prints several stack traces",
         (
             "run/test_stop_signals.py::test_first_signal_finishes_items_in_flight",
-            "run/test_program_exits.py::test_every_exit_leaves_nothing",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing_behind",
         ),
     ),
     12: (
@@ -132,14 +132,14 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "orphans when the parent is killed; false leak warnings",
         (
             "run/test_residue.py::test_workers_of_a_killed_program_end",
-            "run/test_program_exits.py::test_every_exit_leaves_nothing",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing_behind",
         ),
     ),
     20: (
         "the tracker of one process unlinks another's segment",
         (
             "channel/test_children.py::test_script_that_leaves_channels_open_exits_cleanly",
-            "run/test_program_exits.py::test_every_exit_leaves_nothing",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing_behind",
         ),
     ),
     21: (
@@ -179,15 +179,15 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     26: (
         "forkserver as the default breaks closures",
         (
-            "run/test_start_methods.py::test_objects_of_main_work_in_a_script",
+            "run/test_start_methods.py::test_objects_from_main_work_in_a_script",
             "run/test_start_methods.py::test_lambdas_and_closures_work",
         ),
     ),
     27: (
         "functions of a notebook can't be found by spawned workers",
         (
-            "run/test_start_methods.py::test_objects_of_main_work_in_an_executed_program",
-            "run/test_program_exits.py::test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing",
+            "run/test_start_methods.py::test_objects_from_main_work_in_code_run_by_exec",
+            "run/test_program_exits.py::test_notebook_graph_with_own_functions_leaves_nothing_behind",
         ),
     ),
     28: (
@@ -198,7 +198,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a hang at exit; a killed worker is noticed after minutes",
         (
             "run/test_death.py::test_worker_killed_while_waiting_for_an_item_is_reported",
-            "run/test_residue.py::test_workers_of_a_program_that_does_not_wait_end",
+            "run/test_residue.py::test_workers_end_if_the_program_does_not_wait",
         ),
     ),
     30: (
@@ -224,7 +224,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         (
             "check/test_check.py::test_a_cycle_is_reported_as_its_loop",
             "run/test_explain.py::test_general_stages_that_wait_for_each_other_are_detected",
-            "run/test_program_exits.py::test_every_exit_leaves_nothing",
+            "run/test_program_exits.py::test_every_exit_leaves_nothing_behind",
         ),
     ),
     34: (

@@ -1,6 +1,6 @@
-"""Check the rule "pickle": cloudpickle must be able to send a stage to its process.
+"""Check the rule "pickle": cloudpickle must be able to pickle a stage that is sent to a process.
 
-This holds for the stage's function, arguments and options.
+The rule covers the stage's function, arguments and options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REMEDY = (
 
 
 def pickle_problems(stage: Stage) -> Iterator[Problem]:
-    """Yield one problem for each part of a stage that cannot be sent to the stage's process."""
+    """Yield one problem for each part of a stage that cannot be sent to a worker process."""
     if not stage.placement.own_process:
         return
     for name, part in _parts(stage):

@@ -2,25 +2,25 @@
 
 | rule | meaning |
 |---|---|
-| empty | the graph has no stage, or no stage begins it |
+| empty | the graph has no stage, or no stage at which it begins |
 | duplicate | two stages or two channels have the same name |
-| foreign | a stage reads a stream of another graph, or a stream that no stage writes |
+| foreign | a stage reads a stream from another graph, or a stream that no stage writes |
 | cycle | stages wait for each other in a loop without a declared feedback |
 | loop | no stage feeds a feedback, or an operator other than ``stage`` reads it |
 | unread | no stage reads an output |
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not match the function's parameters |
 | type | the item type does not match the reader's annotation |
-| async | an ``async def`` function in a stage that does not support it |
-| pickle | a part of the stage cannot be sent to the stage's process |
+| async | a stage has an ``async def`` function but does not support it |
+| pickle | part of a stage cannot be sent to a worker process |
 | hosts | the hosts of a stage are not given, or cannot be known here |
 | gang | the workers of a stage cannot form a group as declared |
-| daemon | a daemonic process declares worker processes, but may not start any |
+| daemon | a daemonic process declares worker processes, which it is not allowed to start |
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
-| system | this system refuses a resource of channels between processes |
-| limit | a channel has more workers than ports, or a ``select`` has more operations than it supports |
+| system | the system refuses a resource that channels between processes need |
+| limit | a channel has more workers than ports, or a ``select`` has too many operations |
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ MEMINFO = Path("/proc/meminfo")
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
-# Ports of a channel between processes. Its table has some more places, for processes without a port.
+# Maximum number of ports in a channel between processes. Its table has additional entries for processes
+# without a port.
 _MOST_PORTS = 4096
-_MOST_SELECTED = 128  # operations of one select, the most that Linux can wait for at once
+_MOST_SELECTED = 128  # operations in one select; Linux can't wait for more at once
 
 Found = Iterator[tuple[int, Problem]]
-"""Problems, each with the index of its stage in the graph; -1 means the whole graph."""
+"""Problems, each with the index of its stage in the graph, or -1 for the whole graph."""
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
     """Return every problem of the graph, in the order of declaration; an empty tuple if the graph can run.
 
-    The check starts no stage, and raises no exception because of the graph.
+    The check does not start any stage, and does not raise because of the graph.
     """
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
     for rule in _RULES:
         found.extend(rule(graph, stages))
     count = Counter(stage.name for stage in stages)
-    items = {  # the stage that a duplicate name refers to is ambiguous
+    items = {  # leave out duplicate names, because it is not clear to which stage they refer
         Origin(stage.name, output.port): output
         for stage in stages
         if count[stage.name] == 1
@@ -133,7 +134,7 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             foreign = graph._foreign_streams.get(origin)
             if foreign is not None:
                 message = (
-                    f"reads stream {foreign.name!r} of another graph, {foreign.graph!r}, declared at "
+                    f"reads stream {foreign.name!r} from another graph, {foreign.graph!r}, declared at "
                     f"{foreign.where}; declare both stages in one graph"
                 )
                 yield index, Problem("foreign", stage.name, stage.where, message)
@@ -145,8 +146,8 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Yield one problem for each set of stages that wait for each other.
 
-    Duplicate names would join stages that are not connected, so these stages are left out. They have their
-    own problem.
+    Stages with duplicate names are left out, because the names would connect stages that are not connected.
+    Another rule reports these names.
     """
     count = Counter(stage.name for stage in stages)
     indexes = {stage.name: index for index, stage in enumerate(stages) if count[stage.name] == 1}
@@ -188,7 +189,7 @@ def _goes_in_circles(edges: list[tuple[str, str]]) -> bool:
 
 
 def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that each feedback has a writer, and a reader that can end before its inputs end."""
+    """Check that each feedback has a writer, and that its reader can end before its inputs end."""
     for origin, loop in graph._loops.items():
         if loop.fed_by is None:
             message = f"nothing feeds {loop.name!r}; close the loop with .feed(stream)"
@@ -198,16 +199,16 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, so it would wait for its own end; read it in a graph.stage "
+                f"{stage.kind} reads a feedback, so it would wait for itself to end; use a graph.stage there "
                 "that returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)
 
 
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that each output has exactly one reader; a result may have none.
+    """Check that each output has exactly one reader. A result does not need one.
 
-    The reader of a duplicate name is ambiguous, so these stages are left out.
+    Stages with duplicate names are left out, because it is not clear who reads them.
     """
     count = Counter(stage.name for stage in stages)
     readers: dict[Origin, list[Stage]] = {}
@@ -227,7 +228,7 @@ def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
                 readers_text = " and ".join(f"{reader.name!r} ({reader.where})" for reader in reading)
                 message = (
                     f"its output {output.name!r} has {len(reading)} readers, {readers_text}, but a stream "
-                    f"has one reader; give each its own stream with .tee({len(reading)})"
+                    f"can have only one; give each reader its own stream with .tee({len(reading)})"
                 )
                 yield index, Problem("read-twice", stage.name, stage.where, message)
 
@@ -241,7 +242,7 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check a lower bound of the memory, which a run reserves when it begins. Larger items need more."""
+    """Check that the memory that a run reserves when it starts is free. Large items need more than this."""
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
         return
@@ -258,7 +259,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _free_memory() -> float:
-    """Return the free memory in bytes; infinity if the kernel does not report it."""
+    """Return the free memory in bytes, or infinity if the kernel does not report it."""
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
@@ -296,8 +297,8 @@ def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         names = getattr(getattr(stage.function, "__code__", None), "co_names", ())
         if stage.operator.calls == "ports" and ports > _MOST_SELECTED and "select" in names:
             message = (
-                f"its function calls select and has {ports} ports, but select takes {_MOST_SELECTED} "
-                "operations; merge some of the streams first"
+                f"its function calls select and has {ports} ports, but select accepts at most "
+                f"{_MOST_SELECTED} operations; merge some of the streams first"
             )
             yield index, Problem("limit", stage.name, stage.where, message)
 
@@ -315,9 +316,10 @@ def _asyncs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _spent(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check the iterators of sources on threads.
+    """Check the iterators of sources in threads.
 
-    A process iterates over a copy of its iterator, so it uses up none. A channel reports its own end.
+    A worker process iterates over a copy, so the original is not used up. A channel reports its end in
+    another way.
     """
     for index, stage in enumerate(stages):
         items = stage.options.get("iterable")
@@ -354,7 +356,7 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("hosts", stage.name, stage.where, stage.placement.missing)
         elif stage.placement.nowhere:
             message = (
-                "the hosts of on='hosts' are not given; use `flowchan run FILE --hosts local:2`, or declare "
+                "no hosts were given for on='hosts'; use `flowchan run FILE --hosts local:2`, or declare "
                 "the stage with on=pool"
             )
             yield index, Problem("hosts", stage.name, stage.where, message)
@@ -365,7 +367,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         if stage.gang is not None and is_async(stage.function):
             message = (
                 "its workers form a group, whose operations block, so it can't be an async function; use a "
-                "plain function"
+                "synchronous function"
             )
             yield index, Problem("gang", stage.name, stage.where, message)
         if stage.gang is not None and stage.gang.elastic and not stage.placement.own_process:
@@ -376,13 +378,13 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check streams whose items go to the worker that the sender names."""
+    """Check streams whose writers choose the worker for each item."""
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
             message = (
                 f"its per_worker input {edge.reader_port!r} reads the errors stream of "
-                f"{edge.writer!r}, whose items name no worker; add a map between them that returns "
+                f"{edge.writer!r}, whose items do not name a worker; add a map between them that returns "
                 "pairs (worker, item)"
             )
             yield indexes[edge.reader], Problem("ports", edge.reader, edge.where, message)

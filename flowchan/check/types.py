@@ -1,9 +1,11 @@
 """Check the rules "ports" and "type": streams and items must fit the stage's function.
 
-The checks use annotations only where these are certain. They compare classes, and the classes of generic
-types. An unknown, unusually abstract or merely convertible type passes. beartype.door does not help here: it
-proves subtypes, but does not tell which types may fit. It also raises for protocols, TypedDicts and
-unresolved names. Loading it takes 77 ms, for 35 lines of this module.
+The checks rely on annotations only if these are certain. They compare classes, and the classes of generic
+types. Types that are unknown, unusually abstract or merely convertible are accepted.
+
+beartype.door is not used: it can prove that one type is a subtype of another, but not that two types may fit.
+It also raises for protocols, TypedDicts and unresolved names. Importing it takes 77 ms and would save 35
+lines.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def port_problems(stage: Stage) -> Iterator[Problem]:
 
 
 def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Problem]:
-    """Yield a problem for each stream whose item type does not fit the parameter that receives it.
+    """Yield a problem for each stream whose item type does not fit the parameter that receives the items.
 
-    ``outputs`` maps each origin of the graph to its output.
+    ``outputs`` maps each origin in the graph to its output.
     """
     if stage.operator.iterates and stage.function is not None:
         given = returned_type(stage.function)
@@ -69,7 +71,7 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
 
 
 def fits(given: Any, wanted: Any) -> bool:
-    """Return whether a value of type ``given`` may be passed to a parameter annotated ``wanted``.
+    """Return whether a value of type ``given`` may be passed to a parameter annotated with ``wanted``.
 
     If this is not certain, return True.
     """
@@ -85,7 +87,7 @@ def fits(given: Any, wanted: Any) -> bool:
             return True
         if issubclass(given, wanted) or issubclass(wanted, given):
             return True
-        # Numbers of NumPy and other libraries convert; a builtin float does not fit an int.
+        # Numbers from NumPy and other libraries are converted, but a builtin float does not fit an int.
         foreign = not {given, wanted} <= {bool, int, float, complex}
         return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
     except Exception:  # classes that do not support issubclass, such as TypedDict
@@ -93,7 +95,7 @@ def fits(given: Any, wanted: Any) -> bool:
 
 
 def _iterable(annotation: Any) -> bool:
-    """Return whether a value with this annotation is iterable; True if this is not certain."""
+    """Return whether a value with this annotation is iterable, or True if this is not certain."""
     kind = _bare(annotation)
     if isinstance(kind, tuple):
         return any(_iterable(member) for member in kind)
@@ -114,7 +116,7 @@ def _bare(annotation: Any) -> Any:
 
 
 def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tuple[Output, str, Any]]:
-    """Yield each stream with a known item type, with its parameter and the parameter's annotation."""
+    """Yield each stream with a known item type, the parameter that receives its items, and the annotation."""
     if stage.function is None:
         return
     read = {port: outputs[origin] for port, origin in stage.read if origin in outputs}
@@ -134,9 +136,9 @@ def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tupl
 
 
 def _in_pairs(stream: Output, port: str, wanted: Any) -> tuple[Output, str, Any]:
-    """Return the stream and the annotation for a stream of pairs ``(worker, item)``.
+    """Return the stream and the annotation to compare for a stream of pairs ``(worker, item)``.
 
-    The parameter receives the item of each pair.
+    The parameter receives only the item of each pair.
     """
     args = typing.get_args(stream.item)
     if typing.get_origin(stream.item) is tuple and len(args) == 2 and fits(args[0], int):
@@ -153,16 +155,16 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 
 
 def _item_signature(function: Any) -> inspect.Signature | None:
-    """Return the signature of the call per item, or ``None`` for a plain class.
+    """Return the signature of the call for each item, or ``None`` for a plain class.
 
-    The signature of a plain class's constructor is often wrong (``__new__``, metaclasses).
+    The signature of a plain class's constructor is often wrong because of ``__new__`` or a metaclass.
     """
     made = bare(function)
     return None if inspect.isclass(made) and not is_callable_class(made) else call_signature(function)
 
 
 def _call_messages(stage: Stage) -> Iterator[str]:
-    """Yield messages for an operator that calls the function with the item."""
+    """Yield messages about an operator that calls the function with each item."""
     count = _CALLED_WITH.get(stage.operator.calls or "")
     if count is None:
         return
@@ -190,7 +192,7 @@ def _source_messages(stage: Stage) -> Iterator[str]:
 
 
 def _construction_messages(stage: Stage) -> Iterator[str]:
-    """Check that the worker can construct a callable class without further arguments."""
+    """Check that a worker can create an instance of a callable class without arguments."""
     if not is_callable_class(stage.function):
         return
     try:
@@ -206,7 +208,7 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
 
 
 def _port_messages(stage: Stage) -> Iterator[str]:
-    """Check a general stage: its streams against its ``In`` parameters, its arguments against the others."""
+    """Check a general stage: streams must match the ``In`` parameters, and arguments the others."""
     name = _named(stage.function)
     signature = call_signature(stage.function)
     if signature is None:
@@ -232,7 +234,7 @@ def _port_messages(stage: Stage) -> Iterator[str]:
             yield from _parameter_messages(stage, name, parameter, parameter.name in ports)
         elif group in stage.kwargs:
             yield (
-                f"parameter {group!r} of {name} is the worker's member of a group, which the run passes; "
+                f"parameter {group!r} of {name} is the worker's membership in a group, which the run passes; "
                 "remove the argument"
             )
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -247,7 +249,7 @@ def _parameter_messages(
 ) -> Iterator[str]:
     """Check one parameter of a general stage.
 
-    A port gets its value from a stream, and any other parameter from an argument or its default.
+    A port is bound to a stream. Any other parameter gets an argument or has a default.
     """
     given = parameter.name in stage.kwargs
     optional = parameter.default is not parameter.empty or parameter.kind in (

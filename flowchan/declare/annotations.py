@@ -1,7 +1,7 @@
 """Read item types and ports from the annotations of a user's function.
 
-Annotations are hints. An annotation that cannot be resolved counts as unknown (``None``), and no function of
-this module raises because of one.
+Annotations are hints. If an annotation cannot be resolved, the type counts as unknown (``None``), and no
+function in this module raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STANDARD = ("builtins", "collections", "collections.abc")
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Parameter of a general stage that is a port, with its direction and item type."""
+    """Parameter of a general stage that is a port: its name, its direction and its item type."""
 
     name: str
     reads: bool
@@ -32,10 +32,10 @@ class Port:
 
 
 class _Names(dict[str, Any]):
-    """Names that an annotation written as a string may use.
+    """Names that are available to an annotation written as a string.
 
-    A name that exists for the type checker only counts as ``Any``, so the rest of the annotation is still
-    read. ``In`` and ``Out`` are always known, wherever the user imported them.
+    A name that is defined only for type checkers counts as ``Any``, so that the rest of the annotation can be
+    evaluated. ``In`` and ``Out`` are always known, even if the user's module did not import them.
     """
 
     def __missing__(self, name: str) -> Any:
@@ -43,9 +43,9 @@ class _Names(dict[str, Any]):
 
 
 def plain_function(function: Any) -> Any:
-    """Return the Python function under partials, decorators, bound methods and callable objects.
+    """Return the Python function behind partials, decorators, bound methods and callable objects.
 
-    Return the argument itself if no function is found.
+    If none is found, return the argument itself.
     """
     function = bare(function)
     if inspect.isclass(function):
@@ -53,7 +53,7 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # The method is needed, not only the fact that it exists.
+    # This needs the method itself, not only whether the object is callable.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
@@ -62,7 +62,7 @@ def plain_function(function: Any) -> Any:
 def call_signature(function: Any) -> inspect.Signature | None:
     """Return the signature of the call that a worker makes, with its annotations resolved.
 
-    For a callable class, this is the call of its instance. Return ``None`` if Python knows no signature.
+    For a callable class, this is the call of an instance. Return ``None`` if Python cannot find a signature.
     """
     try:
         if is_callable_class(function):
@@ -82,7 +82,7 @@ def call_signature(function: Any) -> inspect.Signature | None:
 
 
 def returned_type(function: Any) -> Any:
-    """Return the result type of a call: the return annotation, or the class applied to each item."""
+    """Return the result type of a call: the return annotation, or the class itself for a class."""
     made = bare(function)
     if inspect.isclass(made) and not is_callable_class(made):
         return made
@@ -91,7 +91,7 @@ def returned_type(function: Any) -> Any:
 
 
 def element_type(kind: Any) -> Any:
-    """Return the element type of an iterable type, for the standard containers and iterators."""
+    """Return the element type of an iterable type, if it is a standard container or iterator."""
     if kind is str:
         return str
     if kind in (bytes, bytearray, range):
@@ -109,7 +109,7 @@ def element_type(kind: Any) -> Any:
 
 
 def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
-    """Return the parameters annotated ``In`` or ``Out``, in the order of the signature."""
+    """Return the parameters annotated with ``In`` or ``Out``, in the order of the signature."""
     signature = call_signature(function)
     if signature is None:
         return ()
@@ -126,9 +126,9 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
 
 
 def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Return the parameter that receives a worker's group member, and the class that makes such groups.
+    """Return the parameter that receives a worker's membership in a group, and the class of the group.
 
-    The annotation of the parameter is that class, for example ``flowchan.collective.Group``.
+    The parameter is annotated with that class, for example ``flowchan.collective.Group``.
     """
     signature = call_signature(function)
     for parameter in () if signature is None else signature.parameters.values():
@@ -151,7 +151,7 @@ def known(annotation: Any) -> Any:
 
 
 def type_name(kind: Any) -> str:
-    """Return the type as the user wrote it, without module names: ``int``, ``list[str]``, ``Doc``.
+    """Return the name of a type as the user would write it, without modules: ``int``, ``list[str]``, ``Doc``.
 
     Messages and pictures show this name.
     """
@@ -184,17 +184,17 @@ def _names_of(function: Any) -> _Names:
     ):
         try:
             names[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
+        except ValueError:  # the variable has not been assigned yet
             continue
     return names
 
 
 def _resolved(annotation: Any, names: _Names) -> Any:
-    # Quotes under "from __future__ import annotations" make a string that contains a string.
+    # Under "from __future__ import annotations", a quoted annotation is a string inside a string.
     for _ in range(2):
         if isinstance(annotation, str):
             try:
-                # Like typing.get_type_hints, but one annotation at a time.
+                # as typing.get_type_hints does, but one annotation at a time
                 annotation = eval(annotation, {}, names)
             except Exception:
                 return Parameter.empty

@@ -1,4 +1,4 @@
-"""Declare the first stages of a graph: sources, inputs, merges and feedback loops."""
+"""Declare where a graph begins (sources and inputs), and where streams join: merges and feedback loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Blueprint(General):
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # Stages that a run has started, whose iterators are used up.
+        self._started: set[str] = set()  # stages that a run has started, so their iterators are used up
 
     def source(
         self,
@@ -50,17 +50,17 @@ class Blueprint(General):
 
         Args:
             items: Iterable, or a callable that returns one. The callable may be an async generator function.
-                The run calls it, so nothing is opened when the graph is only checked or drawn.
+                It is called when the graph runs, so checking or drawing the graph does not open anything.
             *args: Positional arguments for the callable.
             name: Name of the stage (default: the name of the callable, or ``"source"``).
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
                 hosts.
             capacity: Capacity of the output channel in items (default: 64).
-            restarts: Maximum number of times that a dead worker process is replaced in 60 seconds of work
+            restarts: Maximum number of times that a dead worker process is replaced within 60 seconds of work
                 (default: 10).
-            restartable: True if a second iteration yields the same elements. Then a replacement continues
-                after the elements that a dead worker process has emitted.
-            gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.
+            restartable: Whether a second iteration yields the same elements (default: False). If so, a dead
+                worker process is replaced, and the replacement skips the elements that were already emitted.
+            gpus: Number of GPUs reserved for the worker (default: 0). This requires a worker process.
             **kwargs: Keyword arguments for the callable.
 
         Returns:
@@ -95,7 +95,7 @@ class Blueprint(General):
             )
         elif args or kwargs:
             known_options("source", kwargs, SOURCE_OPTIONS)
-            raise TypeError(f"source: items must be a callable if it has arguments, got {shown(items)}")
+            raise TypeError(f"source: items must be a callable if arguments are passed, got {shown(items)}")
         else:
             options, item = {"iterable": items}, element_type(type(items))
         stage = self._declare(
@@ -124,7 +124,7 @@ class Blueprint(General):
             capacity: Capacity of the channel in items (default: 64).
 
         Returns:
-            The stream. ``run[stream]`` is the port to put items into.
+            The stream. Put items into ``run[stream]``.
 
         Raises:
             TypeError: An argument has the wrong type or an unknown name.
@@ -146,17 +146,17 @@ class Blueprint(General):
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:
-        """Declare a stage that emits the items of several streams in order of arrival.
+        """Declare a stage that emits the items of several streams in the order of their arrival.
 
         Args:
             *streams: Streams of this graph, at least one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
-            One stream, which ends when the last input ends.
+            One stream, which ends when all inputs have ended.
 
         Raises:
-            TypeError: An argument is not a stream, or there is none.
+            TypeError: An argument is not a stream, or no stream was passed.
 
         Example:
             >>> from flowchan import Graph
@@ -167,7 +167,7 @@ class Blueprint(General):
         """
         known_options("merge", options, PlainOptions.__annotations__)
         if not streams:
-            raise TypeError("merge: streams must have at least one stream, got none")
+            raise TypeError("merge: streams must contain at least one stream, got none")
         items = [stream.item for stream in streams_argument("merge", streams)]
         stage = self._declare(
             "merge",
@@ -182,9 +182,9 @@ class Blueprint(General):
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """Declare a stream whose writer is declared later, to form a loop.
 
-        A stage with ports must read it. The loop has no source that ends it, so one of its stages must return
-        when its work is done. Then the outputs of that stage close, and the other stages see the end of their
-        inputs.
+        The stream must be read by a stage with ports. No source ends the loop, so one stage in it must return
+        when its work is done. This closes the outputs of that stage, and the other stages see their inputs
+        end.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).

@@ -1,7 +1,7 @@
-"""Collect the stages of a graph, and the channels that join them, while the user declares them.
+"""Collect the stages of a graph, and the channels between them, while the user declares the graph.
 
-Every :class:`~flowchan.declare.values.Stage` is a frozen value; only the list of stages changes. The
-operators of streams and graphs add to the list. The checks, the pictures and the run read ``stages`` and
+Every :class:`~flowchan.declare.values.Stage` is a frozen value; only the list of stages changes. The methods
+of streams and graphs add stages to the list. The checks, the pictures and the run read ``stages`` and
 ``edges``.
 """
 
@@ -26,24 +26,24 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Builder:
-    """Graph under declaration: its ``name``, its stages, and in ``where`` the user's line that created it."""
+    """Graph that is being declared."""
 
     def __init__(self, name: str) -> None:
         self.name = text("Graph", "name", name)
         """Name of the graph."""
         self.where = users_line()
-        """File and line of the program that declared the graph."""
+        """File and line in the program where the graph was created."""
         self._stages: list[Stage] = []
         self._by_name: dict[str, int] = {}
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the origin that represents the loop
-        # streams of other graphs that a stage of this graph reads
+        self._loops: dict[Origin, Loop] = {}  # by the origin that stands for the loop
+        # streams from other graphs that stages of this graph read
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
-        """Label of a stage in pictures, by stage name, instead of its operator and line. ``None`` hides the
-        stage."""
+        """Maps a stage name to the label that pictures show instead of the operator and line. ``None`` hides
+        the stage."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -51,7 +51,7 @@ class Builder:
     def __reduce__(self) -> Any:
         raise TypeError(f"graph {self.name!r} is a declaration and must stay in the process that declares it")
 
-    # --- The declaration ---
+    # --- the declaration ---
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -89,15 +89,15 @@ class Builder:
     def edges(self) -> tuple[Edge, ...]:
         """Return the channels of the graph.
 
-        Each output has an edge to its reader, and so has each error stream that a stage reads. A stream with
-        several readers, which ``check`` reports, has one edge per reader. If the reader distinguishes the
-        workers, the stream has one edge per worker.
+        There is an edge from each output to its reader, and from each error stream that a stage reads. If a
+        stream has several readers, which is an error that ``check`` reports, it has one edge for each reader.
+        If its reader distinguishes the workers, it has one edge for each worker.
         """
         if self._edges is None:
             self._edges = tuple(self._joined())
         return self._edges
 
-    # --- Internal to the operators ---
+    # --- used by the operators ---
 
     def _declare(
         self,
@@ -112,7 +112,7 @@ class Builder:
         options: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> Stage:
-        """Add one stage after the checks that all operators share.
+        """Check the settings that all operators share, and add a stage.
 
         ``settings`` are the fields of :class:`StageSettings`.
         """
@@ -157,7 +157,8 @@ class Builder:
     def _add(self, stage: Stage) -> None:
         """Add a stage to the list.
 
-        A name that exists already stays with its first stage; ``check`` reports the second one.
+        If its name is already used, the name still refers to the first stage; ``check`` reports the second
+        one.
         """
         index = len(self._stages)
         self._stages.append(stage)
@@ -167,7 +168,7 @@ class Builder:
         self._edges = None
 
     def _may_carry_requests(self, origin: Origin) -> bool:
-        """Return whether the program may send items through this output with ``ask()``."""
+        """Return whether this output may carry items that the program sends with ``ask()``."""
         if origin not in self._by_port:
             return False
         stage = self._stage_at(origin)
@@ -175,15 +176,15 @@ class Builder:
         return (stage.may_get_requests or stage.operator.outside) and not failed
 
     def _gives_lists(self, origin: Origin) -> bool:
-        """Return whether each item of this output is a list of several items."""
+        """Return whether each item from this output is a list of several items."""
         return origin in self._by_port and self._stage_at(origin).operator.groups
 
     def _stage_at(self, origin: Origin) -> Stage:
-        """Return the stage that has this output."""
+        """Return the stage that writes this output."""
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """Return a new origin for a stream that no known stage of this graph writes."""
+        """Return a new origin for a stream that no stage of this graph writes (yet)."""
         return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
@@ -193,7 +194,7 @@ class Builder:
         return origin
 
     def _is_foreign(self, name: str, graph: Builder) -> Origin:
-        """Return an origin for a stream of another graph, which ``check`` reports."""
+        """Return an origin for a stream from another graph, which ``check`` reports."""
         origin = self._without_stage()
         self._foreign_streams[origin] = ForeignStream(name, graph.name, graph.where)
         return origin
@@ -212,7 +213,7 @@ class Builder:
         self._edges = None
 
     def _give_hosts(self, pool: Placement) -> None:
-        """Place the stages that wait for hosts on the hosts of ``pool``."""
+        """Place the stages with ``on="hosts"`` on the hosts of ``pool``."""
         self._stages = [
             dataclasses.replace(stage, placement=pool) if stage.placement.nowhere else stage
             for stage in self._stages
@@ -224,16 +225,16 @@ class Builder:
         self._change_output(origin, capacity=capacity)
 
     def _address(self, per_worker: frozenset[str]) -> None:
-        """Mark inputs of the last stage as addressed: the sender names the worker."""
+        """Mark inputs of the last stage as addressed: the writer chooses the worker for each item."""
         self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
 
     def _split_per_worker(self, origin: Origin) -> None:
-        """Give each worker of a stage its own channel for this output."""
+        """Create a separate channel for this output in each worker of its stage."""
         self._change_output(origin, channel_per_worker=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:
-        """Replace the stage of this output with one whose output has these changes."""
+        """Change settings of this output, by replacing its stage."""
 
         def changed(output: Output) -> Output:
             return dataclasses.replace(output, **changes) if output.port == origin.port else output
@@ -292,13 +293,13 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
 
 
 def _name_from(function: Any, kind: str) -> str:
-    """Return a stage name for a function: the operator's name for a lambda or without a function."""
+    """Return a stage name from the function's name; for a lambda or no function, the operator's name."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind
 
 
 def users_line() -> Where:
-    """Return the line of the innermost call that came from outside this package."""
+    """Return the line of the innermost call that was made outside of this package."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")

@@ -15,10 +15,10 @@ def bare(function: Any) -> Any:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a call of ``function`` returns something to await or to iterate with ``async for``.
+    """Return whether ``function`` returns something to await or to iterate over with ``async for``.
 
-    This holds for an ``async def`` function, an async generator function, a partial of one, and an instance
-    or class whose ``__call__`` is one.
+    This is the case for an ``async def`` function, an async generator function, a partial of one, and an
+    instance or class whose ``__call__`` is one.
     """
     function = bare(function)
     if is_callable_class(function) or not (inspect.isroutine(function) or inspect.isclass(function)):
@@ -27,22 +27,22 @@ def is_async(function: Any) -> bool:
 
 
 def is_callable_class(function: Any) -> bool:
-    """Return whether ``function`` is a class whose *instances* are called per item.
+    """Return whether ``function`` is a class whose *instances* are called for each item.
 
-    Each worker builds one instance. A class such as ``int`` is itself applied to each item and does not
-    count. A ``functools.partial`` of a callable class counts.
+    Each worker creates one instance. A class such as ``int`` does not count, because the class itself is
+    called for each item. A ``functools.partial`` of a callable class counts.
     """
     function = bare(function)
-    # ``type`` and metaclasses make a class from an item.
+    # ``type`` and metaclasses create a class from each item.
     if not inspect.isclass(function) or issubclass(function, type):
         return False
     return any("__call__" in vars(base) for base in function.__mro__)
 
 
 def class_with_state(function: Any) -> str:
-    """Return the name of the class whose instance is called per item, if it can keep state between items.
+    """Return the name of the class whose instance is called for each item, if it can keep state.
 
-    It is empty for a function, for a frozen dataclass, and for callables of native code or of flowchan.
+    The name is empty for a function, a frozen dataclass, and a callable from native code or from flowchan.
     """
     function = bare(function)
     if not is_callable_class(function):
@@ -58,6 +58,6 @@ def class_with_state(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """Return the name from ``def`` or ``class``; for a callable object, the name of its class."""
+    """Return the name in ``def`` or ``class``. For a callable object, return the name of its class."""
     name = getattr(bare(function), "__name__", None)
     return name if isinstance(name, str) else type(bare(function)).__name__

@@ -1,4 +1,4 @@
-"""Define the stream that closes a loop of a graph."""
+"""Define the stream that forms a loop in a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Feedback(Stream[T]):
-    """Stream whose writer is declared later and named by :meth:`feed`. A ``graph.stage`` must read it.
+    """Stream whose writer is declared later, with :meth:`feed`. It must be read by a ``graph.stage``.
 
     Example:
         >>> from flowchan import Graph, In, Out
@@ -34,15 +34,15 @@ class Feedback(Stream[T]):
     __slots__ = ()
 
     def feed(self, stream: Stream[T]) -> None:
-        """Close the loop: the reader of this feedback receives the items of ``stream``.
+        """Close the loop: the stage that reads this feedback receives the items of ``stream``.
 
-        This call counts as the one reader of ``stream``.
+        The feedback counts as the only reader of ``stream``.
 
         Args:
             stream: Stream that a stage of the same graph writes.
 
         Raises:
-            TypeError: ``stream`` is not a stream that a stage writes.
+            TypeError: ``stream`` is not a stream, or is itself a feedback.
             ValueError: This feedback already has a writer.
 
         Example:
@@ -59,7 +59,7 @@ class Feedback(Stream[T]):
         """
         streams_argument("feed", (stream,))
         if isinstance(stream, Feedback):
-            raise TypeError(f"feed: stream must be the stream of a stage, got {stream!r}")
+            raise TypeError(f"feed: stream must be the output of a stage, got {stream!r}")
         fed_by = self.graph._loops[self._origin].fed_by
         if fed_by is not None:
             raise ValueError(f"{self!r} is already fed by {str(fed_by)!r}; declare another graph.feedback()")
@@ -67,5 +67,5 @@ class Feedback(Stream[T]):
 
     def _own(self, call: str) -> Origin:
         raise ValueError(
-            f"{call}: {self!r} is a feedback without a stage; call {call} on the stream that feeds it"
+            f"{call}: {self!r} is a feedback, which no stage writes; call {call} on the stream that feeds it"
         )

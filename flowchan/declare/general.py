@@ -1,8 +1,8 @@
 """Declare a general stage: a function with ports.
 
-Type checkers infer its streams from the output ports in the function's signature. They support up to three
-outputs, as the last parameters or after at most two other parameters. For a function with more outputs, the
-streams are ``Any``.
+Type checkers infer the types of the streams from the output ports in the function's signature. This works for
+up to three outputs, either as the last parameters or after at most two other parameters. If a function has
+more outputs, the result has the type ``Any``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Others = TypeVarTuple("Others")
 
 @methods_end_at_caller
 class General(Builder):
-    """Graph with :meth:`stage`."""
+    """Graph with the method :meth:`stage`."""
 
     @overload
     def stage(self, function: UntypedFunction, *streams: Stream[Any], **options: Any) -> Any: ...
@@ -144,28 +144,28 @@ class General(Builder):
     def stage(self, function: Callable[..., Any], *streams: Stream[Any], **options: Any) -> Any:
         """Declare a stage with ports: each worker calls ``function`` once.
 
-        The parameters annotated ``In[T]`` and ``Out[T]`` are the ports.
+        The parameters annotated with ``In[T]`` and ``Out[T]`` are the ports.
 
         Args:
             function: Function, callable class or ``async def`` function with port parameters.
             *streams: Streams for the ``In`` parameters, in order.
             **options: Values for the parameters that are not ports, and keyword options of the stage:
+
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of replacements of dead worker processes in 60 seconds of work
-                    (default: 10).
-                restartable (bool): True if the function keeps no state between items (default: False). Then a
-                    dead worker process is replaced.
-                elastic (bool): For a gang: if a worker dies, only that worker starts again (default: False;
-                    implies ``restartable``). The others continue in their processes: the function is called
-                    again, first with the group of the survivors, then with the complete group.
-                gpus (int): Number of GPUs reserved for each worker (default: 0). They need worker processes.
+                restarts (int): Maximum number of replacements of dead worker processes within 60 seconds of
+                    work (default: 10).
+                restartable (bool): Whether the function keeps no state between items, so that a dead worker
+                    process can be replaced (default: False).
+                elastic (bool): For a gang: whether only the dead worker is restarted (default: False; implies
+                    ``restartable``). The others keep their processes. Their function is called again, first
+                    with the group of the survivors, then with the complete group.
+                gpus (int): GPUs reserved for each worker (default: 0). This requires worker processes.
                 per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
-                    ``(worker, item)`` (default: none). The worker with that number, counted from 1, receives
-                    the item.
+                    ``(worker, item)`` (default: none). The item goes to the worker with that number, from 1.
 
         Returns:
             ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.
@@ -174,9 +174,9 @@ class General(Builder):
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.
             ValueError: An option is out of range, or does not fit the function.
 
-        With a parameter annotated ``flowchan.collective.Group``, the workers are a gang: they start together,
-        each with its member of the group. If one dies and the stage is restartable, all start again, each
-        with the items that it had not finished.
+        If a parameter is annotated with ``flowchan.collective.Group``, the workers form a gang: they start
+        together, each with its membership in the group. If one dies and the stage is restartable, all
+        restart, each with the items that it had not finished.
 
         Example:
             >>> from flowchan import Graph, In, Out
@@ -196,8 +196,8 @@ class General(Builder):
         group = group_parameter(function)
         if flag("stage", "elastic", settings.elastic) and group is None:
             raise ValueError(
-                "stage: elastic=True needs a gang, whose function has a parameter annotated "
-                "flowchan.collective.Group; add it, or remove elastic=True"
+                "stage: elastic=True requires a gang; annotate a parameter with "
+                "flowchan.collective.Group, or remove elastic=True"
             )
         restartable = settings.restartable or settings.elastic
         if restartable and not streams and settings.workers != 1:

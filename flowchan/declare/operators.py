@@ -1,7 +1,7 @@
-"""Describe each operator in one row that the checks, the plan, the run, the report and the pictures read.
+"""Describe each operator in one row, for the checks, the plan, the run, the report and the pictures.
 
-None of them tests for the name of an operator. To add an operator, add a row here, a body (see
-``flowchan/run/worker/operator_loops.py``), and a method of ``Stream`` that declares it.
+None of these compares names of operators. To add an operator, add a row here, a body (see
+``flowchan/run/worker/operator_loops.py``), and a method of ``Stream`` that declares a stage with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
 
 - ``item``: with each item.
 - ``fold``: with the result so far and each item.
-- ``leaves``: with the result so far and each item, for corresponding parts of them.
+- ``leaves``: with corresponding parts of the result so far and of each item.
 - ``arguments``: once, with the declared arguments.
 - ``ports``: once per worker, with its ports.
 """
@@ -28,94 +28,94 @@ _BODIES, _ASYNC_BODIES = "flowchan.run.worker.operator_loops", "flowchan.run.wor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """Operator; ``name`` is its name in messages and tables."""
+    """Operator of a graph; ``name`` is its name in messages and tables."""
 
     name: str
 
     body: str = ""
     """Function that a worker runs, as ``module:function``.
 
-    The function receives a ``Job`` and the worker's ports by name. The string is empty if no worker runs,
-    because the program itself puts the items.
+    The function receives an ``OperatorJob`` and the worker's ports by name. The string is empty if an
+    operator has no workers, because the program itself puts the items.
     """
     async_body: str = ""
-    """Function that a worker runs for an ``async def`` function, if the operator takes one."""
+    """Function that a worker runs if the user's function is ``async def``; empty if this is not supported."""
 
     calls: Calls | None = None
-    """How the user's function is called; ``None`` if the operator has none."""
+    """How the user's function is called; ``None`` if the operator has no function."""
     iterates: bool = False
-    """True if the worker iterates over the function's result."""
+    """Whether the worker iterates over the function's result."""
 
     per_item: bool = False
-    """True if it keeps no state between items, so that another worker can continue."""
+    """Whether the operator keeps no state between items, so that another worker can continue."""
     one_output: bool = False
-    """True if each item has exactly one output, so that the put also ends the item's turn."""
+    """Whether each item has exactly one output, so that putting it also completes the item."""
     ordered: bool = True
-    """True if several workers can keep the order of their input."""
+    """Whether several workers can keep the order of their input."""
     worker_per_input: bool = False
-    """True if each input has its own worker."""
+    """Whether each input has its own worker."""
     ends_loops: bool = False
-    """True if it can end before its inputs do, so that it may read a feedback."""
+    """Whether the operator can end before its inputs end, so that it may read a feedback."""
 
     result: bool = False
-    """True if its output may leave the graph as a result of the run."""
+    """Whether the output may be a result of the run."""
     gathers: bool = False
-    """True if the program can read that result item by item during the run."""
+    """Whether the program can read the result item by item during the run."""
 
     role: Role = "stage"
-    """How it is drawn, and which items count: those that a source emits, or those that others take in."""
+    """How the operator is drawn, and which items count: for a source its outputs, otherwise its inputs."""
     owes: bool = False
-    """True if each item in leads to one item out or one failed item. A sink counts a finished item as out."""
+    """Whether each input leads to one output or one failed item. A sink's outputs are its finished items."""
     lets_go: str = ""
-    """Word for the items that it takes in and drops; empty if it drops none."""
+    """Word for the items that the operator takes and drops; empty if it never drops items."""
     answers: bool = False
-    """True if an item sent with ``ask()`` passes it, so that its output is the answer."""
+    """Whether requests sent with ``ask()`` can pass, because the output for each item is known."""
     groups: bool = False
-    """True if each output is a list of several items."""
+    """Whether each output is a list of several items."""
     repeats: bool = False
-    """True if every output carries every item, so that the report counts one output only."""
+    """Whether every output gets every item, so that the report counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
-    """Function that returns the number of items out, or ``None`` if it is unknown before the end.
+    """Function that returns the number of outputs, or ``None`` if it is not known in advance.
 
     Its arguments are the stage's options and the number of items at each input.
     """
     describe: Callable[[Mapping[str, Any]], str] | None = None
-    """Function that returns the label of the stage's options in a picture."""
+    """Function that returns a label for the stage's options in pictures."""
 
     @property
     def holds_back(self) -> bool:
-        """True if the operator takes in many items for each item that it emits."""
+        """Return whether the operator takes many items before it emits one."""
         return self.result or self.groups
 
     @property
     def begins(self) -> bool:
-        """True if items enter the graph at this operator."""
+        """Return whether items enter the graph at this operator."""
         return self.role == "source"
 
     @property
     def ends(self) -> bool:
-        """True if items leave the graph at this operator."""
+        """Return whether items leave the graph at this operator."""
         return self.role == "sink"
 
     @property
     def outside(self) -> bool:
-        """True if the program itself puts the items, so that no worker runs."""
+        """Return whether the program itself puts the items, so that no worker is needed."""
         return not self.body
 
     def run(self) -> Callable[..., Any]:
-        """Return the body."""
+        """Import and return the body."""
         return pkgutil.resolve_name(self.body)  # type: ignore[no-any-return]
 
     def run_async(self) -> Callable[..., Any]:
-        """Return the body for an ``async def`` function."""
+        """Import and return the body for an ``async def`` function."""
         return pkgutil.resolve_name(self.async_body)  # type: ignore[no-any-return]
 
 
 def _length(options: Mapping[str, Any], _: list[int]) -> int | None:
-    """Return the length of a source's iterable, or ``None`` if it has none."""
+    """Return the length of a source's iterable, or ``None`` if it has no length."""
     try:
         return len(options["iterable"])
-    except Exception:  # It has no length, or the user's ``__len__`` failed.
+    except Exception:  # it has no length, or the user's ``__len__`` failed
         return None
 
 

@@ -1,6 +1,6 @@
-"""Define the options that operators share: their types, their defaults, and their entry in ``help``.
+"""Define the options that operators share: their types, their defaults, and their text in ``help``.
 
-The defaults and the checks are those of ``StageSettings``.
+``StageSettings`` has the defaults and the checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class NameOption(TypedDict, total=False):
 
 
 class PlainOptions(NameOption, total=False):
-    """Options of an operator that has an output and calls no function for each item."""
+    """Options of an operator that has an output but does not call a function for each item."""
 
     capacity: int
     """Capacity of the output channel in items (default: 64)."""
@@ -42,23 +42,24 @@ class WorkOptions(NameOption, total=False):
     workers: int
     """Number of workers (default: 1)."""
     retries: int
-    """Number of retries of an item for which the function raised (default: 0)."""
+    """How often an item is retried if the function raises (default: 0)."""
     retry_delay: float | None
     """Seconds before each retry (default: 0)."""
     retry_on: type[Exception] | tuple[type[Exception], ...]
     """Exception types that trigger a retry (default: all)."""
     timeout: float | None
-    """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
-    needs worker processes, of which a late one is replaced, or an ``async def`` function."""
+    """Time limit for one item in seconds (default: none). An item that exceeds it fails with
+    ``TimeoutError``. This requires an ``async def`` function, or worker processes, which are killed and
+    replaced."""
     restarts: int
-    """How many worker processes that died are replaced in 60 seconds of work; 10 if left out. Deaths over
-    items use none. If left out, or from 10**9 on, four deaths in a row before the worker begins to work end
-    the run too; any other number of them is allowed if it is set."""
+    """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10). Deaths
+    over items are not counted. With the default, or with 10**9 or more, the run also ends if a worker dies
+    four times in a row before it starts to work."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: int
-    """GPUs reserved for each worker process (default: 0). With 0, a worker sees all GPUs that the program or
-    its host sees."""
+    """Number of GPUs reserved for each worker process (default: 0). With 0, a worker sees all GPUs that the
+    program or its host sees."""
 
 
 class ItemOptions(WorkOptions, total=False):
@@ -72,7 +73,7 @@ class OrderedOptions(ItemOptions, total=False):
     """Options of an operator that can keep the order of its input."""
 
     ordered: bool
-    """Keep the order of the input with several workers (default: True)."""
+    """Whether several workers keep the order of the input (default: True)."""
 
 
 class PortOptions(NameOption, total=False):
@@ -85,14 +86,14 @@ class PortOptions(NameOption, total=False):
     capacity: int
     """Capacity of each output channel in items (default: 64)."""
     restarts: int
-    """Maximum number of replacements of dead worker processes in one run (default: 10)."""
+    """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10)."""
     restartable: bool
-    """True if the function keeps no state between items (default: False). Then a dead worker process is
-    replaced."""
+    """Whether the function keeps no state between items, so that a dead worker process can be replaced
+    (default: False)."""
     elastic: bool
-    """For a gang: if a worker dies, only that worker starts again (default: False)."""
+    """For a gang: whether only the dead worker is restarted (default: False)."""
     gpus: int
-    """Number of GPUs reserved for each worker (default: 0). They need worker processes."""
+    """Number of GPUs reserved for each worker (default: 0). This requires worker processes."""
     per_worker: str | tuple[str, ...]
     """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
 
@@ -118,7 +119,7 @@ class StageSettings:
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
-        """Check the settings that all operators share, and return the placement."""
+        """Check the settings that all operators share. Return the placement."""
         whole(kind, "capacity", self.capacity, 1)
         whole(kind, "workers", self.workers, 1)
         whole(kind, "retries", self.retries, 0)
@@ -130,13 +131,13 @@ class StageSettings:
         limited = seconds(kind, "timeout", self.timeout) is not None
         if limited and not placement.own_process and not is_async(function):
             raise ValueError(
-                f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
-                "async def function, because a call on a thread cannot be ended"
+                f"{kind}: timeout={self.timeout} requires on='process', a pool of flowchan.hosts or an "
+                "async def function, because a call in a thread cannot be interrupted"
             )
         if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(
-                f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts, because threads "
-                "share the devices of the program"
+                f"{kind}: gpus={self.gpus} requires on='process' or a pool of flowchan.hosts, because "
+                "threads share the devices of the program"
             )
         if self.name is not None:
             text(kind, "name", self.name)
@@ -157,12 +158,12 @@ SOURCE_OPTIONS = ("name", "on", "capacity", "restarts", "restartable", "gpus")
 def shows(
     options: type, settings: type = StageSettings, rest: str | None = None
 ) -> Callable[[Operator], Operator]:
-    """Return a decorator that makes ``help`` list an operator's options instead of ``**options``.
+    """Return a decorator that makes ``help`` list an operator's options in place of ``**options``.
 
     Args:
         options: The options, a ``TypedDict``.
         settings: Class with the defaults of the options.
-        rest: Name under which ``help`` shows other keyword arguments; None if there are none.
+        rest: Name that ``help`` shows for other keyword arguments, or None if there are none.
 
     Returns:
         The decorator.
@@ -182,11 +183,13 @@ def shows(
 
 
 def allreduce_options(op: Any, to_workers: Any) -> tuple[Callable[..., Any] | None, dict[str, Any]]:
-    """Check the options of ``allreduce``, and return its function and the options of its operator."""
+    """Check the options of ``allreduce``. Return its function and the options that only this operator has."""
     own = {"to_workers": flag("allreduce", "to_workers", to_workers)}
     if not isinstance(op, str):
         return callable_argument("allreduce", "op", op), own
     if op not in OPERATIONS:
         allowed = ", ".join(map(repr, OPERATIONS))
-        raise ValueError(f"allreduce: op must be one of {allowed} or a function of two values, got {op!r}")
+        raise ValueError(
+            f"allreduce: op must be one of {allowed} or a function that takes two values, got {op!r}"
+        )
     return None, {**own, "op": op}

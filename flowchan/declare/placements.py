@@ -1,6 +1,6 @@
 """Define where workers run.
 
-The placements of two stages decide the transport between them, and whether a dead worker can be replaced.
+The placements of two stages determine the transport between them, and whether dead workers can be replaced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ class Placement:
 
     Attributes:
         name: Name in reports and pictures.
-        own_process: True if each worker has its own process, to which the stage is sent. Then another
-            process can replace a dead one. Otherwise the workers are threads of the program's process and
-            end with it.
-        hosts: Names of the hosts on which the workers run in turn; empty for this machine.
+        own_process: Whether each worker has its own process, to which the stage is sent and which can be
+            replaced. Otherwise, the workers are threads of the program's process and end with it.
+        hosts: Names of the hosts among which the workers are distributed; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
-        nowhere: True if the hosts are not given yet.
-        missing: Reason why the hosts cannot be known here, which matters only when the graph runs.
+        nowhere: Whether the hosts have not been given yet.
+        missing: Reason why the hosts cannot be known here. This is an error only when the graph runs.
     """
 
     name: str
@@ -41,22 +40,22 @@ class Placement:
 
     @property
     def is_remote(self) -> bool:
-        """True if the workers run on hosts, known or not."""
+        """Return whether the workers run on other hosts, which may not be known yet."""
         return bool(self.hosts or self.nowhere or self.missing)
 
     def transport_to(self, other: Placement) -> Transport:
-        """Return the transport of a channel from this placement to another one.
+        """Return the transport for a channel from this placement to another one.
 
         Args:
             other: Placement of the channel's reader.
 
         Returns:
-            Threads if both share the program's process, else processes.
+            Threads if both stages run in the program's process, otherwise processes.
         """
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether one crew serves both placements, because neither has hosts."""
+        """Return whether the same part of a crew can serve both placements: here, if neither has hosts."""
         return not self.hosts and not other.hosts
 
 
@@ -67,13 +66,13 @@ HOSTS = Placement("hosts", own_process=True, nowhere=True)
 PLACEMENTS: Mapping[str, Placement] = MappingProxyType(
     {placement.name: placement for placement in (THREAD, PROCESS, HOSTS)}
 )
-"""Placements by their word for ``on=``."""
+"""Placements by the word that ``on=`` accepts."""
 
 PlacementOption = Literal["thread", "process", "hosts"] | Placement
 
 
 def placement_argument(call: str, value: Any) -> Placement:
-    """Return the placement, or the placement that a word of ``on=`` names."""
+    """Return ``value`` if it is a placement, or the placement for a word such as ``"process"``."""
     if isinstance(value, Placement):
         return value
     placement = PLACEMENTS.get(value) if isinstance(value, str) else None

@@ -1,8 +1,8 @@
-"""Define the types of the functions that operators take, for type checkers.
+"""Define the types of the functions that operators accept, for type checkers.
 
-``A`` is the argument type and ``B`` the result type. An operator takes a function, or a class whose instances
-are called. Each worker builds one instance, from the class or from a ``functools.partial`` of the class. The
-call may be ``async``.
+``A`` is the type of the argument and ``B`` that of the result. An operator accepts a function, or a class
+whose instances are called. Each worker creates one instance from the class, or from a ``functools.partial``
+of it. The function may be ``async``.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Called(Protocol[A_contra, B_co]):
-    """Object that is called with an item."""
+    """Object that is called with one item."""
 
     def __call__(self, item: A_contra, /) -> B_co:
-        """Return the result for an item."""
+        """Return the result for one item."""
 
 
 class Folds(Protocol[B, A_contra]):
     """Object that is called with the result so far and an item."""
 
     def __call__(self, so_far: B, item: A_contra, /) -> B:
-        """Return the next result."""
+        """Return the result that includes this item."""
 
 
 class SourceObject(Protocol[B_co]):
@@ -42,7 +42,7 @@ class Bound(Protocol[B_co]):
 
     @property
     def func(self) -> Callable[..., B_co]:
-        """Callable inside the partial."""
+        """Return the callable inside the partial."""
 
 
 class UntypedFunction(Protocol):
@@ -60,16 +60,16 @@ Awaited: TypeAlias = (
     | type[Called[A, Coroutine[Any, Any, B]]]
     | Bound[Called[A, Coroutine[Any, Any, B]]]
 )
-"""``async def`` function of an item, or a class whose ``__call__`` is one."""
+"""``async def`` function that takes an item, or a class whose ``__call__`` is such a function."""
 
 AnyFunction: TypeAlias = Callable[..., Any] | Bound[Any]
-"""Any function or class that an operator takes."""
+"""Any function or class that an operator accepts."""
 
 Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[B]]
-"""Result that is iterated over, after it is awaited if it is a coroutine."""
+"""Result over which a worker iterates, after awaiting it if it is a coroutine."""
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
-"""Function of an item; its result is ignored or tested for truth."""
+"""Function that takes an item. Its result is ignored or tested for truth."""
 
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
-"""Function of the result so far and an item."""
+"""Function that takes the result so far and an item."""

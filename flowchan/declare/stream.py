@@ -1,8 +1,8 @@
-"""Define streams: handles of output channels, with the operators that declare the next stage.
+"""Define streams: handles of output channels, with methods that declare the next stage.
 
-Declaring runs nothing. Each operator adds one frozen ``Stage`` to the graph and returns the handle of its
-output. An argument that is wrong on its own raises ``TypeError`` or ``ValueError`` at the caller's line.
-``check`` reports the errors that only the whole graph shows.
+Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
+handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` in the caller's line.
+Errors that show only in the whole graph are reported by ``check``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ F_co = TypeVar("F_co", covariant=True)
 
 @methods_end_at_caller
 class Stream(StreamHandle[T_co]):
-    """Output of a stage in a graph, on which you declare the next stage.
+    """Output of a stage in a graph, with methods that declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
     equal. For type checkers, a stream of integers is a ``Stream[int]``.
 
     Attributes:
-        graph: Graph that the stream belongs to.
+        graph: Graph to which the stream belongs.
         stage: Name of the stage that writes the stream.
-        port: Name of the output port of that stage.
+        port: Name of that stage's output port.
         name: Name of the channel, shown in reports and pictures.
         item: Type of the items, or ``None`` if unknown.
 
-    The operators that call a function for each item share the options that :meth:`map` lists. If the function
-    is a class with a ``__call__`` method, each worker builds one instance of it.
+    Operators that call a function for each item share the options that :meth:`map` lists. If the function is
+    a class with a ``__call__`` method, each worker creates one instance and calls it.
 
     Example:
         >>> from flowchan import Graph
@@ -80,25 +80,30 @@ class Stream(StreamHandle[T_co]):
         """Declare a stage that emits ``function(item)`` for each item.
 
         Args:
-            function: Function of one item, an ``async def`` function, or a class whose instances are called.
-                A replacement of a dead worker process has a new instance.
-                After :meth:`batch` it may return a list as long as the batch. An exception in that list fails
-                only the item at its index.
+            function: Function with one parameter, an ``async def`` function, or a class whose instances are
+                called.
+                If a worker process dies, its replacement has a new instance.
+
+                After :meth:`batch`, it may return a list as long as the batch. An exception in that list
+                makes only
+                the item with the same index fail.
             **options: Keyword options of the stage:
+
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     for the hosts of ``flowchan run --hosts``, or a pool of ``flowchan.hosts``.
                 workers (int): Number of workers (default: 1).
-                ordered (bool): Keep the order of the input with several workers (default: True).
+                ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
-                retries (int): Number of retries of an item for which the function raised (default: 0).
+                retries (int): How often an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
-                timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
-                    with ``TimeoutError``. It needs worker processes or an ``async def`` function.
-                restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
+                timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it
+                    fails with ``TimeoutError``. This requires worker processes or an ``async def`` function.
+                restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
+                    (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
+                gpus (int): GPUs reserved for each worker process (default: 0, so that workers share all).
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
@@ -136,7 +141,7 @@ class Stream(StreamHandle[T_co]):
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
-            The stream of the elements: any number for each item.
+            The stream of the elements. Each item may produce any number of them.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
@@ -156,7 +161,7 @@ class Stream(StreamHandle[T_co]):
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
-            function: Function of one item whose result is tested for truth. It may be an ``async def``
+            function: Function with one parameter; its result is tested for truth. It may be an ``async def``
                 function or a class whose instances are called.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
@@ -180,11 +185,11 @@ class Stream(StreamHandle[T_co]):
     def sink(self, function: Effect[T_co], **options: Unpack[WorkOptions]) -> None:
         """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
 
-        The side effect may happen twice for an item whose worker dies.
+        If a worker dies, the side effect may happen twice for its item.
 
         Args:
-            function: Function of one item; its result is ignored. It may be an ``async def`` function or a
-                class whose instances are called.
+            function: Function with one parameter; its result is ignored. It may be an ``async def`` function
+                or a class whose instances are called.
             **options: Keyword options that :meth:`map` lists, without ``ordered`` and ``capacity``.
 
         Raises:
@@ -250,13 +255,13 @@ class Stream(StreamHandle[T_co]):
         """Declare a stage that combines all items into one, which is a result of the run.
 
         Args:
-            function: Function of the result so far and an item, which returns the next result.
+            function: Function that takes the result so far and an item, and returns the next result.
             initial: First result (default: the first item).
             **options: ``name`` (str) of the stage.
 
         Returns:
-            A stream of one item, the last result. ``graph.run()[stream]`` returns that item. No stage needs
-            to read the stream.
+            A stream with one item, the last result. ``graph.run()[stream]`` returns that item. The stream
+            does not need a reader.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option is unknown.
@@ -281,8 +286,8 @@ class Stream(StreamHandle[T_co]):
             **options: ``name`` (str) of the stage.
 
         Returns:
-            A stream of one item, the list. ``graph.run()[stream]`` returns the list. No stage needs to read
-            the stream; if none does, ``run.iter(stream)`` yields the items while the run continues.
+            A stream with one item, the list. ``graph.run()[stream]`` returns the list. The stream does not
+            need a reader. If it has none, ``run.iter(stream)`` yields the items while the graph runs.
 
         Raises:
             TypeError: An option is unknown.
@@ -305,8 +310,8 @@ class Stream(StreamHandle[T_co]):
 
         Args:
             size: Number of items in a list, at least 1. The last list may be shorter.
-            timeout: Maximum seconds between the first item of a list and its output (default: no limit). When
-                the time is over, the stage emits a shorter list.
+            timeout: Maximum time in seconds from the first item of a list until the list is emitted (default:
+                no limit). After this time, a shorter list is emitted.
             **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
 
         Returns:
@@ -352,7 +357,7 @@ class Stream(StreamHandle[T_co]):
 
     @shows(PlainOptions)
     def take(self, n: int, **options: Unpack[PlainOptions]) -> Stream[T_co]:
-        """Declare a stage that emits the first ``n`` items, then stops the stages before it without an error.
+        """Declare a stage that emits the first ``n`` items and then stops the stages before it.
 
         Args:
             n: Maximum number of items, at least 0.
@@ -414,14 +419,14 @@ class Stream(StreamHandle[T_co]):
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[tuple[Any, ...]]: ...
     @shows(PlainOptions)
     def zip(self, *others: Stream[Any], **options: Unpack[PlainOptions]) -> Stream[Any]:
-        """Declare a stage that emits tuples of one item from each stream, until one stream ends.
+        """Declare a stage that emits tuples with one item from each stream, until one of the streams ends.
 
         Args:
             *others: Streams to combine with this one.
             **options: ``name`` (str) and ``capacity`` (tuples, default: 64) of the stage.
 
         Returns:
-            The stream of tuples; the item of this stream is first.
+            The stream of tuples. The item from this stream comes first in each tuple.
 
         Raises:
             TypeError: An argument is not a stream, or an option is unknown.
@@ -463,17 +468,18 @@ class Stream(StreamHandle[T_co]):
     def allreduce(
         self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
     ) -> Stream[Any]:
-        """Declare a stage that combines the items of all workers of this stream's stage, round by round.
+        """Declare a stage that combines items from all workers of this stream's stage, round by round.
 
-        Round k combines the k-th item of every worker that has one, in the order of the workers. Nested
+        Round k combines the k-th item from every worker that has one, in the order of the workers. Nested
         values are combined leaf by leaf, in the program's process. Each worker has its own channel, so
         ``ordered`` has no effect. ``graph.merge(*streams).allreduce(op)`` combines several streams.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
-                ``"xor"``, or a function of two values.
-            to_workers: Whether each contributing worker gets the result (default: False). The reader, an
-                earlier stage through a feedback or a later one, then needs ``per_worker=``.
+                ``"xor"``, or a function that takes two values.
+            to_workers: Whether each worker that contributed gets the result (default: False). If so, the
+                stage that reads the results needs ``per_worker=``. It may be an earlier stage, through a
+                feedback, or a later one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
@@ -502,12 +508,12 @@ class Stream(StreamHandle[T_co]):
 
     @property
     def errors(self) -> Stream[Failed[Any]]:
-        """Return the stream of the items that failed in this stream's stage, as ``Failed`` values.
+        """Return the stream of items that failed in this stream's stage, as ``Failed`` values.
 
-        If no stage reads it, the first failure ends the run.
+        If no stage reads this stream, the first failure ends the run.
 
         Raises:
-            AttributeError: The stage calls no function for each item, so no item can fail.
+            AttributeError: The stage does not call a function for each item, so no item can fail.
 
         Example:
             >>> from flowchan import Graph
@@ -544,9 +550,9 @@ class Stream(StreamHandle[T_co]):
         own: dict[str, Any] | None = None,
         errors: bool = False,
     ) -> tuple[Tried[Any, Any], ...]:
-        """Declare a stage that reads this stream, and return its outputs.
+        """Declare a stage that reads this stream. Return the streams of its outputs.
 
-        ``own`` holds the options that only its operator has.
+        ``own`` contains the options that only this operator has.
         """
         stage = self.graph._declare(
             kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
@@ -559,18 +565,18 @@ class Stream(StreamHandle[T_co]):
 if TYPE_CHECKING:
 
     class Tried(Stream[T_co], Generic[T_co, F_co]):
-        """Stream of a stage whose function may fail for an item of type ``F``.
+        """Stream from a stage whose function may fail for an item of type ``F``.
 
-        This class exists for type checkers only. At run time the stream is a plain ``Stream``.
+        This class exists only for type checkers. At run time, the stream is a plain ``Stream``.
         """
 
         @property
         def errors(self) -> Stream[Failed[F_co]]:
-            """Stream of the items that failed, with their type."""
+            """Return the stream of the items that failed, with their type."""
 
 
 class Input(Stream[T]):
-    """Stream of the items that the program puts into ``run[stream]`` while the graph runs.
+    """Stream of items that the program puts into ``run[stream]`` while the graph runs.
 
     Example:
         >>> from flowchan import Graph

@@ -1,4 +1,4 @@
-"""Define the handle of an output channel, without the operators that declare the next stage."""
+"""Define the handle of an output channel, without the methods that declare the next stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StreamHandle(Generic[T_co]):
-    """Handle of a stage's output channel. Two handles of the same port are equal."""
+    """Handle of a stage's output channel. Two handles for the same port are equal."""
 
     graph: Builder
     stage: str
@@ -30,7 +30,7 @@ class StreamHandle(Generic[T_co]):
 
     @refuses_misspelt("buffer")
     def buffer(self, capacity: int) -> Self:
-        """Set the capacity of this stream's channel. No stage is added.
+        """Set the capacity of this stream's channel. This does not add a stage.
 
         Args:
             capacity: Capacity in items, at least 1.
@@ -57,12 +57,12 @@ class StreamHandle(Generic[T_co]):
         return Origin(self.stage, self.port)
 
     def _own(self, call: str) -> Origin:
-        """Return the origin of a stream that a stage writes."""
+        """Return the origin of this stream. A feedback, which no stage writes, raises an error."""
         return self._origin
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[Any], ...]:
-    """Return the values if all of them are streams, else raise ``TypeError``."""
+    """Return the values if all of them are streams. Otherwise raise ``TypeError``."""
     for index, value in enumerate(values, 1):
         if not isinstance(value, StreamHandle):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""
@@ -71,7 +71,7 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[A
 
 
 def origins(graph: Builder, *streams: StreamHandle[Any]) -> tuple[Origin, ...]:
-    """Return the origins that a stage of ``graph`` has as inputs if it reads these streams."""
+    """Return the input origins of a stage of ``graph`` that reads these streams."""
     return tuple(
         stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
         for stream in streams

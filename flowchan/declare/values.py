@@ -1,7 +1,7 @@
 """Define the frozen values of a declared graph.
 
-A declared graph is a list of :class:`Stage` values. :class:`Edge` values are derived from them, one for each
-channel of the graph. The checks, the pictures and the supervisor read both. A stage can be sent to another
+A declared graph is a list of :class:`Stage` values. The :class:`Edge` values, one for each channel, are
+derived from them. The checks, the pictures and the supervisor read both. A stage can be sent to another
 process.
 """
 
@@ -19,20 +19,21 @@ from flowchan.errors import Where
 
 
 class DefaultNumber(int):
-    """A default, which can be told from the same number given by the user."""
+    """Default value, which differs in type from the same number given by the user."""
 
 
 DEFAULT_CAPACITY = 64
 DEFAULT_RESTARTS: int = DefaultNumber(10)
 UNLIMITED_RESTARTS = 10**9
-"""From this number on a stage has no limit of restarts."""
+"""Number of restarts that counts as unlimited."""
 DEFAULT_MAX_DEATHS = 3
 
 
 class Origin(NamedTuple):
-    """Output port of a stage, from which the items of an input come.
+    """Output port of a stage, as the origin of the items at an input.
 
-    If ``stage`` is empty, ``port`` is a number in the graph's tables of loops and of streams of other graphs.
+    If ``stage`` is empty, ``port`` is a number in the graph's tables of loops and of streams from other
+    graphs.
     """
 
     stage: str
@@ -44,9 +45,9 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """Feedback: an input whose origin is declared later, and is ``None`` until then.
+    """Feedback: an input whose origin ``fed_by`` is declared later, and is ``None`` until then.
 
-    ``name`` and ``where`` are those of its declaration.
+    ``name`` and ``where`` describe its declaration.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Stream of another graph that a stage of this graph reads: its name, and the name of that graph."""
+    """Stream from another graph that a stage of this graph reads: its name, and the name of that graph."""
 
     name: str
     graph: str
@@ -69,13 +70,13 @@ class Output:
 
     Attributes:
         name: Name of the channel, unique in the graph. It is the stage's name if the stage has one output,
-            else ``stage.port``; the error stream is ``stage.errors``.
+            otherwise ``stage.port``. The error stream is ``stage.errors``.
         port: Name of the port.
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
             other processes with the stage, because it may not be picklable.
         capacity: Capacity of the channel in items.
-        channel_per_worker: True if each worker has its own channel, ``name worker``, because the
-            reader distinguishes the workers.
+        channel_per_worker: Whether each worker has its own channel, ``name worker``, because the reader
+            distinguishes the workers.
     """
 
     name: str
@@ -93,11 +94,11 @@ class Gang:
     """Marks a stage whose workers form a group.
 
     Attributes:
-        parameter: Parameter of the function that receives the worker's member.
-        group: Class that makes such groups, for example ``flowchan.collective.Group``. ``_make_all(size,
-            name)`` returns the members of a group on this machine. ``_membership(…)`` returns a place in a
-            group over hosts.
-        elastic: True if the other workers continue while one is replaced.
+        parameter: Parameter of the function that receives the worker's membership.
+        group: Class of the group, for example ``flowchan.collective.Group``. ``_make_all(size, name)``
+            returns the memberships in a group on this machine. ``_membership(…)`` returns a membership in a
+            group over several hosts.
+        elastic: Whether the other workers continue while one is replaced.
     """
 
     parameter: str
@@ -109,7 +110,7 @@ class Gang:
 class Stage:
     """Node of the graph.
 
-    ``options`` holds the options that only its operator has, such as ``size`` of batch and ``n`` of take.
+    ``options`` contains the options that only its operator has, such as the ``size`` of a batch.
     """
 
     name: str
@@ -130,68 +131,68 @@ class Stage:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None
-    """Limit for one item in seconds."""
+    """Time limit for one item in seconds."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
     gpus: int = 0
     """GPUs reserved for each worker."""
     feedback: frozenset[str] = frozenset()
-    """Input ports that read the output of a later stage."""
+    """Input ports that read the output of a stage declared later."""
     gang: Gang | None = None
     per_worker: frozenset[str] = frozenset()
-    """Input ports whose sender names the worker for each item."""
+    """Input ports whose writers choose the worker for each item."""
     may_get_requests: bool = False
-    """True if the program may send items to it with ``ask()``, because it reads from an input."""
+    """Whether items sent with ``ask()`` may reach this stage, because an input leads to it."""
 
     @property
     def kind(self) -> str:
-        """Name of the operator."""
+        """Return the name of the operator."""
         return self.operator.name
 
     @property
     def begins(self) -> bool:
-        """True if the graph begins at this stage: no earlier stage sends items to it."""
+        """Return whether the graph begins at this stage, because no earlier stage sends items to it."""
         return len(self.inputs) == len(self.feedback)
 
     @property
     def all_outputs(self) -> tuple[Output, ...]:
-        """Outputs, with the error stream if the stage has one."""
+        """Return the outputs, including the error stream if the stage has one."""
         return self.outputs if self.errors is None else (*self.outputs, self.errors)
 
     @property
     def worker_count(self) -> int:
-        """Number of workers."""
+        """Return the number of workers."""
         return len(self.inputs) if self.operator.worker_per_input else self.workers
 
     @property
     def output_per_worker(self) -> bool:
-        """True if the reader of an output distinguishes the workers."""
+        """Return whether the reader of an output distinguishes the workers."""
         return any(output.channel_per_worker for output in self.all_outputs)
 
     @property
     def has_ports_per_worker(self) -> bool:
-        """True if the stage has several workers and a reader distinguishes them by their outputs."""
+        """Return whether the stage has several workers and a reader distinguishes them by their outputs."""
         return self.worker_count > 1 and self.output_per_worker
 
     @property
     def keeps_its_own(self) -> bool:
-        """True if only the replacement of a dead worker may receive the items on lease to that worker.
+        """Return whether the items of a dead worker may go only to its replacement.
 
-        This holds if outputs distinguish the workers, because some outputs may exist already. It also holds
-        for a gang, whose workers all start again together.
+        This is so if a reader distinguishes the workers, because some outputs may exist already. It is also
+        so for a gang, whose workers all restart together.
         """
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return the names of an output's channels, each with its writing worker; 0 means all workers."""
+        """Return an output's channels: pairs of the only worker that writes (0: all) and the name."""
         if not output.channel_per_worker or self.worker_count == 1:
             return ((0, output.name),)
         return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
 
     @property
     def read(self) -> tuple[tuple[str, Origin], ...]:
-        """Pairs of an input port and the output that it reads."""
+        """Return pairs of an input port and the output that it reads."""
         return tuple(zip(self.input_ports, self.inputs, strict=False))
 
 
@@ -201,18 +202,18 @@ class Edge:
 
     Attributes:
         name: Name of the channel.
-        writer: Name of the stage that writes it.
-        writer_port: Port of that stage.
-        reader: Name of the stage that reads it; ``None`` for a result of the run, or without a reader.
-        reader_port: Port of that stage, or ``None``.
+        writer: Name of the stage that writes to it.
+        writer_port: Output port of that stage.
+        reader: Name of the stage that reads from it; ``None`` for a result of the run, or without a reader.
+        reader_port: Input port of that stage, or ``None``.
         item: Type of the items, or ``None`` if unknown.
         capacity: Capacity in items.
-        transport: Transport that the placements of both ends require.
-        errors: True for an error stream.
+        transport: Transport that the placements of both stages require.
+        errors: Whether this is an error stream.
         where: Line that declares the writing stage.
-        feedback: True if the channel leads back to a stage that its writer depends on.
-        worker: Number of the only worker that writes it; 0 means all workers of the stage.
-        to_worker: Number of the only worker that reads it; 0 means all workers of the stage.
+        feedback: Whether the channel leads back to an earlier stage of a loop.
+        worker: Number of the only worker that writes to it; 0 means all workers of the stage.
+        to_worker: Number of the only worker that reads from it; 0 means all workers of the stage.
     """
 
     name: str
@@ -231,11 +232,11 @@ class Edge:
 
     @property
     def writing_end(self) -> str:
-        """Name of the port that writes the channel."""
+        """Return the name of the port that writes to the channel."""
         return f"{self.writer_port}.{self.to_worker}" if self.to_worker else self.writer_port
 
     @property
     def reading_end(self) -> str:
-        """Name of the port that reads the channel."""
+        """Return the name of the port that reads from the channel."""
         assert self.reader_port is not None
         return f"{self.reader_port}.{self.worker}" if self.worker else self.reader_port

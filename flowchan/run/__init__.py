@@ -1,4 +1,4 @@
-"""Running a declared graph: workers, the supervisor, the statistics and the outcome."""
+"""Run a declared graph: workers, the supervisor, statistics and results."""
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph

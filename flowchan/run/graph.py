@@ -1,4 +1,4 @@
-"""Graph that users write: a declaration that can be checked and run."""
+"""Graph that users declare, check and run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Graph(Blueprint, Runnable):
     """
 
     def _repr_svg_(self) -> str | None:
-        """Return the picture for a notebook, or ``None`` if none can be drawn."""
+        """Return a picture for notebooks as SVG, or ``None`` if it cannot be drawn."""
         try:
             return pkgutil.resolve_name("flowchan.viz:svg")(self)  # type: ignore[no-any-return]
         except FlowchanError:
@@ -44,7 +44,7 @@ class Graph(Blueprint, Runnable):
         """Check the declaration without running anything.
 
         Returns:
-            All problems, each with the lines of its declaration; empty for a valid graph.
+            All problems, each with the source lines of the declaration; empty if the graph is valid.
 
         Example:
             >>> from flowchan import Graph

@@ -1,4 +1,4 @@
-"""The asynchronous iterator over a result of a run."""
+"""Asynchronous iterator over a result of a run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 class ResultIterator(AsyncIterator[Any]):
-    """The iterator that ``Run.aiter`` returns.
+    """Iterator returned by ``Run.aiter``.
 
-    Dropping it leaves the loop, even if the event loop no longer runs.
+    Dropping it counts as leaving the loop, even if the event loop is no longer running.
 
     Args:
-        items: The items of the result.
-        leave: Called when the iterator is dropped.
+        items: Items of the result.
+        leave: Function to call when the iterator is dropped.
     """
 
     def __init__(self, items: AsyncGenerator[Any, None], leave: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class ResultIterator(AsyncIterator[Any]):
         return self._items.__anext__()
 
     def aclose(self) -> Awaitable[None]:
-        """Leave the loop."""
+        """Leave the loop and release the items."""
         return self._items.aclose()
 
     def __del__(self) -> None:

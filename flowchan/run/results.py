@@ -1,7 +1,7 @@
-"""Gather the results of a run.
+"""Collect the results of a run.
 
-The program takes them item by item, or threads of the run take them once a caller waits for the end. The run
-also takes in a result that is full before the program reads it.
+Either the program iterates over a result, or a thread of the run collects it once a caller is waiting for the
+run to end. If a result fills its channel before the program reads it, the run also starts to collect it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 
 class Results(Mapping[Stream[Any], Any]):
-    """Map streams to the results of a run.
+    """Mapping from streams to the results of a run.
 
-    The result of a ``reduce`` stream is its value, and that of a ``collect`` stream is its list.
+    The result of a ``reduce`` stream is its value. The result of a ``collect`` stream is its list.
 
     Example:
         >>> from flowchan import Graph
@@ -65,7 +65,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Knows which reader takes the items of each result of one run, by the name of its stage."""
+    """Tracks who reads each result of one run: the program, or a thread of the run."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -73,17 +73,18 @@ class ResultGathering:
         self._supervisor = supervisor
         self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
-        # the last thread that asked for an item; None: its loop has ended
+        # the thread that last asked for an item, or None if its loop has ended
         self._loops: dict[str, int | None] = {}
-        self._interrupted_loops: set[str] = set()  # results whose loop a Ctrl-C interrupted
-        self._gathered: dict[str, _GatheredResult] = {}  # results that were full before the program read them
+        self._interrupted_loops: set[str] = set()  # results whose loop was interrupted by Ctrl-C
+        # results that filled their channel before the program read them
+        self._gathered: dict[str, _GatheredResult] = {}
         self._begun = False
         self._lock = threading.Lock()
 
     # --- item by item ---
 
     def claim(self, stage: str) -> bool:
-        """Let the calling thread iterate over this result. False if another reader takes it already."""
+        """Let the calling thread iterate over this result. Return False if it already has a reader."""
         with self._lock:
             if self._begun or stage in self._loops:
                 return False
@@ -91,16 +92,16 @@ class ResultGathering:
             return True
 
     def mark_reader(self, stage: str) -> None:
-        """Note that the calling thread asks for an item."""
+        """Record that the calling thread asks for items of this result."""
         self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """Give the items, without those that answer questions."""
+        """Return an iterable over the items, without those that answer requests."""
         coming = self.coming(stage)
         return self._settled(coming) if stage in self._with_requests else coming
 
     def coming(self, stage: str) -> Any:
-        """Give the items with the answers to questions. ``async for`` takes them too."""
+        """Return a (possibly asynchronous) iterable over the items, including answers to requests."""
         self.mark_reader(stage)
         self._supervisor.report(Began(_worker(stage)))
         port = self._ports.gathering_port(_worker(stage))
@@ -113,58 +114,59 @@ class ResultGathering:
                 yield reader_left
 
     def settle_answers(self, stage: str, item: Any) -> Any:
-        """Settle the answers in an item. Return what is left of it, or ``NOTHING``."""
+        """Deliver the answers in an item to their callers. Return the rest of the item, or ``NOTHING``."""
         return self._supervisor.settle_answers(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
-        """Raise ``Broken`` if :meth:`items` did not give all items."""
+        """Raise ``Broken`` if :meth:`items` did not yield all items."""
         taken_in = self._gathered.get(stage)
         if taken_in is not None and taken_in.broken is not None:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
-        """Keep the rest of a result until the end of the block, if the calling thread iterated over it."""
+        """Keep the items that are left until the block ends, if the calling thread was their reader."""
         if self._loops[stage] == threading.get_ident():
             self._interrupted_loops.add(stage)
 
     def leave(self, stage: str) -> None:
-        """Note that no reader iterates over this result any more, unless it is kept."""
+        """Record that this result has no reader any more, unless it is kept."""
         if stage not in self._interrupted_loops:
             self._end(stage)
 
     def leave_all(self, of_thread: int) -> None:
-        """Note that a thread has left the results over which it iterated."""
+        """Record that a thread has stopped iterating over all of its results."""
         for stage, reader in list(self._loops.items()):
             if reader == of_thread:
                 self._end(stage)
 
     def break_all(self) -> None:
-        """Break the results over which a reader iterates: the run was asked to break off."""
+        """Break the results that are being read, because the run is being aborted."""
         for stage, reader in list(self._loops.items()):
             if reader is not None:
                 self._break(stage)
 
     def leave_kept(self) -> None:
-        """Leave what was kept: the program has caught the Ctrl-C that ended its loop, and goes on."""
-        for stage in list(self._interrupted_loops):  # another thread's loop may be interrupted now
+        """Release the kept results, because the program has caught the Ctrl-C and continues."""
+        # another thread's loop may be interrupted at the same time
+        for stage in list(self._interrupted_loops):
             self._end(stage)
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break a result. An early end would make other results look whole."""
+        """Break a result. If its reader only left, other results could look complete without being so."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
     def _end(self, stage: str) -> None:
         self._loops[stage] = None
         self._ports.gathering_port(_worker(stage)).close()
-        with contextlib.suppress(Closed):  # the run may be over
+        with contextlib.suppress(Closed):  # the run may have ended
             self._supervisor.report(Ended(_worker(stage)))
 
-    # --- taken by the run ---
+    # --- collected by the run ---
 
     def take_in(self, ids: frozenset[WorkerId]) -> None:
-        """Take in results that are full before the program reads them."""
+        """Start to collect these results, unless the program is already reading them."""
         with self._lock:
             for id in ids:
                 if not self._begun and id.stage not in self._loops and id.stage not in self._gathered:
@@ -179,7 +181,7 @@ class ResultGathering:
         )
 
     def take_in_the_rest(self) -> None:
-        """Take in the results over which the calling thread iterated when it was interrupted."""
+        """Collect the remaining items of results that the calling thread was reading when interrupted."""
         for id in self._all:
             if self._loops.get(id.stage) == threading.get_ident():
                 self._interrupted_loops.add(id.stage)
@@ -189,10 +191,10 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Gather the results without a reader, each on a thread, because a caller waits.
+        """Collect the results without a reader, each on a thread, because a caller waits for the run.
 
-        Another caller that waits returns once all threads have begun, so that it finds the results when the
-        run has ended.
+        If another caller is already doing this, return only when all threads have started. Their results are
+        then available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
         try:
@@ -207,7 +209,7 @@ class ResultGathering:
                     else:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # these results get no reader, so the run would wait forever
+        except BaseException:  # the remaining results have no reader, so the run would wait forever
             self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)
@@ -215,9 +217,9 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Give what was finished, once the run has ended.
+        """Return the complete results, after the run has ended.
 
-        A result with a reader counts only if it was kept.
+        A result that the program was reading is included only if its remaining items were kept.
         """
         values = self._supervisor.results
         for name, taken_in in list(self._gathered.items()):
@@ -232,18 +234,19 @@ class ResultGathering:
 
 
 def _worker(stage: str) -> WorkerId:
-    """Give the worker of a result; there is only one."""
+    """Return the worker of a result. There is only one."""
     return WorkerId(stage, 1)
 
 
 _HANDED_OVER = object()
-"""Marks the place among the items taken in after which the reader takes the others from the port."""
+"""Marks the end of the collected items; the reader takes all further items from the port."""
 
 
 class _TakenInFirst:
-    """The items of a result for its reader: those that were taken in, then those of the port.
+    """Iterator over a result: first the items that the run has collected, then those from the port.
 
-    From now on no more are taken in than the reader reads, so the channels bound the memory again.
+    Once it exists, the run collects no further items ahead of the reader, so memory is bounded by the
+    channels again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:
@@ -273,9 +276,9 @@ class _TakenInFirst:
 
 
 class _GatheredResult:
-    """The items of a result that was full before the program read it.
+    """Items of a result that filled its channel before the program read it.
 
-    A thread takes in more of them until a reader comes. ``reader_left``: whether its reader has left.
+    A thread collects more items until a reader comes. ``reader_left`` returns whether that reader has left.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class _GatheredResult:
         reader_left: Callable[[], bool],
     ) -> None:
         self.items: Channel[Any] = Channel(10**15)
-        self.broken: Broken | None = None  # the run broke off, and these are not all of them
+        self.broken: Broken | None = None  # set if the run failed or was aborted before all items arrived
         self._read = self._handed_over = False
         self._ports, self._local, self._supervisor = ports, local, supervisor
         self._id, self._reader_left = id, reader_left
@@ -301,23 +304,23 @@ class _GatheredResult:
         self._local.add_thread(self._id, self.thread)
 
     def hand_over(self) -> None:
-        """Let the reader take the items from the port, after those that were taken in."""
+        """Let the reader take the following items from the port."""
         self._read = True
 
     def take_in_again(self) -> None:
-        """Take in the rest, because the loop of the reader was interrupted."""
+        """Collect the remaining items, because the reader's loop was interrupted."""
         self._read = False
         if self._handed_over:
             self._handed_over = False
             self._start()
 
     def rest(self) -> list[Any]:
-        """Return the items that no reader has taken, once the thread has ended."""
+        """Return the items that no reader has taken, after the thread has ended."""
         return [item for item in self.items if item is not _HANDED_OVER]
 
     def _pour(self, port: In[Any]) -> None:
         last: Event = Ended(self._id)
-        with contextlib.suppress(Closed):  # the run may be over
+        with contextlib.suppress(Closed):  # the run may have ended
             self._supervisor.report(Began(self._id))
         try:
             for item in port:
@@ -327,17 +330,18 @@ class _GatheredResult:
                     self._handed_over = True
                     self.items.put(_HANDED_OVER)
                     return
-        except BaseException as error:  # also an error of an item's unpickling
+        except BaseException as error:  # this includes errors from unpickling an item
             if isinstance(error, Broken) and port.channel.broken:
                 self.broken = error
             elif not (
                 isinstance(error, ValueError) and self._reader_left()
-            ):  # its reader has closed the port
-                self.broken = Broken("an item of the results could not be unpickled")
+            ):  # the reader has closed the port
+                self.broken = Broken("an item of a result could not be unpickled")
                 last = Failure(self._id, error, None, os.getpid())
         finally:
             if not self._handed_over:
                 with contextlib.suppress(Closed):
-                    self._supervisor.report(last)  # first, or the reader of the items may report a clean end
+                    # report this before items.close(), after which the reader may report a clean end
+                    self._supervisor.report(last)
                 self.items.close()
                 port.close()

@@ -1,4 +1,4 @@
-"""The handle of an active run: the user's calls, and the results."""
+"""Handle of an active run: the methods that users call, and the results."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ T = TypeVar("T")
 
 @methods_end_at_caller
 class Run:
-    """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
+    """Run of a graph, which has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
-    Use it as a context manager. Leaving the block closes the inputs and waits for the end; leaving it by an
-    exception aborts the run first. Ctrl-C in the block, or in a call that waits, stops the sources. Items in
-    flight are finished, unless a second Ctrl-C aborts the run. :class:`~flowchan.Interrupted` holds the
-    results.
+    Use it as a context manager. Leaving the block closes the inputs and waits until the run has ended. If an
+    exception leaves the block, the run is aborted first.
+
+    Ctrl-C in the block, or in a method that waits, stops the sources. Items in flight are finished unless a
+    second Ctrl-C aborts the run. The results are in the exception :class:`~flowchan.Interrupted`.
 
     Example:
         >>> from flowchan import Graph
@@ -70,12 +71,12 @@ class Run:
         self._crew = CrewRouter(self._ports, pooled)
         self._supervisor = Supervisor(plan, self._crew, self._ports)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
-        # a run must be freed without the garbage collector
+        # weak, so that a run is freed without a garbage collection
         interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
-        self._answering: set[str] = set()  # inputs that were used by ask()
-        self._results: Results | None = None  # results given to Interrupted
+        self._answering: set[str] = set()  # inputs that ask() has used
+        self._results: Results | None = None  # the results in Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -85,7 +86,7 @@ class Run:
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if pooled is not None:  # the end of the pool's block waits for the run
+        if pooled is not None:  # leaving the pool's block waits for this run
             self._supervisor.unreported.append(self)
         self._supervisor.start()
         end_at_exit(self._supervisor)
@@ -93,16 +94,16 @@ class Run:
     # --- inputs and outputs ---
 
     def __getitem__(self, stream: Input[T]) -> Out[T]:
-        """Return the writing end of an input. An input with ``per_worker`` takes pairs ``(worker, item)``.
+        """Return the writing end of an input. An input with ``per_worker`` accepts pairs ``(worker, item)``.
 
         Args:
-            stream: A stream that ``graph.input()`` returned.
+            stream: Stream that ``graph.input()`` returned.
 
         Returns:
             The writing end.
 
         Raises:
-            KeyError: It is not an input of this run.
+            KeyError: The stream is not an input of this run.
         """
         if not self._owns(stream) or stream.stage not in self._ports.inputs:
             raise KeyError(
@@ -111,20 +112,20 @@ class Run:
         return cast(Out[T], self._ports.inputs[stream.stage])
 
     def iter(self, stream: Stream[list[T]]) -> Iterator[T]:
-        """Iterate over the items of a ``collect`` stream as they come.
+        """Iterate over the items of a ``collect`` stream while the graph runs.
 
-        Leaving the loop early stops the stages before it.
+        Leaving the loop early stops the stages that lead to this stream.
 
         Args:
-            stream: A stream that ``collect()`` returned.
+            stream: Stream that ``collect()`` returned.
 
         Returns:
-            An iterator, for one loop.
+            An iterator for one loop.
 
         Raises:
             RunError: The run fails.
-            TypeError: It is not a stream, but for example a name.
-            ValueError: The stream is not a result of this run, or its items are taken already.
+            TypeError: ``stream`` is not a stream but, for example, a name.
+            ValueError: The stream is not a result of this run, or its items have already been taken.
 
         Example:
             >>> from flowchan import Graph
@@ -140,18 +141,18 @@ class Run:
         return self._items(self._claimed(stream))
 
     def aiter(self, stream: Stream[list[T]]) -> AsyncIterator[T]:
-        """Iterate over the items of a ``collect`` stream in ``async for``, while the event loop runs.
+        """Iterate over the items of a ``collect`` stream with ``async for``.
 
         Args:
-            stream: A stream that ``collect()`` returned.
+            stream: Stream that ``collect()`` returned.
 
         Returns:
-            An asynchronous iterator, for one loop.
+            An asynchronous iterator for one loop.
 
         Raises:
             RunError: The run fails.
-            TypeError: It is not a stream, but for example a name.
-            ValueError: The stream is not a result of this run, or its items are taken already.
+            TypeError: ``stream`` is not a stream but, for example, a name.
+            ValueError: The stream is not a result of this run, or its items have already been taken.
 
         Example:
             >>> import asyncio
@@ -168,11 +169,11 @@ class Run:
         return ResultIterator(self._items_later(stage), functools.partial(self._leave, stage))
 
     def _claimed(self, stream: Stream[list[T]]) -> str:
-        """Claim the items of a stream for the program. Return the name of the stage that gathers them."""
+        """Claim the items of a stream for the program. Return the name of the stage that collects them."""
         if not isinstance(stream, Stream):
             raise TypeError(f"iter: stream must be the stream that collect() returned, got {shown(stream)}")
         if not self._owns(stream):
-            raise ValueError(f"{stream!r} is not a stream of graph {self._plan.graph.name!r}")
+            raise ValueError(f"{stream!r} does not belong to graph {self._plan.graph.name!r}")
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(
@@ -183,22 +184,22 @@ class Run:
         return stage.name
 
     async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
-        """Put an item into an ``input()`` stream and return its result at the end of the graph.
+        """Put an item into an ``input()`` stream and return the result for this item.
 
-        If the item fails, its error is raised here. The stages on the way must work item by item, or on
-        batches. After a timeout or a cancelled call, the next stage drops the item.
+        If the item fails, its error is raised here. The stages between the input and the result must process
+        single items or batches. After a timeout, or if the call is cancelled, the next stage drops the item.
 
         Args:
-            stream: A stream that ``graph.input()`` returned.
+            stream: Stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
 
         Returns:
-            The result of this item.
+            The result for this item.
 
         Raises:
-            TimeoutError: The result has not come after ``timeout`` seconds.
-            RunError: The run fails before the result comes.
+            TimeoutError: No result arrived within ``timeout`` seconds.
+            RunError: The run failed before the result arrived.
             ValueError: The graph does not allow ``ask`` on this stream.
 
         Example:
@@ -225,7 +226,7 @@ class Run:
             async with asyncio.timeout(limit) as clock:
                 try:
                     await out.aput(cast(T, request))
-                except Broken:  # the awaited answer raises the reason
+                except Broken:  # ``await answer`` raises the reason
                     pass
                 return await answer
         except TimeoutError as error:
@@ -249,9 +250,9 @@ class Run:
             self._leave(stage)
 
     def _leave(self, stage: str) -> None:
-        """Release the items of ``aiter`` when its loop is left.
+        """Release the items when the loop over ``aiter`` ends.
 
-        After a Ctrl-C in a block, the remaining items become results.
+        After Ctrl-C in a ``with`` block, the remaining items become part of the results.
         """
         if self._in_block and self._interrupts.handled:
             self._gathering.keep(stage)
@@ -267,7 +268,7 @@ class Run:
                 self._interrupts.seen = False
             gathering.raise_if_broken(stage)
         except Broken:
-            gathering.leave(stage)  # the run does not end before its last reader
+            gathering.leave(stage)  # the run cannot end before its last reader has left
             self.wait()
             raise
         except KeyboardInterrupt as interrupt:
@@ -276,7 +277,7 @@ class Run:
             if self._in_block:
                 if self._interrupts.seen:
                     gathering.keep(stage)
-            elif error := self._interrupts.still_raised():  # the interrupt leaves the loop now
+            elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
                 self._finish()
                 error.__cause__ = self._failure()
             raise
@@ -287,11 +288,11 @@ class Run:
     def _owns(self, stream: Stream[Any]) -> bool:
         return isinstance(stream, Stream) and stream.graph is self._plan.graph
 
-    # --- the end ---
+    # --- ending ---
 
     @refuses_misspelt("wait")
     def wait(self, timeout: float | None = None) -> Results:
-        """Wait for the end of the run and return its results.
+        """Wait until the run has ended, and return its results.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -300,9 +301,9 @@ class Run:
             The results by stream.
 
         Raises:
-            TimeoutError: The run has not ended after ``timeout`` seconds.
+            TimeoutError: The run did not end within ``timeout`` seconds.
             RunError: A stage failed.
-            Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+            Interrupted: The program received Ctrl-C or SIGTERM. The exception holds the results.
 
         Example:
             >>> from flowchan import Graph
@@ -319,7 +320,7 @@ class Run:
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
                 raise TimeoutError(
-                    f"the run of graph {self._plan.graph.name!r} has not ended after {timeout} s; wait "
+                    f"the run of graph {self._plan.graph.name!r} did not end within {timeout} s; wait "
                     "again, or call stop()"
                 )
         except KeyboardInterrupt as interrupt:
@@ -330,13 +331,14 @@ class Run:
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # a frame that names its exception keeps it alive, and with it the whole run
+            # a frame that refers to its own exception keeps it alive, and the whole run with it
+            failure = None
         return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
-        """Wait as :meth:`wait` does while the event loop runs: ``results = await run``.
+        """Wait for the run without blocking the event loop, and return its results: ``results = await run``.
 
-        Cancelling the wait does not affect the run.
+        Cancelling this does not affect the run.
         """
         return self._ended().__await__()
 
@@ -348,20 +350,20 @@ class Run:
         return self.wait()
 
     def _failure(self) -> Exception | None:
-        """Return the error of a run that has ended, or None if it succeeded."""
+        """Return the error of a run that has ended, or None if the run succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     @refuses_misspelt("stop")
     def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
-        """Stop the sources, and let everything in flight finish (R5).
+        """Stop the sources, and let the stages finish everything in flight (R5).
 
-        This returns at once. A second call may set another timeout, or discard what is queued.
+        This returns at once. A later call may set another timeout or discard the queued items.
 
         Args:
-            timeout: Seconds after which the run is aborted if it has not ended (default: no limit).
-            finish_queued: Whether to finish items that wait in channels (default: True). If False, they are
-                discarded, and only items that workers are processing go on to the end of the graph. Results,
-                failed items, and items on their way to a stage with several inputs are kept in both cases.
+            timeout: Seconds after which the run is aborted if it is still running (default: no limit).
+            finish_queued: Whether to finish items that are waiting in channels (default: True). If False,
+                they are discarded, and only items that workers are processing are finished. In both cases,
+                the run keeps results, failed items, and items that lead to a stage with several inputs.
 
         Example:
             >>> import itertools
@@ -377,7 +379,7 @@ class Run:
         self._supervisor.ask(StopRequested(limit, queued))
 
     def abort(self) -> None:
-        """Break every channel at once and discard all items in flight.
+        """Break every channel and discard all items in flight.
 
         This returns at once.
 
@@ -398,20 +400,19 @@ class Run:
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
         """Change the number of a stage's workers while the graph runs (R13).
 
-        Returns at once; ``stats()`` shows how many workers the stage has.
-
-        A removed worker finishes its item and ends. Numbers of workers are not used again. The call does
-        nothing once the stage or the run comes to its end.
+        This returns at once; ``stats()`` shows how many workers the stage has. A worker that is removed
+        finishes its item first. Numbers of removed workers are not reused. The call has no effect if the
+        stage or the run is already ending.
 
         Args:
-            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes, by
-                its name or one of its streams.
-            workers: How many workers the stage must have, at least 1.
+            stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,
+                given by its name or one of its streams.
+            workers: New number of workers, at least 1.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of its workers can't change. The stage is of another kind, runs on hosts,
-                has an async function, reserves GPUs for its workers, or uses processes of a pool.
+            ValueError: The number of workers can't change. The stage is of another kind, runs on hosts, has
+                an async function, reserves GPUs for its workers, or uses the processes of a pool.
 
         Example:
             >>> from flowchan import Graph
@@ -438,11 +439,11 @@ class Run:
         self._supervisor.ask(Scale(name, workers))
 
     def _end_interrupted(self, number: int, again: bool = False) -> NoReturn:
-        """Finish the run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results.
+        """End the run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results.
 
         Args:
-            number: The signal.
-            again: The signal has come twice already, so abort the run.
+            number: Number of the signal.
+            again: Whether the signal has already arrived twice, so that the run must be aborted.
         """
         self._finish(number, again)
         assert self._results is not None
@@ -450,9 +451,9 @@ class Run:
         raise self._interruption(lambda _: outcome, number) from self._failure()
 
     def _interrupted(self) -> Interrupted | None:
-        """Return the error for a Ctrl-C in the body of a loop over items, outside a block.
+        """Return the error to raise for Ctrl-C in the body of a loop over items, outside of a ``with`` block.
 
-        The error finishes the run when the loop is left, or when its results are read.
+        The run is ended when the exception leaves the loop, or when the results are read from it.
         """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
 
@@ -463,7 +464,7 @@ class Run:
     ) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report have the finished part", tell, number)
+        return Interrupted(f"{message}; .results and .report contain what was finished", tell, number)
 
     def _tell(self, error: Interrupted) -> tuple[Results, str]:
         if self._results is None:
@@ -475,8 +476,7 @@ class Run:
     def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
         """Stop the run and wait until everything in flight is finished.
 
-        A further interrupt aborts the run, and another one does not wait even for that. Each step prints a
-        line.
+        Another interrupt aborts the run, and one more ends the wait. Each step prints a line.
         """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         try:
@@ -523,26 +523,26 @@ class Run:
             self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
-        if isinstance(error, cancelled) and self._interrupts.handled:  # asyncio turns Ctrl-C into this
+        if isinstance(error, cancelled) and self._interrupts.handled:  # asyncio turns Ctrl-C into this error
             self._finish()
             return
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """End a block in which the run was used: its own, or that of its pool."""
+        """Close the inputs and wait for the run, when its block or the block of its pool is left."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()
         self.wait()
 
     def _break_block(self, error: BaseException | None) -> None:
-        """Abort the run because its block is left by this exception."""
+        """Abort the run because an exception leaves its block."""
         self.abort()
         self._gathering.break_all()
         try:
             self.wait()
         except RunError:
-            # the body only met the end of its channel; this error gives the reason
+            # the block only saw that its channel is broken; RunError has the reason
             if isinstance(error, Broken):
                 raise
 
@@ -555,12 +555,12 @@ class Run:
 
     @refuses_misspelt("stats")
     def stats(self, *, window: float | None = None) -> RunStats:
-        """Return the present statistics of the run (R8).
+        """Return the current statistics of the run (R8).
 
         Args:
-            window: Seconds over which rates, shares and the cause are computed (default: the whole run). The
-                ``window`` of the result is the actual length: up to half a second longer, and shorter if the
-                run is younger.
+            window: Seconds to which rates, shares and the cause refer (default: the whole run). The
+                ``window`` of the result is the actual length. It may be up to half a second longer, or
+                shorter if the run has not lasted that long.
 
         Returns:
             Statistics of the stages, the channels and the hosts.
@@ -590,20 +590,18 @@ class Run:
     ) -> Subscription:
         """Call functions with the statistics and events of the run.
 
-        The calls come on a thread that all subscribers of the run share.
-
-        A subscriber must not wait for the run. A subscriber that raises gets no more calls, and the run
-        continues.
+        All subscribers of the run are called on the same thread. A subscriber must not wait for the run. If a
+        subscriber raises, it is not called again, and the run continues.
 
         Args:
-            stats: Takes the result of :meth:`stats`: at once, every ``every`` seconds, and once after the
-                end.
-            events: Takes each event of the run: workers that start, begin, end, fail or die, retried items,
-                stops and aborts.
-            every: Seconds between two statistics.
+            stats: Function that is called with the result of :meth:`stats`: at once, every ``every`` seconds,
+                and once after the run has ended.
+            events: Function that is called with each event of the run: workers that start, begin, end, fail
+                or die, retries, stops and aborts.
+            every: Seconds between two calls of ``stats``.
 
         Returns:
-            The subscription. Close it, or leave its ``with`` block, to end the calls.
+            The subscription. Close it, or leave its ``with`` block, to stop the calls.
 
         Example:
             >>> from flowchan import Graph
@@ -620,10 +618,10 @@ class Run:
         )
 
     def report(self) -> str:
-        """Return tables of the run as text.
+        """Return a report of the run as text.
 
         Returns:
-            The stages, the channels, the bottleneck, and the account of items.
+            The bottleneck, tables of the stages and channels, and a count of each stage's items.
 
         Example:
             >>> from flowchan import Graph
@@ -637,11 +635,11 @@ class Run:
         return render(self.stats())
 
     def explain(self) -> str:
-        """Explain what each stage waits for.
+        """Explain what each stage is waiting for.
 
         Returns:
-            A text with the channel and the duration of each wait, and the state of the stage at the other
-            end.
+            Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
+            so far and the state of the stage on the other end.
 
         Example:
             >>> from flowchan import Graph

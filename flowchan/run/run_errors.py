@@ -1,4 +1,4 @@
-"""The exception that a run raises, made from the failures of its workers."""
+"""Create the exception that a run raises from the failures of its workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flowchan.run.policy.plan import Plan
 def failure_of_run(
     plan: Plan, failures: Sequence[Failure], crashed: BaseException | None
 ) -> Exception | None:
-    """Say why a run that has ended did not succeed, or None if it did.
+    """Return the error of a run that has ended, or None if the run succeeded.
 
-    ``crashed``: the defect of flowchan that ended it.
+    ``crashed`` is an exception inside flowchan that ended the run.
     """
     if crashed is not None:
         error = RuntimeError(
@@ -35,7 +35,7 @@ def failure_of_run(
 
 
 def stage_error(failure: Failure, plan: Plan) -> StageError:
-    """Give the error of a stage that failed."""
+    """Return the error for a stage that failed."""
     if isinstance(failure.error, StageError) and failure.error.stage == failure.worker.stage:
         return failure.error
     if isinstance(failure.error, Deadlock):

@@ -1,4 +1,4 @@
-"""Base of the objects that can be run: a graph, and a pool for a graph."""
+"""Base class of everything that can be run: a graph, and a pool for a graph."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN_EVERY_S = 0.1
 
 @methods_end_at_caller
 class Runnable(ABC):
-    """Object with a graph that can be started and run."""
+    """Object whose graph can be started and run."""
 
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
@@ -40,7 +40,7 @@ class Runnable(ABC):
         return Run(plan)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the progress display, found when needed because it builds on runs."""
+        """Return the progress display. It is looked up here, because its module imports this package."""
         watching = pkgutil.resolve_name("flowchan.viz.live:watching")
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
@@ -49,9 +49,9 @@ class Runnable(ABC):
         """Check the graph and start it.
 
         Args:
-            seed: Random seed for all workers, at least 0. An equal seed gives the workers equal random
-                numbers. The run chooses one by default and shows it in its report.
-            memory: Maximum number of bytes inside all channels together, with the same share for each. The
+            seed: Random seed for all workers, at least 0. Workers in runs with equal seeds draw equal random
+                numbers. The default is a new seed, which the report shows.
+            memory: Maximum number of bytes in all channels together; each channel gets the same share. The
                 default is half of the memory of the machine or the control group.
 
         Returns:
@@ -87,24 +87,24 @@ class Runnable(ABC):
 
     @refuses_misspelt("run")
     def run(self, *, seed: int | None = None, memory: int | None = None, progress: bool = False) -> Results:
-        """Run the graph to its end.
+        """Run the graph until it has ended, and return its results.
 
-        The first Ctrl-C or SIGTERM stops the sources and lets the items in flight finish. The second aborts
-        the run.
+        The first Ctrl-C or SIGTERM stops the sources and lets the stages finish the items in flight. The
+        second one aborts the run.
 
         Args:
-            seed: Random seed for all workers, as for :meth:`start`.
-            memory: Maximum number of bytes inside all channels, as for :meth:`start`.
-            progress: Show the progress on a terminal, in a notebook or as plain lines. If the source has a
-                length, this includes totals and the remaining time.
+            seed: Random seed for all workers; see :meth:`start`.
+            memory: Maximum number of bytes in all channels; see :meth:`start`.
+            progress: Whether to show the progress on a terminal, in a notebook or as plain lines. If the
+                source has a length, this includes totals and the remaining time.
 
         Returns:
             The results by stream.
 
         Raises:
-            GraphError: The graph is not valid; nothing has started.
+            GraphError: The graph is not valid; nothing was started.
             RunError: A stage failed.
-            Interrupted: Ctrl-C or SIGTERM ended the run; the error is a ``KeyboardInterrupt`` with the
+            Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.
 
         Example:
@@ -116,7 +116,7 @@ class Runnable(ABC):
         """
         flag("run", "progress", progress)
         graph = self._blueprint()
-        leave_if_unguarded(graph)  # before the progress is drawn
+        leave_if_unguarded(graph)  # before the progress is displayed
         with (
             terminate_as_interrupt(),
             self._watching() if progress else contextlib.nullcontext() as view,
@@ -127,7 +127,7 @@ class Runnable(ABC):
                 with interrupts_deferred() as deferral:
                     run = self.start(seed=seed, memory=memory)
                     for out in run._ports.inputs.values():
-                        out.close()  # nobody has the handle to put anything
+                        out.close()  # the caller does not get the handle, so no items can be put
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
                 return run.wait()

@@ -1,67 +1,84 @@
-"""The supervisor of one run: it takes events and carries out the actions that ``decisions.decide`` returns.
+"""The supervisor of one run: it passes events to ``decisions.decide`` and carries out the actions.
 
-Algorithm. Each turn takes one event from a queue, or a tick if none comes in time, and passes it to decide()
-once. The crew carries out the actions on workers, and the channels carry out the others. A death is one event
-of the crew; its replacement is one call of the crew.
+Algorithm. In each turn, the supervisor takes one event from a queue, or a tick if none arrives in time, and
+passes it to decide() once. The crew carries out actions on workers, and the channels carry out the others. A
+death is one event from the crew; the replacement is one call to the crew.
 
 Invariants. Only the supervisor's thread changes ``state`` and calls the crew.
 
-The run contract. Code that disagrees with it has a defect. Each clause names its test in ``tests/run/``.
+The run contract. Code that disagrees with it has a defect. Each clause names its tests, in ``tests/run/``
+unless noted.
 
 - R1 Cascade. When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its
   outputs. The run ends when all sinks have ended. (test_cascade.py)
-- R2 Early end. When a reader leaves, its upstream writers are stopped in the same way, without an error.
+- R2 Early end. When a reader leaves, the stages before it are stopped in the same way, without an error.
   (test_early_end.py)
 - R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
-  workers end. ``run()`` raises one RunError whose members are StageErrors with stage, item, worker and the
-  original traceback, the first failure first. No error is lost, including BaseException in a worker. A
-  channel ends cleanly only if all its writers reached their ends in order. So a worker that meets a break
-  breaks all its channels before it leaves one. The channels of a failed worker end once all of them are
-  broken. In a run that breaks off, no reader mistakes a part of the items for all of them.
+  workers end. ``run()`` raises one RunError that contains StageErrors with stage, item, worker and the
+  original
+  traceback; the first failure comes first. No error is lost, including BaseException in a worker. A channel
+  ends
+  cleanly only if none of its writers failed. A worker that meets a broken channel therefore breaks all its
+  channels before it leaves any. The ports of a failed worker are closed only after all channels are broken.
+  If a
+  run fails or is aborted, no reader mistakes part of the items for all of them.
   (test_failure.py, test_partial_results.py, test_random_breaks.py)
 - R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
-  callable may keep state, which is lost then, the run warns. (test_death.py, test_run_decisions.py)
+  callable may have held state, which is now lost, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
-  however long it takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
-  stage, and ``run.stop(timeout=…)`` aborts a run that has not ended by then. After half a minute the run
-  warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts it at once, within a bounded time. The user
-  gets the finished
-  results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the ``with`` block raises
-  ``Interrupted`` with results and report. The command prints one line and its report, and exits with 130, or
-  with 143 after SIGTERM.
+  however long it takes. ``run.stop(finish_queued=False)`` discards the items that are waiting in channels for
+  a
+  stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute, the
+  run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded time.
+  The
+  user gets the finished results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the
+  ``with`` block raises ``Interrupted`` with results and report. The command prints one line and its report,
+  and
+  exits with 130, or with 143 after SIGTERM.
   (test_stop.py, test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
-- R6 No residue. After any ending no process, thread, segment or descriptor of the run is left.
+- R6 No residue. However a run ends, no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
 - R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
-  A run that breaks off also names the items discarded in each stage and left in each channel.
+  If
+  a run fails or is aborted, they also count the items discarded in each stage and left in each channel.
   (test_account.py, test_account_of_breaks.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
-  incarnation. It seeds the random numbers of the worker's process. (test_seeds.py)
-- R10 Blame. An item is blamed only for deaths inside the user's code, or inside its own unpickling. One
-  worker at a time tries it again while the others continue, and the error says how each of them died. With
-  ``max_deaths=1`` it is also blamed for deaths until its output is out, so it is never begun twice. In a
-  batch, only members that kill their workers alone fail. A death over an item uses no restart. All other
-  deaths of workers use the restarts of their stage, which count for 60 s of work each. Before the last of
-  them is used, the run warns. (test_blame.py, test_begun_once.py, test_decisions.py,
+  incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
+- R10 Blame. An item is blamed only for deaths inside the user's code or while the item is unpickled. One
+  worker
+  at a time tries it again while the others continue, and the error tells how each of them died. With
+  ``max_deaths=1`` an item is also blamed for deaths until its output has been put, so it is never processed
+  twice. In a batch, only members that kill their workers alone fail. A death over an item does not use a
+  restart.
+  All other deaths of workers use the restarts of their stage, each of which counts for 60 s of work. The run
+  warns before the last restart is used. (test_blame.py, test_begun_once.py, test_decisions.py,
   tests/deaths/test_deadly_batches.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all restart, each with the item that it held. No item is blamed for the ends of the others. A survivor's
-  MemberDied is not a failure. On hosts, broken connections between members count as a death. When one ends
-  because its outputs have no readers, all end. In an elastic gang the others continue in their processes as
-  a smaller group. The replacement completes the group again, and each item has its outputs once.
+  all
+  restart, each with the item that it held. No item is blamed because the other workers were ended. If a
+  survivor raises MemberDied, this is not a failure. On hosts, broken connections between members count as a
+  death. When one worker ends because its outputs have no readers, all end. In an elastic gang, the other
+  workers
+  keep their processes and continue as a smaller group. The replacement makes the group complete again, and
+  each
+  item has its outputs once.
   (test_gangs.py, tests/deaths/test_gang_deaths.py, tests/deaths/test_elastic_gangs.py,
   tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
-- R12 Pools. The processes of a pool last from one run to the next, each with its callable, and keep nothing
-  else of a run. Forked ones keep memory of other runs that are active when the pool starts them. Each run is
-  complete. A worker that failed, died or did not end gets a fresh process in the next run. Leaving the block
-  finishes an active run, and raises the failure of the last run unless that was raised before.
+- R12 Pools. The processes of a pool are kept from one run to the next, each with its callable, but keep
+  nothing
+  else from a run. Forked processes keep memory of other runs that are active when the pool starts them. Each
+  run
+  is complete. A worker that failed, died or did not end gets a new process in the next run. Leaving the block
+  finishes an active run, and raises the failure of the last run if it has not been raised yet.
   (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
-- R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage that works item by item, on threads
-  and in processes, while the graph runs. Order is kept, and each item has its outputs once, even when workers
-  are killed at that time. A removed worker finishes its item. A new worker that can't be started does not
-  affect the others. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
+- R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes while the
+  graph
+  runs, if the stage processes one item at a time. Order is kept, and each item has its outputs once, even if
+  workers are killed in the meantime. A removed worker finishes its item. A new worker that can't be started
+  does
+  not affect the others. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
 """
 
 from __future__ import annotations
@@ -136,12 +153,11 @@ from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for changes that no event announces. Decisions that depend on time have this
-resolution."""
+"""Seconds between two checks for changes that no event announces. Time limits have this resolution."""
 
 
 def first_state(plan: Plan, now: float) -> PolicyState:
-    """Return the state in which a run begins."""
+    """Return the initial state of a run."""
     ids = frozenset(worker.id for worker in plan.workers)
     return PolicyState(
         alive=ids,
@@ -164,12 +180,12 @@ def first_state(plan: Plan, now: float) -> PolicyState:
 
 
 class Supervisor:
-    """The supervisor of one run. See the head of this file.
+    """Supervisor of one run, described at the head of this file.
 
     Args:
-        plan: The plan of the run.
-        crew: The crew that has its workers.
-        channels: Its channels.
+        plan: Plan of the run.
+        crew: Crew with the workers of the run.
+        channels: Channels of the run.
     """
 
     def __init__(self, plan: Plan, crew: CrewPart, channels: RunChannels) -> None:
@@ -183,9 +199,9 @@ class Supervisor:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None
         self.state = first_state(plan, self.started_at)
-        # Takes in results that are full while the program waits for something else.
+        # Collects results that filled their channels while the program is waiting for something else.
         self.take_in: Callable[[frozenset[WorkerId]], None] = lambda _: None
-        # The handle of a pool's run, until the run has ended and its failure is known. The pool shares the
+        # The handle of a pool's run, until the run has ended and its failure was raised. The pool shares this
         # list.
         self.unreported: list[Any] = []
         self._tally = Tally()
@@ -196,13 +212,13 @@ class Supervisor:
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
-        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # by reference
+        self._events: Channel[SupervisorEvent | Event] = Channel(1024)  # events are passed by reference
         self._thread: threading.Thread | None = None
 
     # --- called by the run, on any thread ---
 
     def start(self) -> None:
-        """Start every worker except those that gather results, or undo everything and raise."""
+        """Start every worker except those that collect results. If that fails, undo everything and raise."""
         self.feed.tell(RunBegan(len(self.plan.workers), self.plan.seed))
         try:
             self.crew.start(self.report)
@@ -216,7 +232,7 @@ class Supervisor:
             raise
 
     def _undo_start(self, reason: BaseException) -> None:
-        """End all workers that have started. An error in doing so does not hide the reason."""
+        """End all workers that were started. An error while doing so does not hide ``reason``."""
         try:
             self._break(None)
             self.crew.cancel_tasks(all_of_them=True)
@@ -227,7 +243,7 @@ class Supervisor:
             reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
-        """Take an event of a worker. Raises ``Closed`` once the run is over."""
+        """Record an event from a worker. This raises ``Closed`` after the run has ended."""
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
@@ -235,10 +251,10 @@ class Supervisor:
             self._events.put(event)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Tell whether the run ends within ``timeout`` seconds.
+        """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        If so, the supervisor's thread and its resources are also gone (R6), unless it still warns of stuck
-        threads.
+        If so, the supervisor's thread and resources are also gone (R6), unless the thread is still warning
+        about stuck threads.
         """
         if not self.ended.wait(timeout):
             return False
@@ -251,31 +267,32 @@ class Supervisor:
     def ask(self, event: SupervisorEvent) -> None:
         """Request a stop, an abort or another number of workers, and return at once.
 
-        Do nothing if the run has ended.
+        The request is ignored if the run has ended.
         """
         with contextlib.suppress(Closed):
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller waits for the answer to a request.
+        """Tell other hosts that no caller is waiting for the answer to a request any more.
 
-        This never waits, because event loops call it. If the queue is full, a worker does useless work.
+        Event loops call this method, so it never blocks. If the queue is full, no message is sent, and a
+        worker does unnecessary work.
         """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
                 self._events.put_nowait(RequestCancelled(question))
 
     def settle_answers(self, item: Any) -> Any:
-        """Settle the answers in an item at an end of the graph.
+        """Deliver the answers in an item that has reached an end of the graph.
 
-        Return the rest of the item, or ``NOTHING``.
+        Returns the rest of the item, or ``NOTHING``.
         """
         return item if self.asking is None else answers_in(item, self.asking.settle)
 
     def stats(self, window: float | None = None) -> RunStats:
-        """Return the present statistics (R8).
+        """Return the current statistics (R8).
 
-        Rates and shares are those of the last ``window`` seconds or of the whole run.
+        Rates and shares refer to the last ``window`` seconds, or to the whole run.
         """
         now = self._counters()
         return between(None if window is None else self._history.before(now, window), now)
@@ -291,7 +308,7 @@ class Supervisor:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a defect of flowchan: the waiting threads must learn of it
+        except BaseException as error:  # a defect in flowchan, of which the waiting threads must learn
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -303,14 +320,15 @@ class Supervisor:
             try:
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
-            finally:  # an error of the program's handler must not keep other threads waiting
+            # even if a logging handler of the program raises, other threads must not wait any longer
+            finally:
                 if self.asking is not None:
                     self.asking.end()
                 self.ended.set()
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
-                    self.unreported.clear()  # until now the end of a pool's block must find it
-        # Last, because it may raise; for all waiting threads the run must have ended.
+                    self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
+        # This comes last because it may raise, and by then all waiting threads must have seen the run end.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -320,9 +338,9 @@ class Supervisor:
         return event
 
     def _pause(self) -> float:
-        """Return the seconds until a check is due without an event.
+        """Return how many seconds to wait for an event before the next check.
 
-        Deadlocks need such checks, and so do decisions that depend on time.
+        Deadlock detection and decisions that depend on time need such checks.
         """
         if self._breaks.pending:
             return POLL_INTERVAL_S
@@ -334,11 +352,11 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """The time from which workers that the run does not need are late."""
+        """Return when workers that the run does not need any more start to be late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
-        """Handle an event, and act on it and on the time that has passed."""
+        """Handle an event, then do everything that is due at this time."""
         before = self.state
         self._receive(event)
         self._breaks.check()
@@ -367,7 +385,7 @@ class Supervisor:
             case Began() | Started():
                 self.report(event)
             case TriesMember() | MembersTried():
-                pass  # the crew has used it
+                pass  # only the crew uses these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
@@ -384,7 +402,7 @@ class Supervisor:
                     self._decide(event)
             case _:
                 if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
-                    self._tell_break()  # a worker's reports arrive in its order
+                    self._tell_break()  # the reports from one worker arrive in order
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:
@@ -429,7 +447,7 @@ class Supervisor:
                 self.feed.tell(Warned(stage, text))
 
     def _replace(self, workers: Sequence[WorkerId], blamed: WorkerId | None, pause: float) -> None:
-        """Replace dead workers at once, or after a pause in which others take up their items."""
+        """Replace dead workers, at once or after a pause in which other workers may process their items."""
         later = pause > 0 or not self.state.goes_on
         failed = self.crew.replace(workers, blamed, later)
         if later:
@@ -441,7 +459,7 @@ class Supervisor:
             self._decide(event)
 
     def _start_due(self) -> None:
-        """Start the replacements whose pause is over, or end them if the run ends."""
+        """Start the replacements whose pause is over, or give them up if the run is ending."""
         now = time.monotonic()
         due = [id for id, at in self._due.items() if at <= now or not self.state.goes_on]
         if not due:
@@ -459,7 +477,7 @@ class Supervisor:
             self._decide(decisions.Stuck(Failure(workers[0], error, None, self.pid)))
 
     def _add(self, worker: WorkerId) -> None:
-        """Start an additional worker. The run continues without it if that fails."""
+        """Start an additional worker. If that fails, the run continues without it."""
         try:
             self.crew.add(worker)
         except Exception as error:
@@ -469,9 +487,9 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel coroutines: all when the run breaks off, and sources whose outputs have no readers.
+        """Cancel all coroutines if the run is ending, else those of sources whose outputs have no readers.
 
-        In a finishing run they get a moment to end.
+        In a finishing run, coroutines get a moment to end first.
         """
         late = time.monotonic() > self._late_at
         over = self.state.phase in ("failing", "aborting") or (self.state.phase == "finishing" and late)
@@ -488,7 +506,7 @@ class Supervisor:
         self.channels.break_all(cause)
 
     def _all_reported(self) -> bool:
-        """Tell whether everything that workers have reported so far has been decided."""
+        """Return whether everything that workers have reported so far has been decided."""
         return self.crew.all_reported() and len(self._events) == 0
 
     def _check_deadlock(self) -> None:
@@ -512,6 +530,6 @@ class Supervisor:
         return Observation(stats, unread, inputs, waits.moves, waits.counts)
 
     def _close_crew(self, timeout: float | None = None) -> None:
-        self._events.close()  # before the join of threads that may wait to put into it
+        self._events.close()  # first, because threads that are joined below may be waiting to put an event
         stuck = self.crew.close(self.state.abandoned, timeout)
         self.state = dataclasses.replace(self.state, abandoned=self.state.abandoned | stuck)

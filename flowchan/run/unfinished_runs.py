@@ -1,4 +1,4 @@
-"""Abort the runs that have not ended when the interpreter exits."""
+"""Abort the runs that are still active when the interpreter exits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
-# Supervisors whose thread still lives, whether or not the program kept the handle of the run. A forked child
-# inherits the set but not the runs. A plain set is copied in one step while other threads start runs, and a
-# WeakSet is not.
+# Supervisors whose thread is alive, even if the program has dropped the handle of the run. A forked child
+# inherits the set but not the runs. It is a plain set, because this can be copied in one step while other
+# threads start runs; a WeakSet can't.
 _running: set[weakref.ref[Supervisor]] = set()
 
 
 def end_at_exit(supervisor: Supervisor) -> None:
-    """Abort this run at the exit of the interpreter, unless it has ended by then."""
+    """Abort this run when the interpreter exits, unless the run has already ended."""
     _running.add(weakref.ref(supervisor, _running.discard))
     before_exit(_end_runs, 100)
 
 
 def abort_unfinished() -> None:
-    """Abort all unfinished runs, because the interpreter exits.
+    """Abort all active runs, because the interpreter is exiting.
 
-    A resource that runs need until their end calls this before it ends.
+    If runs need a resource until they end, its owner calls this function before it releases the resource.
     """
     for reference in list(_running):
         supervisor = reference()
@@ -42,5 +42,5 @@ def _end_runs() -> None:
     abort_unfinished()
     error = getattr(sys, "last_value", None)
     if isinstance(error, Interrupted) and not hasattr(sys, "ps1"):
-        # The program did not catch it, so end like a program that does not catch the signal.
+        # The program did not catch Interrupted, so end it as the signal would.
         _core._die_of(error.signal)

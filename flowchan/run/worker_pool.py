@@ -1,4 +1,4 @@
-"""Pool that keeps the worker processes of one graph over several runs."""
+"""Pool that keeps the worker processes of one graph for several runs."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from flowchan.transport.interrupts import interrupts_deferred
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """Maximum number of ports of a worker.
 
-They arrive as one item, together with the channel for its events. A worker of an elastic gang gets one more
-channel, which delivers its groups."""
+They are sent as one item, together with the channel for the worker's events. A worker of an elastic gang also
+gets a channel that delivers its groups."""
 
 
 class WorkerPool(Runnable):
-    """Pool of the worker processes of one graph; ``graph.pool()`` creates it.
+    """Pool of worker processes for one graph, created by ``graph.pool()``.
 
-    Within its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, for one run at a
-    time. The worker processes last over all runs and keep what they have loaded. A callable class is built
-    once for each worker, in its first run, and closed at the end of the block. A process that died, or whose
-    worker failed, is replaced in the next run. Workers on threads are new in each run.
+    In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, for one run at a time.
+    The worker processes are kept for all runs, with everything that they have loaded. A callable class is
+    instantiated once for each worker, in the first run, and closed at the end of the block. If a process died
+    or its worker failed, it is replaced in the next run. Worker threads are new in each run.
 
     Args:
         graph: The graph.
 
     Raises:
-        RunError: At the end of the block, if closing a callable fails.
+        RunError: Raised at the end of the block if closing a callable fails.
 
     Example:
         >>> from flowchan import Graph
@@ -62,10 +62,10 @@ class WorkerPool(Runnable):
         self._graph = graph
         self._lock = threading.Lock()
         self._pid = 0
-        self._pooled: PooledProcesses | None = None  # set inside the block
+        self._pooled: PooledProcesses | None = None  # set while the block is active
         self._leaving = False
         self._stages: tuple[Stage, ...] = ()
-        self._supervisor: weakref.ref[Supervisor] | None = None  # of the last run
+        self._supervisor: weakref.ref[Supervisor] | None = None  # supervisor of the last run
         self._unreported: list[Run] = []  # the last run, until it has ended and its failure was raised
 
     def _blueprint(self) -> Blueprint:
@@ -78,7 +78,7 @@ class WorkerPool(Runnable):
         self._pooled = PooledProcesses(self._graph.name)
         self._leaving, self._stages = False, ()
         _open.add(weakref.ref(self, _open.discard))
-        before_exit(_close_all, 101)  # before runs are aborted
+        before_exit(_close_all, 101)  # before active runs are aborted
         return self
 
     def _begin(self, plan: Plan) -> Run:
@@ -89,7 +89,7 @@ class WorkerPool(Runnable):
             return run
 
     def _watching(self) -> AbstractContextManager[Any]:
-        """Start the processes before the progress display, or they would inherit its terminal."""
+        """Start the processes before the progress display; otherwise they would inherit its terminal."""
         self._refuse_forked_child()
         raise_for(self._graph)
         with interrupts_deferred(), self._lock:
@@ -97,7 +97,7 @@ class WorkerPool(Runnable):
         return super()._watching()
 
     def _refuse_forked_child(self) -> None:
-        """Raise in a forked child, where the lock may stay locked forever."""
+        """Raise an error in a forked child, where the lock might never be released."""
         if self._pid != os.getpid():
             raise self._outside_error()
 
@@ -105,13 +105,13 @@ class WorkerPool(Runnable):
         return RuntimeError(f"{self!r} must be used in its block: with graph.pool() as pool: pool.run()")
 
     def _prepared(self, plan: Plan) -> PooledProcesses:
-        """With a process for each worker that needs one."""
+        """Return the processes of the pool, after starting one for each worker that needs one."""
         pooled = self._checked_processes(plan)
         pooled.make_ready(self._graph, plan.workers)
         return pooled
 
     def _checked_processes(self, plan: Plan) -> PooledProcesses:
-        """Raise if the pool cannot run the plan now; otherwise return its processes."""
+        """Return the processes of the pool, or raise an error if it cannot run the plan now."""
         if self._pooled is None or self._leaving:
             raise self._outside_error()
         if self._active_supervisor() is not None:
@@ -123,7 +123,7 @@ class WorkerPool(Runnable):
         if self._stages and stages != self._stages:
             raise RuntimeError(
                 f"{self!r}: the graph must not change after the pool's first run; declare all stages "
-                "before, or use another pool"
+                "before the first run, or use another pool"
             )
         _refuse_hosts(self._graph)
         _refuse_ports(plan)
@@ -140,30 +140,30 @@ class WorkerPool(Runnable):
             if error is None:
                 self._finish_run()
             else:
-                self._break_off(error)
+                self._abort_run(error)
         finally:
             failed = self._end()
         if failed and error is None:
             raise RunError(
-                f"the pool of graph {self._graph.name!r} failed at its end",
+                f"the pool of graph {self._graph.name!r} failed while closing",
                 [_not_closed(id, raised) for id, raised in failed],
             )
 
     def _active_supervisor(self) -> Supervisor | None:
-        """Return the supervisor of the current run, or ``None`` if it has ended."""
+        """Return the supervisor of the active run, or ``None`` if no run is active."""
         supervisor = None if self._supervisor is None else self._supervisor()
         return supervisor if supervisor is not None and not supervisor.ended.is_set() else None
 
     def _last_run(self) -> Run | None:
-        """Return the run whose end or failure was not reported yet."""
-        with self._lock:  # another thread may be starting one
+        """Return the last run if it has not ended or its failure was not raised yet."""
+        with self._lock:  # another thread may be starting a run
             return next(iter(self._unreported), None)
 
     def _finish_run(self) -> None:
         if (run := self._last_run()) is not None:
             run._end_block()
 
-    def _break_off(self, error: BaseException | None) -> None:
+    def _abort_run(self, error: BaseException | None) -> None:
         run = self._last_run()
         if run is None:
             return
@@ -173,9 +173,9 @@ class WorkerPool(Runnable):
             run._finish()
 
     def _end(self, at_once: bool = False) -> list[tuple[WorkerId, BaseException]]:
-        """End all processes, and return the errors of closing their callables.
+        """End all processes, and return the errors raised by closing their callables.
 
-        With ``at_once``, the processes are killed without closing the callables.
+        If ``at_once`` is true, the processes are killed without closing the callables.
         """
         pooled = self._pooled
         if pooled is None:
@@ -186,7 +186,7 @@ class WorkerPool(Runnable):
                 _open.discard(weakref.ref(self))
                 if (
                     supervisor := self._active_supervisor()
-                ) is not None:  # Ctrl-C has come, for the last time
+                ) is not None:  # still active, because another Ctrl-C ended the wait
                     supervisor.ask(AbortRequested())
                     pooled.kill()
                     supervisor.wait()
@@ -241,14 +241,14 @@ def _not_closed(id: WorkerId, raised: BaseException) -> StageError:
     return error
 
 
-# Pools whose block was not left yet. A plain set is copied in one step while other threads enter pools, and a
-# WeakSet is not.
+# Pools whose block is active. This is a plain set, because it can be copied in one step while other threads
+# enter pools; a WeakSet can't.
 _open: set[weakref.ref[WorkerPool]] = set()
 
 
 @atexit.register
 def _close_all() -> None:
-    """End all pools when the interpreter exits; otherwise Python would wait for their processes."""
+    """End all pools when the interpreter exits, because Python would otherwise wait for their processes."""
     interrupt: KeyboardInterrupt | None = None
     pools = [pool for reference in list(_open) if (pool := reference()) is not None]
     for pool in [pool for pool in pools if pool._pid == os.getpid()]:
@@ -256,10 +256,10 @@ def _close_all() -> None:
             try:
                 if interrupt is None:
                     with contextlib.suppress(Exception):
-                        pool._break_off(None)
+                        pool._abort_run(None)
             finally:
                 pool._end(at_once=interrupt is not None)
-        except KeyboardInterrupt as error:  # kill the other pools without waiting
+        except KeyboardInterrupt as error:  # Ctrl-C: kill the other pools without waiting
             interrupt = error
     if interrupt is not None:
         raise interrupt

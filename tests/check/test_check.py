@@ -111,7 +111,7 @@ def test_stream_from_another_graph_is_reported_with_that_graph(graph: Blueprint)
     graph.source(range(3)).zip(unusual).sink(print)
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("foreign", "zip")
-    assert f"stream 'letters' of another graph, 'other', declared at {other.where}" in problem.message
+    assert f"stream 'letters' from another graph, 'other', declared at {other.where}" in problem.message
 
 
 def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
@@ -175,7 +175,7 @@ def test_an_unread_output_is_reported_with_the_remedy(graph: Blueprint) -> None:
     )
 
 
-def test_results_and_error_streams_need_no_reader(graph: Blueprint) -> None:
+def test_results_and_error_streams_do_not_need_a_reader(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).map(to_text).tee(2)
     left.reduce(max)
     right.collect()
@@ -190,7 +190,7 @@ def test_a_stream_read_twice_is_reported_with_both_readers(graph: Blueprint) -> 
     problem = only(graph)
     assert problem.rule == "read-twice"
     assert f"2 readers, 'print' ({one}) and 'print-2' ({two})" in problem.message
-    assert problem.message.endswith("give each its own stream with .tee(2)")
+    assert problem.message.endswith("give each reader its own stream with .tee(2)")
 
 
 def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:
@@ -214,7 +214,7 @@ def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> 
     ]
 
 
-def test_a_parameter_that_is_neither_port_nor_given_is_reported(graph: Blueprint) -> None:
+def test_parameter_without_stream_or_argument_is_reported(graph: Blueprint) -> None:
     graph.stage(pass_on, graph.source(range(3))).sink(print)
     assert only(graph).message == (
         "parameter 'limit' of 'pass_on' is not a port and has no argument; annotate it "
@@ -364,12 +364,12 @@ def test_channels_larger_than_memory_are_reported_with_both_sizes(
     )
 
 
-def test_channels_of_threads_reserve_no_memory(graph: Blueprint) -> None:
+def test_channels_between_threads_do_not_reserve_memory(graph: Blueprint) -> None:
     graph.source(range(3), capacity=10**15).sink(print)
     assert check(graph) == ()
 
 
-def test_an_absurd_capacity_between_processes_does_not_fit(graph: Blueprint) -> None:
+def test_absurd_capacity_between_processes_is_reported(graph: Blueprint) -> None:
     graph.source(range(3), on="process", capacity=10**15).sink(print)
     assert rules(graph) == ["memory"]
 
@@ -403,8 +403,8 @@ def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, n
         (
             "limit",
             (
-                "its function calls select and has 129 ports, but select takes 128 operations; merge "
-                "some of the streams first"
+                "its function calls select and has 129 ports, but select accepts at most 128 operations; "
+                "merge some of the streams first"
             ),
         )
     ] * (number - 128)

@@ -1,4 +1,7 @@
-"""An iterator can be read once. A source whose iterator is exhausted raises, and never counts as empty."""
+"""Test sources with an iterator, which can be read only once.
+
+If the iterator is exhausted, an error must be raised, because the source would otherwise seem to be empty.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def numbers() -> Iterator[int]:
 
 
 def spent(graph: Graph) -> str:
-    """Return the error message of the second run."""
+    """Run the graph again, and return the message of the problem that is reported."""
     with pytest.raises(GraphError, match="pass a callable") as caught:
         graph.run()
     (problem,) = caught.value.problems

@@ -1,4 +1,4 @@
-"""Check the values in a graph: item types, and values that must be picklable for a process."""
+"""Test the checks of values in a graph: item types, and values that must be picklable for a process."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
 
 
 def made_in_main(source: str) -> Any:
-    """Return a function as if a script had defined it: it is sent by value, with the globals that it uses."""
+    """Return a function as if a script had defined it: it is pickled by value, with the globals it uses."""
     namespace = dict(OWN_MODULE)
     exec(source, namespace)
     return namespace["f"]
@@ -243,7 +243,7 @@ def test_lambdas_closures_and_functions_from_main_can_be_sent(graph: Blueprint) 
     assert check(graph) == ()
 
 
-def test_search_ends_for_object_that_contains_itself(graph: Blueprint) -> None:
+def test_search_for_unpicklable_part_ends_in_a_cyclic_object(graph: Blueprint) -> None:
     loop: list[Any] = []
     loop.extend([loop, LOCK])
     graph.source(range(3)).sink(local(loop), on="process")

@@ -103,7 +103,7 @@ def test_poison_item_is_blamed_with_each_workers_death() -> None:
     assert isinstance(failure, Failed)
     assert (failure.item, failure.attempts) == (3, 3)
     assert isinstance(failure.error, WorkerDied)
-    assert "3 workers died while they worked on this item, one after the other: " in str(failure.error)
+    assert "3 workers died one after another while processing this item: " in str(failure.error)
     assert "was killed by SIGKILL" in str(failure.error)
 
 

@@ -70,7 +70,7 @@ def test_only_the_deadly_member_of_a_batch_fails(workers: int, on: str) -> None:
     assert [(failure.item, failure.attempts) for failure in failed] == [(-5, 3)]
     assert isinstance(failed[0].error, WorkerDied)
     text = str(failed[0].error)
-    assert "3 workers died while they worked on this item, one after the other: each was killed by" in text
+    assert "3 workers died one after another while processing this item: each was killed by" in text
     stage = stage_of(run, "work")
     assert (stage.items_in, stage.items_out, stage.failed, stage.members_failed) == (2, 2, 0, 1)
     assert stage.restarts == 3
@@ -107,7 +107,7 @@ def test_deadly_member_without_an_errors_reader_ends_the_run() -> None:
         graph.run()
     (error,) = caught.value.exceptions
     assert (error.stage, error.item) == ("work", "-5")
-    assert "3 workers died while they worked on this item" in str(error)
+    assert "3 workers died one after another while processing this item" in str(error)
 
 
 def test_batch_that_kills_only_as_a_whole_succeeds() -> None:

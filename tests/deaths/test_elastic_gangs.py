@@ -157,7 +157,7 @@ def test_death_without_remaining_restarts_ends_the_run() -> None:
         graph.run()
     cause = caught.value.exceptions[0].__cause__
     assert isinstance(cause, WorkerDied)
-    assert "1 of 1 restarts are used" in str(cause)
+    assert "1 of 1 restarts were used" in str(cause)
 
 
 def test_group_failure_without_a_death_counts_as_restart() -> None:

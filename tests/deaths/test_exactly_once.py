@@ -295,7 +295,7 @@ def test_r4_poison_item_without_an_errors_reader_ends_the_run() -> None:
         graph.run()
     (error,) = caught.value.exceptions
     assert (error.stage, error.item) == ("work", "5")
-    assert "2 workers died while they worked on this item" in str(error)
+    assert "2 workers died one after another while processing this item" in str(error)
 
 
 def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
@@ -313,7 +313,7 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
     (error,) = caught.value.exceptions
     assert error.stage == "work"
     assert "killed by SIGKILL" in str(error)
-    assert "3 of 3 restarts are used in 60 s" in str(error)
+    assert "3 of 3 restarts were used in 60 s" in str(error)
     assert stage_of(run, "work").restarts == 3
     assert "has used 2 of 3 restarts in 60 s" in run.report()
 
@@ -405,5 +405,5 @@ def test_counter_that_restarts_in_a_replacement_is_reported() -> None:
     run, results = ended(graph)
     assert results[counted] == [*range(1, 51), *range(1, 51)]
     (warning,) = run.stats().warnings
-    assert warning.startswith("worker work 1 was replaced and has a new Count, without anything")
+    assert warning.startswith("worker work 1 was replaced and has a new Count; everything")
     assert f"warning: {warning}" in run.report().splitlines()

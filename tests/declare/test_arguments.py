@@ -1,4 +1,4 @@
-"""Wrong arguments of operators raise at once. The errors name the allowed values."""
+"""Test that wrong arguments of operators raise at once, with errors that name the allowed values."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def stream(graph: Blueprint) -> Stream:
             TypeError,
             "zip: argument 2 must be a stream, got [1] (list); write zip(*streams)",
         ),
-        (lambda s: s.graph.merge(), TypeError, "merge: streams must have at least one stream, got none"),
+        (lambda s: s.graph.merge(), TypeError, "merge: streams must contain at least one stream, got none"),
         (lambda s: s.graph.merge([s]), TypeError, "merge: argument 1 must be a stream, got [<Stream 'start'"),
         (lambda s: s.graph.stage(split, 3), TypeError, "stage: argument 1 must be a stream, got 3 (int)"),
         (
@@ -92,7 +92,7 @@ def stream(graph: Blueprint) -> Stream:
         (
             lambda s: s.graph.source([1], 2),
             TypeError,
-            "source: items must be a callable if it has arguments, got [1]",
+            "source: items must be a callable if arguments are passed, got [1]",
         ),
         (lambda s: s.graph.input(capacity=0), ValueError, "input: capacity must be at least 1, got 0"),
         (lambda s: Blueprint(""), ValueError, "Graph: name must not be empty"),

@@ -1,4 +1,4 @@
-"""Declare a graph: what operators record in it, and what they reject at once."""
+"""Test the declaration of a graph: what operators record, and what they reject at once."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ def test_a_thousand_stages_are_declared(graph: Blueprint) -> None:
     assert len(graph.edges) == 1001
 
 
-def test_declaring_loads_no_heavy_package() -> None:
+def test_declaring_does_not_import_heavy_packages() -> None:
     code = (
         "import sys; from flowchan.declare.blueprint import Blueprint; import flowchan.check.rules\n"
         "Blueprint().source(range(3)).sink(print)\n"

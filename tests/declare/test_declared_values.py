@@ -1,4 +1,4 @@
-"""Declared stages and placements are values that can be pickled."""
+"""Test that declared stages and placements are values that can be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A declared feedback is the only edge that may lead back in a graph. The check has rules for it."""
+"""Test declared feedbacks, the only edges that may lead back in a graph, and the rules that check them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """Return a feedback that has no writer yet, and the stream that will feed it."""
+    """Return a feedback that has no writer yet, and the stream to be fed into it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)
@@ -116,7 +116,7 @@ def test_feedback_without_reader_is_reported_as_unread_output(graph: Blueprint) 
 
 
 @pytest.mark.parametrize("operator", ["map", "merge", "batch", "zip", "collect"])
-def test_no_other_operator_reads_a_feedback(graph: Blueprint, operator: str) -> None:
+def test_feedback_read_by_another_operator_is_reported(graph: Blueprint, operator: str) -> None:
     again = graph.feedback()
     source = graph.source(range(3))
     readers = {
@@ -141,7 +141,7 @@ def test_type_of_items_fed_back_is_checked_against_the_port(graph: Blueprint) ->
     assert (only(graph).rule, only(graph).stage) == ("type", "steer")
 
 
-def test_feeding_a_stream_of_another_graph_is_reported(graph: Blueprint) -> None:
+def test_feeding_a_stream_from_another_graph_is_reported(graph: Blueprint) -> None:
     again, work = looped(graph)
     work.sink(print)
     again.feed(Blueprint("other").source(range(3)))
@@ -165,7 +165,7 @@ def test_feeding_twice_raises_at_once(graph: Blueprint) -> None:
 def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
     with pytest.raises(TypeError, match="feed: argument 1 must be a stream"):
         graph.feedback().feed([1, 2])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="must be the stream of a stage"):
+    with pytest.raises(TypeError, match="must be the output of a stage"):
         graph.feedback().feed(graph.feedback())
     with pytest.raises(TypeError, match="feedback: name must be a string"):
         graph.feedback(7)  # type: ignore[arg-type]
@@ -173,9 +173,9 @@ def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
 
 def test_feedback_cannot_be_buffered_and_has_no_errors(graph: Blueprint) -> None:
     again = graph.feedback("again")
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
         again.buffer(3)
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback without a stage"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
         _ = again.errors
 
 

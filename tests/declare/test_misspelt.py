@@ -1,4 +1,4 @@
-"""A misspelt option raises at once, with the operator's name and the closest option."""
+"""Test that a misspelt option raises at once. The error names the operator and the closest option."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ OPERATORS = [
     if inspect.isfunction(operator) and operator.__name__[0] != "_"
 ]
 SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
-SHARED |= {"elastic": False, "per_worker": ()}  # options that only stages have
+SHARED |= {"elastic": False, "per_worker": ()}  # options that only general stages have
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_very_large_timeout_is_accepted(timeout: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [Fraction(60), Decimal(60), np.float32(60), np.int64(60)], ids=repr)
-def test_batch_wait_accepts_any_real_number(timeout: Any) -> None:
+def test_batch_timeout_accepts_any_real_number(timeout: Any) -> None:
     graph = Graph("g")
     batches = graph.source([1, 2, 3]).batch(2, timeout=timeout).collect()
     assert graph.run()[batches] == [[1, 2], [3]]

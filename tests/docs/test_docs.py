@@ -223,7 +223,7 @@ def messages_of_the_core() -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}: {one}", one
 
 
-NEVER_SHOWN = {"unknown port number ", "the run is over"}
+NEVER_SHOWN = {"unknown port number ", "the run has ended"}
 """Messages that users never see: one reports a bug in the core, the other is only for flowchan's threads."""
 
 

@@ -75,7 +75,9 @@ def test_replacement_gets_the_devices_of_the_dead_worker(on: Any, tmp_path: Path
 def test_machine_with_insufficient_gpus_is_reported_on_one_line() -> None:
     graph = Graph("gpus")
     graph.source(range(8)).map(seen, on="process", workers=2, gpus=2, name="far").sink(print)
-    with pytest.raises(HostError, match=r"worker far 2 needs 2 GPUs, but this host has only 1 of 3 free"):
+    with pytest.raises(
+        HostError, match=r"worker far 2 needs 2 GPUs, but only 1 of 3 GPUs on this host are free"
+    ):
         graph.run()
 
 
@@ -86,12 +88,12 @@ def test_host_with_insufficient_gpus_is_named() -> None:
         graph.run()
     (error,) = caught.value.exceptions
     assert "host 'local-1'" in str(error)
-    assert "worker far 7 needs 1 GPU, but this host has only 0 of 3 free" in str(error)
+    assert "worker far 7 needs 1 GPU, but only 0 of 3 GPUs on this host are free" in str(error)
 
 
 def test_threads_share_the_devices_of_the_program() -> None:
     graph = Graph("gpus")
-    with pytest.raises(ValueError, match="map: gpus=1 needs on='process' or a pool"):
+    with pytest.raises(ValueError, match="map: gpus=1 requires on='process' or a pool"):
         graph.source(range(8)).map(seen, gpus=1)
     with pytest.raises(ValueError, match="gpus must be at least 0, got -1"):
         graph.source(range(8)).map(seen, on="process", gpus=-1)

@@ -178,7 +178,7 @@ def test_stage_without_restarts_fails_with_its_host() -> None:
     error = caught.value.exceptions[0]
     assert isinstance(error.__cause__, WorkerDied)
     assert "local-1" in str(error)
-    assert "restarts are used" in str(error)
+    assert "restarts were used" in str(error)
 
 
 def test_worker_that_dies_on_every_try_ends_the_run() -> None:

@@ -83,7 +83,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     left.batch(300_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
     error, text = deadlock_of(graph.start())
     assert "no worker can continue" in str(error)
-    assert "every worker waits and nothing is in flight" in text
+    assert "every worker is waiting and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
     assert "'right' on local-2 waits to put into 'right' (1 of 1)" in text
@@ -116,7 +116,9 @@ def test_deadlock_of_readers_names_put_as_the_remedy() -> None:
     out = graph.stage(pass_on, back, on=POOL["local-1"], name="first")
     back.feed(graph.stage(pass_on, out, on=POOL["local-2"], name="second"))
     _, text = deadlock_of(graph.start())
-    assert "no stage puts an item; let one stage of the loop put before it gets, or return" in text
+    assert (
+        "no stage puts an item; one stage in the loop must put an item before it gets one, or return" in text
+    )
     assert "stream.buffer" not in text
 
 

@@ -21,14 +21,14 @@ def _method(request: pytest.FixtureRequest) -> Iterator[str]:
     multiprocessing.set_start_method(request.param, force=True)
     yield request.param
     multiprocessing.set_start_method(before, force=True)
-    # Otherwise Python's helper processes would stay until the end of pytest.
+    # Python's helper processes would otherwise keep running until pytest exits.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count how often supervisors look for a deadlock, and let them look without a pause."""
+    """Count the checks for a deadlock, and let supervisors check without pauses."""
     count = itertools.count()
     seen = [0]
     real = Supervisor._check_deadlock
@@ -45,5 +45,5 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the grace for tests with workers that do not end on their own."""
+    """Shorten the grace period, for tests with workers that must be terminated."""
     monkeypatch.setattr(decisions, "GRACE", 0.2)

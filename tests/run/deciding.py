@@ -1,4 +1,4 @@
-"""Build the events that a supervisor receives about the workers of a run."""
+"""Create events about workers, as a supervisor receives them."""
 
 from __future__ import annotations
 

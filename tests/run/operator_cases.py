@@ -1,4 +1,4 @@
-"""Provide functions and streams for the tests of the operators."""
+"""Define functions and streams for the tests of the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provide stages and functions for the tests of pools."""
+"""Define stages and functions for the tests of pools."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def reported(lifecycle: Channel[str]) -> list[str]:
 
 
 def halve(number: int) -> float:
-    """Halve the number; fail at 0 and die at -1."""
+    """Return half of the number; raise for 0 and kill the process for -1."""
     if number == 0:
         raise ZeroDivisionError
     if number == -1:
@@ -46,7 +46,7 @@ def halve(number: int) -> float:
 
 
 def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
-    """Return a graph and a function that runs it with the given numbers."""
+    """Return a graph, and a function that runs it in a pool with the given numbers."""
     graph = Graph("halves")
     numbers = graph.input("numbers")
     given = numbers.map(halve, on="process", workers=2, max_deaths=1, name="halve")
@@ -62,18 +62,18 @@ def halves() -> tuple[Graph, Callable[[WorkerPool, list[int]], list[float]]]:
 
 
 def pooled_of(pool: WorkerPool) -> dict[str, PooledProcess]:
-    """Return the lasting processes by the names of their workers."""
+    """Return the processes of a pool by the names of their workers."""
     assert pool._pooled is not None
     return {str(id): pooled for id, pooled in list(pool._pooled._known.items())}
 
 
 def workers_of(pool: WorkerPool) -> dict[str, int]:
-    """Return the pids of the lasting processes."""
+    """Return the pids of a pool's processes by the names of their workers."""
     return {name: pooled.process.pid for name, pooled in pooled_of(pool).items()}
 
 
 def kill(pool: WorkerPool, name: str) -> None:
-    """Kill the process of a worker and return once it is gone."""
+    """Kill the process of a worker, and wait until it has ended."""
     process = pooled_of(pool)[name].process
     process.kill()
     wait_until(process.ended)

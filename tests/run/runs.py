@@ -1,4 +1,4 @@
-"""Provide gates that block workers anywhere, user scripts, and views of a run for the tests."""
+"""Helpers for tests of runs: gates that block workers, scripts of users, and functions that inspect a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stage_of(run: Run, name: str) -> StageStats:
 
 
 def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
-    """Return once exactly this many workers wait at a channel of the run."""
+    """Wait until exactly this many workers are waiting at a channel of the run."""
 
     def reached() -> bool:
         stats = run._ports.channels[channel].stats()
@@ -35,7 +35,7 @@ def waits(run: Run, channel: str, readers: int = 0, writers: int = 0) -> None:
 
 
 def feedback(first: Callable[..., Any]) -> Graph:
-    """Return a loop in which each stage waits for the items of the other."""
+    """Return a graph with a loop in which each of two stages waits for items from the other."""
 
     async def second(numbers: In[int], back: Out[int]) -> None:
         async for number in numbers:
@@ -48,7 +48,7 @@ def feedback(first: Callable[..., Any]) -> Graph:
     return graph
 
 
-# --- ways in which asyncio awaits several awaitables ---
+# --- ways to await several awaitables with asyncio ---
 
 
 async def one_after_the_other(*waits: Awaitable[Any]) -> None:

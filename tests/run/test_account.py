@@ -1,6 +1,6 @@
-"""Test R8 (Account): ``run.stats()`` at any time, ``run.report()`` at the end.
+"""Test R8 (Account): ``run.stats()`` at any time, and ``run.report()`` after the run.
 
-Items in equal items out plus items failed.
+The number of items in must equal items out plus failed items.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def test_stats_show_the_fill_of_a_channel() -> None:
 
 @everywhere
 def test_time_shares_refer_to_working_time(on: Any) -> None:
-    """This includes a source that ends at once."""
+    """The source, which ends at once, also has such shares."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)
@@ -158,7 +158,7 @@ def test_time_shares_refer_to_working_time(on: Any) -> None:
 
 
 def slow(item: int) -> int:
-    """Work for 50 ms in a system call that lets other threads run."""
+    """Sleep for 50 ms in a system call that releases the interpreter lock."""
     select.select([], [], [], 0.05)
     return item
 
@@ -180,8 +180,8 @@ class SlowToBegin:
 
 @everywhere
 @pytest.mark.parametrize("items", [10, 60])
-def test_bottleneck_is_named_after_few_items(items: int, on: Any) -> None:
-    """The source ends at once, before the slow stage."""
+def test_bottleneck_is_found_after_few_items(items: int, on: Any) -> None:
+    """The source ends long before the slow stage."""
     graph = Graph("r8")
     graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(
         same, on=on
@@ -199,7 +199,7 @@ def test_source_with_slow_iterator_is_the_bottleneck(on: Any) -> None:
 
 
 def test_more_workers_reduce_the_load_of_a_stage() -> None:
-    """Four workers need 0.25 s for 20 items of 50 ms each; the single worker of the next stage needs 1 s."""
+    """Four workers need 0.25 s for 20 items of 50 ms each. The next stage, with one worker, needs 1 s."""
     graph = Graph("r8")
     graph.source(range(20)).map(slow, workers=4, name="wide").map(slow, name="narrow").collect()
     assert finished(graph).stats().bottleneck == "narrow"
@@ -267,7 +267,7 @@ def test_stats_state_how_the_run_ended(ending: str) -> None:
     assert ending in run.report()
 
 
-def test_general_stage_is_counted() -> None:
+def test_items_of_a_general_stage_are_counted() -> None:
     def pair(items: In[int], out: Out[tuple[int, int]]) -> None:
         for item in items:
             out.put((item, items.get()))
@@ -278,7 +278,7 @@ def test_general_stage_is_counted() -> None:
     assert (found.items_in, found.items_out) == (10, 5)
 
 
-def test_merge_tee_and_zip_are_counted() -> None:
+def test_items_of_merge_tee_and_zip_are_counted() -> None:
     graph = Graph("r8")
     merged = graph.merge(graph.source(range(5)), graph.source(range(5)))
     one, other = merged.tee(2)

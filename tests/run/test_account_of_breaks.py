@@ -1,6 +1,6 @@
-"""Test R8 (Account) for runs that fail, are aborted or stopped, or lose a worker.
+"""Test R8 (Account) for runs that fail, are aborted, are stopped or lose a worker.
 
-Each item that was put into a channel is out, failed, unwanted, discarded, or left in a channel.
+Each item that was put into a channel must be out, failed, unwanted, discarded, or left in a channel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def same(item: Any) -> Any:
 
 
 def accounts_for_every_item(run: Run) -> None:
-    """Check the counts of each stage and channel against each other, and the report's text."""
+    """Check that the counts of all stages and channels agree with each other and with the report."""
     stats = run.stats()
     report = run.report()
     assert "MISSING" not in report
@@ -95,7 +95,7 @@ def test_items_of_a_run_that_ends_early_are_accounted_for(on: str, workers: int,
 
 @everywhere
 @pytest.mark.parametrize("kind", ["sink", "filter", "flat_map"])
-def test_item_of_a_working_worker_is_discarded_by_a_break(on: str, kind: str) -> None:
+def test_item_in_progress_counts_as_discarded_after_a_break(on: str, kind: str) -> None:
     gate = Gate()
 
     def hold(item: int) -> Any:
@@ -151,7 +151,7 @@ def test_items_that_no_reader_wanted_are_left_in_the_channel() -> None:
 
 
 @everywhere
-def test_ordered_results_that_wait_for_their_turn_are_left(on: str) -> None:
+def test_outputs_that_wait_for_earlier_items_count_as_left(on: str) -> None:
     gate = Gate()
 
     def hold_first(item: int) -> int:

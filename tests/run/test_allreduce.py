@@ -1,4 +1,4 @@
-"""Test ``allreduce``: round k combines the k-th item of every worker that still has one."""
+"""Test ``allreduce``: round k combines the k-th item from every worker that has one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def rounds(stream: Stream) -> list[Reduced]:
 
 
 def some(numbers: Out[int]) -> None:
-    """Put one number as worker 1, two as worker 2, and so on."""
+    """Put one number in worker 1, two numbers in worker 2, and so on."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
 
 
 @everywhere
-def test_round_combines_one_item_of_each_remaining_worker(on: Any) -> None:
+def test_round_combines_one_item_from_each_remaining_worker(on: Any) -> None:
     graph = Graph("rounds")
     numbers = graph.stage(some, on=on, workers=3)
     assert rounds(numbers.allreduce("sum")) == [(10 + 20 + 30, 3, 0), (21 + 31, 2, 1), (32, 1, 2)]
@@ -68,11 +68,11 @@ def test_each_worker_of_a_merge_has_its_own_stream() -> None:
     assert rounds(graph.merge(*streams).allreduce("sum")) == [(6, 3, 0), (5, 2, 1), (3, 1, 2)]
 
 
-def test_single_worker_forms_rounds_of_one() -> None:
+def test_single_worker_has_rounds_with_one_item_each() -> None:
     assert rounds(Graph("one").source([7, 8]).allreduce("mean")) == [(7.0, 1, 0), (8.0, 1, 1)]
 
 
-def test_function_of_two_combines_in_order_of_workers() -> None:
+def test_custom_function_combines_items_in_the_order_of_workers() -> None:
     graph = Graph("function")
     streams = [graph.source([letter], name=letter) for letter in "abcd"]
     found = rounds(graph.merge(*streams).allreduce(lambda a, b: f"({a}{b})"))
@@ -105,8 +105,8 @@ def test_workers_stop_when_no_more_rounds_are_wanted(on: Any) -> None:
 
 
 @everywhere
-def test_allreduce_of_one_output_leaves_the_other_shared(on: Any) -> None:
-    """Only the output that allreduce reads has a channel for each worker."""
+def test_allreduce_of_one_output_does_not_split_the_other(on: Any) -> None:
+    """Only the output that allreduce reads has separate channels for the workers."""
 
     def both(numbers: In[int], sums: Out[int], log: Out[int]) -> None:
         for number in numbers:
@@ -142,7 +142,7 @@ def test_drawing_shows_one_arrow_for_all_workers() -> None:
         assert "Reduced" in text
 
 
-def test_wrong_arguments_are_refused_with_the_allowed_values() -> None:
+def test_errors_for_wrong_arguments_name_the_allowed_values() -> None:
     numbers = Graph("wrong").source([1])
     with pytest.raises(ValueError, match=r"op must be one of 'sum', 'mean'.* or a function"):
         numbers.allreduce("add")
@@ -152,7 +152,7 @@ def test_wrong_arguments_are_refused_with_the_allowed_values() -> None:
         numbers.allreduce("sum", capacty=3)  # type: ignore[call-arg]
 
 
-def test_allreduce_is_checked() -> None:
+def test_check_reports_mistakes_around_allreduce() -> None:
     graph = Graph("checked")
     numbers = graph.stage(some, workers=2, name="some")
     numbers.allreduce(lambda a: a).collect()

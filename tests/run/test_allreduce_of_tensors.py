@@ -1,4 +1,4 @@
-"""Test ``allreduce`` over items with arrays and tensors; its other tests need no torch."""
+"""Test ``allreduce`` with arrays and tensors as items. These tests need torch; test_allreduce.py does not."""
 
 from __future__ import annotations
 

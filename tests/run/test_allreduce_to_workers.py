@@ -16,7 +16,7 @@ from flowchan.hosts import local
 def train(
     batches: In[int], totals: In[Reduced[int]], gradients: Out[int], sums: Out[tuple[int, int]]
 ) -> None:
-    """Put a gradient for each batch, and wait for the total of its round before the next one."""
+    """Put a gradient for each batch, then wait for the total of its round."""
     total = 0
     for batch in batches:
         gradients.put(batch)
@@ -25,7 +25,7 @@ def train(
 
 
 def shares(numbers: Out[int]) -> None:
-    """Put one number as worker 1, two as worker 2, and so on."""
+    """Put one number in worker 1, two numbers in worker 2, and so on."""
     number = worker().number
     numbers.put_many(range(10 * number, 11 * number))
 
@@ -68,7 +68,7 @@ def test_each_worker_of_a_later_stage_gets_its_rounds(on: str) -> None:
     assert dict(graph.run()[found]) == {1: rounds[:1], 2: rounds[:2], 3: rounds}
 
 
-def test_results_for_a_worker_that_has_left_are_unwanted() -> None:
+def test_results_for_a_worker_that_has_left_count_as_unwanted() -> None:
     gate = Gate()
 
     def first_only(totals: In[Any], out: Out[int]) -> None:
@@ -92,7 +92,7 @@ def test_results_for_a_worker_that_has_left_are_unwanted() -> None:
 
 
 def test_loop_survives_the_death_of_a_worker() -> None:
-    """A replacement gets its items again, and its earlier outputs are not put twice."""
+    """A replacement gets the same items again, but earlier outputs are not repeated."""
     deaths: Channel[None] = Channel(1, across="processes")
     deaths.put(None)
 
@@ -112,7 +112,7 @@ def test_loop_survives_the_death_of_a_worker() -> None:
     assert sorted(graph.run()[found]) == [(1, 2)] * 9 + [(2, 2)] * 9
 
 
-def test_allreduce_to_workers_has_pairs_as_items() -> None:
+def test_allreduce_to_workers_emits_pairs_of_worker_and_result() -> None:
     numbers = Graph("typed").source([1])
     assert numbers.allreduce(to_workers=True).item == tuple[int, Reduced[Any]]
     with pytest.raises(TypeError, match="to_workers must be True or False"):

@@ -1,4 +1,4 @@
-"""Test requests to a running graph: each answer reaches its caller, whichever way the items travel."""
+"""Test requests to a running graph: each answer must reach its caller, whatever the stages do with items."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ VARIANTS = [by_threads, by_processes, by_coroutines, in_batches, in_batches_to_t
 def ask_in_graph(
     declare: Callable[[Stream[int]], Stream[Any]], use: Callable[[Run, Any], Awaitable[Any]]
 ) -> Any:
-    """Return the result of ``use(run, questions)`` for a graph between an input and a collect."""
+    """Return the result of ``use(run, questions)`` for a graph from an input to a collect."""
 
     async def main() -> Any:
         graph = Graph("ask_in_graph")
@@ -113,7 +113,7 @@ def test_caller_learns_that_its_item_killed_the_worker() -> None:
 
 
 class Bomb:
-    """Item that ends the process of a worker that unpickles it."""
+    """Item that kills the worker that unpickles it."""
 
     def __reduce__(self) -> Any:
         return explode, (os.getpid(),)
@@ -126,7 +126,7 @@ def explode(maker: int) -> Any:
 
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bool) -> None:
-    """The item travels alone or in a batch with others, and the run continues."""
+    """The item is sent alone or in a batch with others, and the run continues."""
 
     def declare(stream: Stream[Any]) -> Stream[Any]:
         batches = stream.batch(2, timeout=0.001) if in_batches else stream
@@ -157,7 +157,7 @@ def test_failed_request_is_counted_and_does_not_end_the_run() -> None:
     assert "double     4 = 1 out + 3 failed" in asyncio.run(main()).splitlines()
 
 
-def test_sink_answers_with_the_return_value() -> None:
+def test_sink_answers_requests_with_its_return_value() -> None:
     async def main() -> None:
         graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")
@@ -168,8 +168,8 @@ def test_sink_answers_with_the_return_value() -> None:
     asyncio.run(main())
 
 
-def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
-    """The batch ends in a second function, in a filter that drops it, or in a sink."""
+def test_all_requests_in_a_batch_are_answered_wherever_it_ends() -> None:
+    """The batch reaches a second function, a filter that drops it, or a sink."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -195,7 +195,7 @@ def test_all_members_of_a_batch_are_answered_wherever_it_ends() -> None:
     asyncio.run(main())
 
 
-def test_item_dropped_by_a_filter_has_no_answer() -> None:
+def test_caller_learns_that_a_filter_dropped_its_item() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(LookupError, match="stage 'sieve' dropped the item, so it has no answer"):
             await run.ask(questions, 3)
@@ -257,8 +257,8 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
     asyncio.run(main())
 
 
-def test_item_of_an_ended_branch_has_no_answer() -> None:
-    """A take that has enough items drops it, or a stage before that take."""
+def test_caller_learns_that_its_item_entered_an_ended_branch() -> None:
+    """The item is dropped by a ``take`` that has enough items, or by a stage before it."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -297,7 +297,7 @@ def unreadable(number: int) -> Any:
     ],
 )
 def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any) -> None:
-    """Unpickling fails in a worker, in a batch, or at the end of the graph."""
+    """The item is unpickled in a worker, in a batch, or at the end of the graph."""
 
     async def use(run: Run, questions: Any) -> None:
         answers = [run.ask(questions, one, timeout=60) for one in (1, item, 2)]
@@ -309,7 +309,7 @@ def test_caller_learns_that_its_item_cannot_be_unpickled(variant: Any, item: Any
 
 @pytest.mark.parametrize("item", [5, "five", [5]], ids=str)
 def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
-    """The unreadable item has no caller, and the plain item alone would arrive."""
+    """Only the readable item of the batch has a caller. It would get an answer if it were alone."""
 
     async def main() -> None:
         graph = Graph("ask_in_graph")
@@ -328,7 +328,7 @@ def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
     asyncio.run(main())
 
 
-def test_run_error_of_a_request_names_only_the_item() -> None:
+def test_run_error_for_a_request_names_the_bare_item() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(RunError):
             await run.ask(questions, 3)
@@ -359,7 +359,7 @@ def fail_all(numbers: list[int]) -> list[int]:
 
 
 def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
-    """One branch drops a member while a function of the other branch still uses it."""
+    """One branch drops a member of the batch while a function in the other branch is still using it."""
     first, second = Gate(), Gate()
 
     def hold(numbers: list[int]) -> list[int]:
@@ -417,7 +417,7 @@ def test_ask_after_the_end_of_the_run_raises() -> None:
     asyncio.run(main())
 
 
-def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_rejects_requests_before_it_counts_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     had_ended: list[bool] = []
     usual = requests.Requests.end
 
@@ -447,7 +447,7 @@ def test_run_ends_only_after_it_refuses_requests(monkeypatch: pytest.MonkeyPatch
         (lambda s: s.collect().sink(print), "must not reach 'collect', because collect has no single output"),
     ],
 )
-def test_ask_refuses_streams_without_an_answer(declare: Any, message: str) -> None:
+def test_ask_rejects_streams_that_cannot_return_answers(declare: Any, message: str) -> None:
     async def main() -> None:
         graph = Graph("ask_in_graph")
         questions: Any = graph.input("questions")

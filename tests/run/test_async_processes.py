@@ -1,6 +1,6 @@
 """Test ``async def`` stages in processes and on hosts.
 
-Each worker has its own event loop; everything else is like with a plain function.
+Each worker has its own event loop. Apart from that, the stages behave like those with synchronous functions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def pass_on(items: In[int], out: Out[int]) -> None:
 
 
 class Adds:
-    """Stage function that requires the same event loop from its first call to its end."""
+    """Stage function that checks that it always runs in the same event loop."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -74,7 +74,7 @@ class Unclosable:
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
 def test_operators_behave_like_those_on_threads(on: object) -> None:
-    """This includes order, errors and retries."""
+    """They are compared in order, errors and retries."""
     graph = Graph("async")
     mapped = graph.source(numbers, 10, on=on).map(ten_times, on=on, workers=3, retries=1)
     errors = mapped.errors.map(lambda failed: (failed.item, str(failed.error))).collect()
@@ -108,7 +108,7 @@ def test_abort_ends_a_worker_that_waits_forever(on: object) -> None:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_item_that_exceeds_the_timeout_is_given_up(on: object) -> None:
+def test_item_that_exceeds_the_timeout_fails(on: object) -> None:
     graph = Graph("async")
     mapped = graph.source(range(1)).map(lasts, on=on, timeout=0.2, max_deaths=1)
     errors, result = mapped.errors.collect(), mapped.collect()

@@ -1,7 +1,7 @@
 """Test ``async def`` stages on threads.
 
-Their workers are tasks of one event loop on one thread, with the order, errors, retries and ends of any other
-stage.
+The workers of such a stage are tasks in one event loop on one thread. Order, errors, retries and ends are the
+same as for other stages.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ async def same(item: Any) -> Any:
     return item
 
 
-# --- tasks of one loop ---
+# --- tasks in one event loop ---
 
 
-def test_workers_of_a_stage_overlap() -> None:
-    """Each call waits until three calls run concurrently."""
+def test_workers_of_an_async_stage_run_concurrently() -> None:
+    """Each call waits until three calls are running."""
     meeting = asyncio.Barrier(3)
 
     async def meet(item: int) -> int:
@@ -53,7 +53,7 @@ def test_workers_of_a_stage_overlap() -> None:
     assert result_of(graph, met) == list(range(9))
 
 
-def test_workers_of_a_stage_share_one_thread() -> None:
+def test_workers_of_an_async_stage_share_one_thread() -> None:
     async def where(_: int) -> int:
         await asyncio.sleep(0)
         return threading.get_ident()
@@ -100,7 +100,7 @@ def test_two_async_stages_work_concurrently() -> None:
 
 
 def overtaking(ordered: bool) -> list[int]:
-    """Return the outputs if item 0 finishes only after item 1."""
+    """Return the outputs of a run in which item 0 is finished after item 1."""
     passed = asyncio.Event()
 
     async def overtake(item: int) -> int:
@@ -120,7 +120,7 @@ def test_ordered_outputs_keep_the_order_of_items() -> None:
     assert overtaking(ordered=True) == [0, 1]
 
 
-def test_unordered_outputs_arrive_when_done() -> None:
+def test_unordered_outputs_arrive_as_soon_as_they_are_done() -> None:
     assert overtaking(ordered=False) == [1, 0]
 
 
@@ -231,7 +231,7 @@ def test_general_stage_may_be_a_source_or_await_several_inputs() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_neighbours_may_be_threads_or_processes(on: Any) -> None:
+def test_neighbours_of_an_async_stage_may_be_threads_or_processes(on: Any) -> None:
     graph = Graph("async")
     out = graph.source(range(200), on=on).map(same, workers=8).map(abs, on=on, workers=2).collect()
     assert result_of(graph, out) == list(range(200))
@@ -256,7 +256,7 @@ def test_failure_ends_the_run_and_names_stage_item_and_worker() -> None:
 
 
 def test_failure_of_one_task_cancels_the_others() -> None:
-    """The cancelled tasks await events that never come; only the failed task is blamed."""
+    """The cancelled tasks await events that are never set. Only the failed task is blamed."""
     cancelled: list[int] = []
     together = asyncio.Barrier(3)
 
@@ -363,7 +363,7 @@ def test_class_that_cannot_be_built_ends_the_run() -> None:
     assert isinstance(failure_of(graph).__cause__, ConnectionError)
 
 
-# --- ends ---
+# --- early end, stop and abort ---
 
 
 def test_take_stops_earlier_stages() -> None:
@@ -395,7 +395,7 @@ def test_stop_finishes_items_in_flight() -> None:
 
 
 def test_abort_ends_tasks_that_await_forever() -> None:
-    """Unlike a thread, a task can be cancelled, so no warning says that code still runs."""
+    """Unlike threads, tasks can be cancelled, so the run does not warn about code that is still running."""
     inside: list[int] = []
     cleaned: list[int] = []
 
@@ -404,7 +404,7 @@ def test_abort_ends_tasks_that_await_forever() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # cleanup may await
+            await asyncio.sleep(0)  # the cleanup may await
             cleaned.append(item)
         return item
 
@@ -470,7 +470,7 @@ async def add(left: int, right: int) -> int:
     return left + right
 
 
-def test_operators_without_async_support_report_it() -> None:
+def test_check_reports_async_functions_in_operators_without_async_support() -> None:
     graph = Graph("async")
     source = graph.source(numbers)
     for branch in source.partition(key, 2, name="parts"):

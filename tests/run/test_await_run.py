@@ -1,4 +1,4 @@
-"""Test awaiting a run, and its items one by one, while the event loop runs."""
+"""Test awaiting a run, and iterating over its items with ``async for``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_items_arrive_one_by_one_while_the_event_loop_runs() -> None:
 
 
 def test_wait_returns_at_once_after_leaving_an_async_loop() -> None:
-    """The event loop, which would close the iterator, does not run before the wait."""
+    """The iterator is closed only when the event loop runs again, which is after the wait."""
 
     async def main() -> Run:
         graph = Graph("iterated")

@@ -1,4 +1,4 @@
-"""Test R10 with ``max_deaths=1``: no item is started twice, whenever its worker dies."""
+"""Test R10 with ``max_deaths=1``: no item is processed twice, whenever a worker dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def calls(folder: Path) -> dict[int, int]:
     return {int(path.name): len(path.read_text().split()) for path in folder.iterdir()}
 
 
-def test_death_while_an_output_waits_fails_the_item(tmp_path: Path) -> None:
+def test_death_before_the_output_is_put_fails_the_item(tmp_path: Path) -> None:
     gate = Gate()
 
     def passes(items: In[int], out: Out[int]) -> None:
@@ -53,19 +53,19 @@ def test_death_while_an_output_waits_fails_the_item(tmp_path: Path) -> None:
     assert calls(tmp_path) == dict.fromkeys(range(6), 1)
 
 
-def test_item_that_killed_one_worker_is_blamed_in_the_singular() -> None:
+def test_error_for_a_single_death_is_in_the_singular() -> None:
     graph = Graph("once")
     mapped = graph.source([1]).map(lambda _: os._exit(7), **ONCE)
     bad = mapped.errors.collect()
     mapped.sink(abs)
     (failed,) = graph.run()[bad]
     assert str(failed.error) == (
-        "1 worker died while it worked on this item: exited with code 7 without finishing"
+        "1 worker died while it was processing this item: exited with code 7 without finishing"
     )
 
 
 class KillsBehind:
-    """Number for its receiver; the process that made it dies when it drops the number."""
+    """Item that arrives as a number, and kills its own process when the original is dropped."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -77,7 +77,7 @@ class KillsBehind:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_death_after_the_output_left_does_not_fail_the_item(tmp_path: Path) -> None:
+def test_death_after_the_output_is_put_spares_the_item(tmp_path: Path) -> None:
     def work(item: int) -> Any:
         noted(tmp_path, item)
         return KillsBehind(item) if item == 2 else item
@@ -92,7 +92,7 @@ def test_death_after_the_output_left_does_not_fail_the_item(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_task_of_a_pool_never_runs_twice(tmp_path: Path, workers: int) -> None:
-    """Its future gets a result or the death."""
+    """The task's future gets a result or an error about the death."""
     with TaskPool(workers, on="process") as pool:
         tasks = [pool.submit(noted, tmp_path, number) for number in range(300)]
         for number in range(0, 300, 30):
@@ -101,4 +101,4 @@ def test_task_of_a_pool_never_runs_twice(tmp_path: Path, workers: int) -> None:
                 psutil.Process().children()[0].kill()
     ended = [task.exception() or task.result() for task in tasks]
     assert all(end == number or isinstance(end, WorkerDied) for number, end in enumerate(ended))
-    assert max(calls(tmp_path).values()) == 1  # a worker may die before it writes
+    assert max(calls(tmp_path).values()) == 1  # a worker may die before it writes its file

@@ -1,8 +1,8 @@
-"""Test the cause that limits a run.
+"""Test the cause that is reported for the speed of a run.
 
-There are nine cases in which shares of the whole run named the wrong cause, and simple cases. Each case runs
-a real graph and asserts only the named cause. Other tests give the pure rule snapshots, because a loaded
-machine could hide some effects.
+There are simple cases, and nine cases in which shares over the whole run pointed to the wrong cause. The nine
+cases run real graphs and check only which cause is named. Other tests pass snapshots to the pure function,
+because a loaded machine could hide some effects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def burn(item: Any) -> Any:
 
 
 def cause_in(run: Run, window: float, is_it: Callable[[Cause], bool]) -> Cause:
-    """Return the cause of a window as soon as it is the expected one."""
+    """Return the cause in a window of this length, as soon as it is the expected one."""
     found: list[Cause | None] = [None]
 
     def named() -> bool:
@@ -72,14 +72,14 @@ def is_kind(kind: str) -> Callable[[Cause], bool]:
     return lambda cause: cause.kind == kind
 
 
-# --- given snapshots ---
+# --- snapshots ---
 
 
 def load(
     name: str, work: float = 0.0, waits: float = 0.0, place: float = 0.0, turn: float = 0.0,
     cpu: float | None = 0.0, ready: float = 0.0, **values: Any,
 ) -> tuple[StageStats, WorkSeconds]:  # fmt: skip
-    """Return a stage that worked for the given seconds in a window of one second."""
+    """Return a stage whose worker spent these seconds in a window of one second."""
     worked = WorkSeconds(work + waits + place + turn, waits, place, turn, cpu, None if cpu is None else ready)
     whole = worked.working or 1.0
     known = {
@@ -94,7 +94,7 @@ def load(
 def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Cause | None:
     """Return the cause for a chain of stages.
 
-    ``edges`` sets values of the channel after the stage with that name.
+    ``edges`` maps the name of a stage to values for the channel after that stage.
     """
     stages = tuple(stage for stage, _ in loads)
     between_two = itertools.pairwise(stages)
@@ -118,13 +118,13 @@ def test_busy_stage_is_the_bottleneck() -> None:
 
 
 def test_tie_is_decided_by_the_lower_bound() -> None:
-    """Both stages are busy while the channel between them fills; b needs 6 ms for each 5 ms of a."""
+    """Both stages are busy while the channel between them fills. Stage a takes 5 ms per item, and b 6 ms."""
     found = chain(load("a", 1.0, rate=200.0), load("b", 1.0, rate=166.0), load("c", 0.1, waits=0.9))
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_added_items_count_for_later_stages() -> None:
-    """b takes 10 items of 1 ms for each item of a: less than the 5 ms of a would allow."""
+def test_items_added_by_a_stage_count_for_later_stages() -> None:
+    """Stage b takes 1 ms for each of the 10 items that a puts per input, which itself takes 5 ms."""
     found = chain(
         load("source", 0.1, place=0.9, kind="source", items_in=0),
         load("a", 1.0, rate=200.0, items_out=1000),
@@ -134,7 +134,7 @@ def test_added_items_count_for_later_stages() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_threads_that_share_the_lock_are_named_without_a_stage() -> None:
+def test_interpreter_lock_is_named_without_a_stage() -> None:
     burning = load("burn", 2.4, place=1.6, cpu=0.95, workers=4, working=4)
     assert kind_of(chain(burning, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
     crowded = load("burn", 2.4, place=1.6, cpu=0.4, ready=0.5, workers=4, working=4)
@@ -146,17 +146,17 @@ def test_single_computing_thread_is_the_bottleneck() -> None:
     assert kind_of(found) == ("bottleneck", "burn")
 
 
-def test_exhausted_cores_are_named() -> None:
+def test_use_of_all_cores_is_named_as_the_cause() -> None:
     burning = load("burn", 7.9, waits=0.1, cpu=7.8, on="process", workers=8, working=8)
     assert kind_of(chain(burning, load("end", 0.1, waits=0.9))) == ("cores", None)
 
 
-def test_workers_that_wait_for_a_core_are_named() -> None:
+def test_waiting_for_a_core_is_named_as_the_cause() -> None:
     waiting = load("burn", 3.9, waits=0.1, cpu=1.4, ready=2.5, on="process", workers=4, working=4)
     assert kind_of(chain(waiting, load("end", 0.1, waits=0.9))) == ("cores", None)
 
 
-def test_channel_short_of_memory_is_named() -> None:
+def test_channel_without_free_memory_is_named_as_the_cause() -> None:
     found = chain(load("a", 0.2, place=0.8), load("b", 0.2, waits=0.8), a={"short_of_bytes": True})
     assert kind_of(found) == ("memory", "a")
 
@@ -171,7 +171,7 @@ def test_idle_run_has_no_cause() -> None:
     assert found is None
 
 
-def test_order_is_named_if_workers_wait_for_turns() -> None:
+def test_order_is_named_if_outputs_wait_for_earlier_items() -> None:
     found = chain(load("a", 3.0, turn=5.0, workers=8, working=8), load("b", 0.1, waits=0.9))
     assert kind_of(found) == ("order", "a")
 
@@ -180,7 +180,7 @@ def test_order_is_named_if_workers_wait_for_turns() -> None:
 
 
 def test_stage_that_became_slow_is_named_after_another_slow_stage() -> None:
-    """Case 1: the run changes its phase."""
+    """Case 1: another stage becomes slow during the run."""
     phase = threading.Event()
 
     def first(item: int) -> int:
@@ -204,7 +204,7 @@ def test_stage_that_became_slow_is_named_after_another_slow_stage() -> None:
 
 
 def test_stage_is_named_while_most_of_its_workers_start() -> None:
-    """Case 2: three of four workers load a model."""
+    """Case 2: three of four workers are still loading a model."""
     loaded, turns = threading.Event(), iter([True])
 
     class Model:
@@ -221,13 +221,13 @@ def test_stage_is_named_while_most_of_its_workers_start() -> None:
     items.map(naps(2), name="post").sink(abs)
     with graph.start() as run:
         found = cause_in(run, 0.3, is_stage("model"))
-        assert "3 of 4 have not begun" in found.why
+        assert "3 of 4 have not started to work" in found.why
         loaded.set()
         run.abort()
 
 
 def test_slowest_stage_is_named_while_channels_fill() -> None:
-    """Case 3: of ten stages, all before the slowest are as busy as the slowest."""
+    """Case 3: all stages before the slowest of ten stages are as busy as that stage."""
     graph = Graph("filling")
     stream = graph.source(counting)
     for number in range(10):
@@ -240,7 +240,7 @@ def test_slowest_stage_is_named_while_channels_fill() -> None:
 
 @pytest.mark.parametrize("on", ["thread", "process"])
 def test_order_is_named_if_items_vary_and_channels_are_small(on: Any) -> None:
-    """Case 4: the items take different times."""
+    """Case 4: the items take different amounts of time."""
     graph = Graph("ordered")
     numbers = graph.source(counting, capacity=16)
     numbers.map(varied, workers=8, name="s0", capacity=2, on=on).sink(abs)
@@ -258,8 +258,8 @@ def varied(item: int) -> int:
 
 
 @pytest.mark.parametrize("nap", [True, False])
-def test_lock_is_named_if_threads_compute(nap: bool) -> None:
-    """Cases 5 and 6: with and without a sleeping stage after the computing one."""
+def test_interpreter_lock_is_named_if_threads_compute(nap: bool) -> None:
+    """Cases 5 and 6: with and without a stage that sleeps after the stage that computes."""
     graph = Graph("burning")
     stream = graph.source(counting, capacity=4).map(burn, workers=4, name="burn", capacity=4)
     (stream.map(naps(1), name="nap") if nap else stream).sink(abs)
@@ -269,7 +269,7 @@ def test_lock_is_named_if_threads_compute(nap: bool) -> None:
 
 
 def test_input_is_named_if_the_program_puts_slowly() -> None:
-    """Case 7: the program is slower than the stage."""
+    """Case 7: the program puts items more slowly than the stage processes them."""
     graph = Graph("input")
     numbers = graph.input(name="numbers")
     numbers.map(naps(1), name="work").sink(abs)
@@ -289,7 +289,7 @@ def test_input_is_named_if_the_program_puts_slowly() -> None:
 
 
 def test_program_is_named_if_it_reads_slowly() -> None:
-    """Case 8: the program is slower than the graph."""
+    """Case 8: the program reads items more slowly than the graph produces them."""
     graph = Graph("consumer")
     result = graph.source(counting, capacity=4).map(naps(1), name="work", capacity=4).collect()
     with graph.start() as run:
@@ -306,7 +306,7 @@ def test_program_is_named_if_it_reads_slowly() -> None:
 
 
 def test_loop_is_named_if_it_admits_few_items() -> None:
-    """Case 9: the loop admits two items at a time for 4 + 4 workers."""
+    """Case 9: the loop admits two items at a time, but has two stages with four workers each."""
 
     def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None:
         under_way = 0

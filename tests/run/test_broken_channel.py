@@ -1,7 +1,7 @@
 """Test R3 for broken channels.
 
-A stage or the program that breaks a channel ends the run with that cause. The run reports one failure with
-the channel and the worker that broke it.
+If a stage or the program breaks a channel, the run ends with that cause. It reports one failure, with the
+channel and the worker that broke it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def test_async_stage_may_break_its_channel() -> None:
 
 @everywhere
 def test_stage_that_forwards_a_break_is_not_blamed(on: Any) -> None:
-    """If one stage is a process, its report may overtake that of the stage that broke first."""
+    """If the stage that breaks the channel is a process, the report of the other stage may arrive first."""
     for _ in range(TIMES if on == "thread" else 3):
         graph = Graph("r3")
         numbers = graph.stage(break_the_output, graph.source(itertools.count()), on=on, name="guilty")
@@ -139,8 +139,8 @@ def test_break_without_a_cause_ends_the_run_with_broken() -> None:
     assert "channel 'guilty' (from 'guilty' to 'same') was aborted by worker guilty 1" in str(error)
 
 
-def test_break_is_noticed_while_no_worker_ends() -> None:
-    """The stage that breaks the channel does not return, and no worker waits for the channel."""
+def test_break_is_noticed_although_no_worker_ends() -> None:
+    """The stage that breaks the channel keeps running, and no worker is waiting for the channel."""
     held = threading.Event()
 
     def breaks(out: Out[int]) -> None:
@@ -205,7 +205,7 @@ def test_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     assert str(failure_of(graph).__cause__) == "in the child"
 
 
-def test_block_that_meets_the_break_raises_its_cause() -> None:
+def test_block_that_finds_its_channel_broken_raises_the_cause() -> None:
     graph = Graph("r3")
     numbers = graph.stage(break_the_output, graph.source(itertools.count()), name="guilty").collect()
     with pytest.raises(RunError) as caught, graph.start() as run:

@@ -1,7 +1,7 @@
 """Test R1 (Cascade).
 
 When a source ends, its channel closes. Each stage drains its inputs, finishes, and closes its outputs. The
-run ends after all sinks.
+run ends when all sinks have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def twice(item: int) -> list[int]:
 
 
 @everywhere
-def test_end_of_the_source_ends_the_run_after_every_item(on: Any) -> None:
+def test_run_ends_after_every_item_when_its_source_ends(on: Any) -> None:
     graph = Graph("r1")
     doubled = graph.source(range(1000), on=on).map(double, on=on, workers=2).collect()
     assert graph.run()[doubled] == [2 * item for item in range(1000)]
@@ -45,7 +45,7 @@ def test_empty_source_ends_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_every_operator_drains_and_closes(on: Any) -> None:
+def test_every_operator_drains_its_inputs_and_closes_its_outputs(on: Any) -> None:
     graph = Graph("r1")
     evens = graph.source(range(100), on=on).filter(is_even, on=on).flat_map(twice, on=on)
     left, right = evens.batch(7).unbatch().tee(2)

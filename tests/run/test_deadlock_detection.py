@@ -1,4 +1,4 @@
-"""Test the detection of a deadlock as a pure function of two views of a run."""
+"""Test the detection of a deadlock, a pure function of two observations of a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_equal_views_with_all_workers_waiting_are_a_deadlock() -> None:
     assert REMEDY in text_of(judge(FULL, FULL))
 
 
-def test_writer_that_waits_for_bytes_gets_the_memory_remedy() -> None:
+def test_remedy_is_more_memory_if_a_writer_waits_for_bytes() -> None:
     short = observation(
         edge("first", "second", writers=1, short_of_bytes=True), edge("second", "first", writers=1)
     )
@@ -103,7 +103,7 @@ def test_worker_able_to_move_is_not_a_deadlock(going_on: Observation) -> None:
 
 
 def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
-    """The program fills an input and reads two results; one of them has a writer who waits."""
+    """Return an observation of a run with an input and two unread results. One may have waiting writers."""
     return observation(
         edge("input", "work", writers=putting),
         edge("work", "result", writers=writers),
@@ -114,7 +114,7 @@ def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
 
 
 @pytest.mark.parametrize("waits", [{"putting": 1}, {"getting": 1}, {}])
-def test_full_result_is_gathered_until_the_program_reads_it(waits: dict[str, int]) -> None:
+def test_full_result_is_collected_until_the_program_reads_it(waits: dict[str, int]) -> None:
     full = results(writers=1, **waits)
     assert judge(full, full) == {RESULT}
 
@@ -125,11 +125,11 @@ def test_result_with_room_is_left_to_a_possible_reader() -> None:
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
 
 
-# --- when to inspect a run ---
+# --- when a run is inspected ---
 
 
 def observations(activities: list[Activity]) -> tuple[int, list[object]]:
-    """Return the number of inspections of a run of two workers, and the finding at each poll."""
+    """Return how often a run with two workers was inspected, and the finding at each check."""
     times, count, now = iter(activities), [0], [0.0]
     deadlocks = Deadlocks(0.0)
 
@@ -149,7 +149,7 @@ def test_run_that_moves_is_never_inspected() -> None:
 
 
 @pytest.mark.parametrize("activity", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
-def test_run_with_a_working_worker_or_open_input_is_not_inspected(activity: Activity) -> None:
+def test_run_that_can_still_move_is_not_inspected(activity: Activity) -> None:
     assert observations([activity] * 5) == (0, [None] * 5)
 
 
@@ -160,7 +160,7 @@ def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     assert observations([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
-def test_run_that_is_still_is_inspected_twice() -> None:
+def test_run_without_movement_is_inspected_twice() -> None:
     count, found = observations([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
@@ -182,7 +182,7 @@ def test_other_hosts_are_asked_until_they_have_answered() -> None:
     assert next(answers, "all") == "all"
 
 
-def test_remote_workers_count_by_their_own_reports() -> None:
+def test_remote_workers_count_as_waiting_only_if_they_report_it() -> None:
     absent = (stage("first"), dataclasses.replace(stage("second"), hosts=("far",)))
     stats = observation(
         edge("first", "second", readers=5), edge("second", "first", readers=1, writers=1), stages=absent

@@ -1,4 +1,4 @@
-"""Test R4 (Death): the death of a worker is noticed and reported with signal and exit code."""
+"""Test R4 (Death): the death of a worker is noticed, and reported with its signal or exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flowchan.run.policy import break_cause, deadlock
 
 
 def workers_of(run: Run) -> list[psutil.Process]:
-    """Return the processes of the run's workers, which are children of this process."""
+    """Return the run's worker processes, which are children of this process."""
     return [psutil.Process(process.pid) for process in run._crew.local.processes.values()]
 
 
@@ -120,7 +120,7 @@ def test_process_that_dies_during_its_start_is_reported() -> None:
 
 
 def test_death_is_noticed_without_polling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All polling is disabled here."""
+    """Every interval for polling is set to an hour."""
     for module, name in (
         (watch, "POLL_INTERVAL_S"),
         (supervisor, "POLL_INTERVAL_S"),
@@ -182,7 +182,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("how", VARIANTS)
 def test_death_is_noticed_in_a_program_that_reaps_its_children(how: str, tmp_path: Path) -> None:
-    """The run knows that the worker died, even if it cannot know how."""
+    """The run learns that the worker died, although it may not learn how."""
     out = run_python(script(tmp_path, COLLECTED.replace("HOW", VARIANTS[how])))
     assert out.startswith("True\n")
     assert "SIGKILL" in out or "ignores SIGCHLD or collects its children" in out

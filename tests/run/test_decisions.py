@@ -1,5 +1,4 @@
-"""Test the decisions of the supervisor in every phase and for every event, without a process, thread or
-clock."""
+"""Test the supervisor's decisions for every phase and event, without processes, threads or a clock."""
 
 from __future__ import annotations
 
@@ -64,12 +63,12 @@ def at(phase: Phase, **values: Any) -> PolicyState:
 
 
 def restarted(stage: str, times: int) -> dict[str, Any]:
-    """Return the values of a state in which a stage has restarted at time 0."""
+    """Return the fields of a state in which a stage was restarted ``times`` times at time 0."""
     return {"restarts": {stage: times}, "recent_restarts": {stage: (0.0,) * times}}
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_end_of_a_worker_releases_its_ports_in_every_phase(phase: Phase) -> None:
+def test_ports_of_an_ended_worker_are_released_in_every_phase(phase: Phase) -> None:
     state, actions = decide(at(phase), Ended(MAP), 0.0)
     assert MAP not in state.alive
     assert actions == (ReleasePorts(MAP),)
@@ -83,7 +82,7 @@ def test_stopped_run_is_stopping_until_it_has_ended() -> None:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_end_of_the_last_worker_ends_the_run(phase: Phase) -> None:
+def test_run_ends_with_its_last_worker(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SINK})), Ended(SINK), 0.0)
     assert (state.phase, actions) == ("ended", (ReleasePorts(SINK),))
 
@@ -97,7 +96,7 @@ def test_events_after_the_end_change_nothing(event: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", ["running", "stopping"])
-def test_end_of_the_last_sink_makes_the_run_finish(phase: Phase) -> None:
+def test_run_finishes_when_its_last_sink_has_ended(phase: Phase) -> None:
     state, _ = decide(at(phase), Ended(SINK), 7.0)
     assert (state.phase, state.since) == ("finishing", 7.0)
 
@@ -139,7 +138,7 @@ LASTING = at("running", limits={"map": 10})
 
 
 def after_deaths(state: PolicyState, deaths: Sequence[Death], every: float) -> tuple[PolicyState, list[Warn]]:
-    """Let workers die one after the other. Return the state and the warnings."""
+    """Let workers die one after another. Return the final state and the warnings."""
     warnings = []
     for number, death in enumerate(deaths):
         state, actions = decide(state, death, number * every)
@@ -151,14 +150,14 @@ def test_restarts_of_an_earlier_period_do_not_count() -> None:
     often = RESTART_PERIOD_S / 10
     state, warnings = after_deaths(LASTING, [died(MAP)] * 100, every=often)
     assert (state.phase, state.restarts) == ("running", {"map": 100})
-    assert len(warnings) == 1  # the stage stays near its limit
+    assert len(warnings) == 1  # only one warning, although the stage is still near its limit
     state, _ = after_deaths(LASTING, [died(MAP)] * 11, every=often * 0.99)
     assert state.phase == "failing"
-    assert "10 of 10 restarts are used in 60 s" in str(failure_in(state).error)
+    assert "10 of 10 restarts were used in 60 s" in str(failure_in(state).error)
 
 
 def test_pauses_before_replacements_do_not_end_the_period() -> None:
-    """Otherwise a limit that is higher than the number of pauses in a period would never be reached."""
+    """Otherwise, a limit higher than the number of pauses that fit in a period would never be reached."""
     state, now = at("running", limits={"map": 100}), 0.0
     for number in range(101):
         state, actions = decide(state, dataclasses.replace(died(MAP), deaths=number), now)
@@ -167,7 +166,7 @@ def test_pauses_before_replacements_do_not_end_the_period() -> None:
     assert (state.phase, state.restarts) == ("failing", {"map": 100})
 
 
-def test_deaths_over_items_use_no_restarts() -> None:
+def test_deaths_over_items_do_not_use_restarts() -> None:
     over = [dataclasses.replace(died(MAP), over_item=number % 3 + 1) for number in range(12)]
     state, warnings = after_deaths(LASTING, over, every=0.0)
     assert (state.phase, state.restarts, warnings) == ("running", {"map": 12}, [])
@@ -178,12 +177,12 @@ def test_deaths_over_items_use_no_restarts() -> None:
 def test_slow_starts_that_all_die_end_the_run() -> None:
     starts = [dataclasses.replace(died(MAP), unbegun=number) for number in range(1, 5)]
     state, _ = after_deaths(LASTING, starts, every=2 * RESTART_PERIOD_S)
-    assert "it dies before it begins to work" in str(failure_in(state).error)
+    assert "it keeps dying before it starts to work" in str(failure_in(state).error)
     explicit = dataclasses.replace(LASTING, limits={"map": 3}, explicit=frozenset({"map"}))
     state, _ = after_deaths(explicit, starts[:3], every=2 * RESTART_PERIOD_S)
     assert state.phase == "running"
     state, _ = after_deaths(explicit, starts, every=2 * RESTART_PERIOD_S)
-    assert "it dies before it begins to work" in str(failure_in(state).error)
+    assert "it keeps dying before it starts to work" in str(failure_in(state).error)
 
 
 @pytest.mark.parametrize(("limit", "first"), [(1, 1), (2, 1), (10, 8), (100, 80)])
@@ -197,8 +196,8 @@ def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
     assert f"has used {first} of {limit} restarts in 60 s" in warning.text
 
 
-def test_death_of_a_host_uses_no_restart_of_a_stage() -> None:
-    """A stage whose workers cannot be replaced still ends the run."""
+def test_death_of_a_host_does_not_use_a_restart() -> None:
+    """If the workers of a stage cannot be replaced, the death still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, **restarted("map", 2)), lost, 0.0)
     assert (state.phase, state.restarts) == ("running", {"map": 2})
@@ -247,7 +246,8 @@ def test_gang_restarts_after_all_its_workers_have_ended() -> None:
 
 
 def test_missing_member_in_an_aborted_run_is_not_a_failure() -> None:
-    state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())  # on threads
+    # as if the gang ran on threads
+    state = dataclasses.replace(GANG_AT_WORK, phase="aborting", processes=frozenset())
     state, actions = decide(state, missing(GANG[0]), 0.0)
     assert (state.failures, actions) == ((), (ReleasePorts(GANG[0]),))
 
@@ -277,7 +277,7 @@ def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
 
 
 def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
-    """Members on other hosts may have missed it before."""
+    """Members on other hosts may have reported it earlier."""
     first, second, _ = GANG
     failure_left = dataclasses.replace(missing(second), error=MemberLeft("rank 0 has left"))
     state, _ = decide(GANG_AT_WORK, failure_left, 0.0)
@@ -289,8 +289,10 @@ def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
 
 @pytest.mark.parametrize("is_reported", [0, 1, 2], ids=["first", "before its process is gone", "last"])
 def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> None:
-    """Members on other hosts may have missed it before that end is heard. The third worker waits for an
-    item."""
+    """Members on other hosts may report a missing member before the end of the worker is known.
+
+    The third worker is waiting for an item.
+    """
     first, second, third = GANG
     events = [missing(second), *([ProcessEnded(second)] if is_reported else [])]
     events.insert(is_reported, Ended(first, early=True))
@@ -304,7 +306,7 @@ def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> Non
     assert actions[-1] == RestartGang((third,), 0.0, third)
 
 
-def test_worker_of_a_finishing_run_may_lose_a_member() -> None:
+def test_losing_a_group_member_while_finishing_is_not_a_failure() -> None:
     state, actions = decide(dataclasses.replace(GANG_AT_WORK, phase="finishing"), missing(GANG[0]), 0.0)
     assert (state.phase, state.failures, actions) == ("finishing", (), (ReleasePorts(GANG[0]),))
 
@@ -321,7 +323,7 @@ def test_failing_run_does_not_wait_for_a_gang() -> None:
     assert (state.phase, [one.worker for one in state.failures]) == ("ended", [first])
 
 
-def test_failing_gang_releases_earlier_gangs() -> None:
+def test_gang_that_fails_the_run_lets_earlier_gangs_end() -> None:
     failure_left, present, *others = (WorkerId(stage, number) for stage in ("a", "b") for number in (1, 2))
     workers = frozenset({failure_left, present, *others})
     state = PolicyState(workers, workers, frozenset(), workers, gangs=frozenset({"a", "b"}))
@@ -348,13 +350,13 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
-    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members come last
+    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members are last in the group
     assert state.restarts == {"gang": 1}
     assert not state.without_group
     assert not state.joining
 
 
-def test_worker_that_dies_before_it_has_a_group_is_skipped() -> None:
+def test_worker_that_dies_without_a_group_is_left_out() -> None:
     first, second, third = GANG
     state, _ = decide(ELASTIC, died(first), 0.0)
     state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
@@ -399,13 +401,12 @@ def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_time_within_the_grace_changes_nothing(phase: Phase) -> None:
+def test_time_within_the_grace_period_changes_nothing(phase: Phase) -> None:
     assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
 
 
-def test_grace_is_read_at_the_time_of_use() -> None:
-    """No module imports it under its own name, so a test that shortens it, like ``short_grace``, shortens it
-    everywhere."""
+def test_no_module_imports_grace_by_name() -> None:
+    """If a module imported GRACE by name, tests with ``short_grace`` would not shorten it there."""
     folder = Path(decisions.__file__).parents[1]
     imported = re.compile(rf"^from {decisions.__name__} import (\([^)]*\)|.*)", re.MULTILINE)
     found = {path: " ".join(imported.findall(path.read_text())) for path in folder.rglob("*.py")}
@@ -417,7 +418,7 @@ def test_running_graph_has_no_time_limit() -> None:
     assert decide(START, Tick(), 1e9) == (START, ())
 
 
-def test_stopped_run_finishes_once_only_its_sources_are_left() -> None:
+def test_stopped_run_finishes_when_only_sources_are_left() -> None:
     state, actions = decide(at("stopping", alive=frozenset({SOURCE})), Tick(), GRACE + 1)
     assert (state.phase, state.since, actions) == ("finishing", GRACE + 1, ())
 
@@ -426,7 +427,7 @@ def test_stopped_run_warns_once_and_discards_nothing() -> None:
     assert decide(at("stopping"), Tick(), STOP_NOTICE_S) == (at("stopping"), ())
     state, (warning,) = decide(at("stopping"), Tick(), STOP_NOTICE_S + 1)
     assert isinstance(warning, Warn)
-    assert "was stopped 30 s ago and still works on what was in flight, in map, sink" in warning.text
+    assert "was stopped 30 s ago and is still processing items in map, sink" in warning.text
     assert state.phase == "stopping"
     assert decide(state, Tick(), 1e9) == (state, ())
     assert next_at(state) == math.inf
@@ -460,7 +461,8 @@ def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> N
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
     state, actions = decide(state, Tick(), 2 * GRACE + 1)
     assert actions == (Terminate(MAP, force=True),)
-    assert decide(state, Tick(), 1e9) == (state, ())  # the death is certain, and its report is in transit
+    # the process is certain to die, and the report of its death is in transit
+    assert decide(state, Tick(), 1e9) == (state, ())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])

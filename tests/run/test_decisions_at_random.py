@@ -1,4 +1,4 @@
-"""Test the supervisor with random events in random order: no run is stuck, and no failure is lost."""
+"""Test the supervisor with random events in random order: every run must end, and no failure may be lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from flowchan.run.policy.transitions import (
 
 
 class Runs(RuleBasedStateMachine):
-    """State machine of a run in the worst possible world: workers ignore everything except their death."""
+    """State machine of a run with the worst possible workers: they react to nothing but being killed."""
 
     @initialize(
         stages=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -109,7 +109,7 @@ class Runs(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(workers, key=str)))
 
     def goes(self, worker: WorkerId) -> None:
-        """Report that a process is gone without having reported its end."""
+        """Report that a process has ended, although its worker had not reported its end."""
         self.happens(ProcessEnded(worker) if self.state.ends_with_peers(worker) else died(worker))
 
     @precondition(lambda self: self.alive_workers - self.state.missing_peer.keys())
@@ -137,7 +137,7 @@ class Runs(RuleBasedStateMachine):
 
     @property
     def without_group(self) -> frozenset[WorkerId]:
-        """Return the workers of elastic gangs that may still report a lost group."""
+        """Return the workers of elastic gangs that may still report the loss of their group."""
         state = self.state
         return frozenset(
             one for one in state.alive - state.without_group.keys() if one.stage in state.elastic
@@ -194,8 +194,10 @@ class Runs(RuleBasedStateMachine):
         assert at == math.inf or decide(self.state, Tick(), max(after, now)) != (self.state, ())
 
     def teardown(self) -> None:
-        """A run that is stopped with a timeout ends by the passing of time alone, after any events. Killed
-        processes die."""
+        """Check that a run that is stopped with a timeout ends without further events from its workers.
+
+        Only time passes, and processes that were killed are reported dead.
+        """
         if not hasattr(self, "state"):
             return
         self.happens(StopRequested(timeout=60.0))
@@ -212,5 +214,5 @@ class Runs(RuleBasedStateMachine):
         raise AssertionError(f"stuck: {self.state}")
 
 
-# Hypothesis simplifies a failure for up to 300 s before it shows it
+# when a test fails, Hypothesis simplifies the example for up to 300 s
 TestRuns = pytest.mark.timeout(400)(Runs.TestCase)

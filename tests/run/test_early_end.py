@@ -1,4 +1,4 @@
-"""Test R2 (Early end): a reader that wants no more items stops the stages before it without an error."""
+"""Test R2 (Early end): when a reader leaves, the stages before it are stopped without an error."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_merge_stops_all_its_streams() -> None:
 
 
 @everywhere
-def test_early_end_passes_a_waiting_stage_while_another_branch_runs(on: Any) -> None:
+def test_early_end_passes_a_waiting_stage_although_another_branch_continues(on: Any) -> None:
     ended = threading.Event()
 
     def ticks_once(out: Out[int]) -> None:
@@ -194,7 +194,7 @@ def test_source_blocked_on_a_device_is_abandoned_with_a_warning() -> None:
     graph = Graph("r2")
     one = graph.source(camera).take(1).collect()
     with pytest.warns(  # noqa: PT031
-        RuntimeWarning, match="worker camera 1 of graph 'r2' still runs code that cannot be interrupted"
+        RuntimeWarning, match="worker camera 1 of graph 'r2' is still running code that cannot be interrupted"
     ):
         run = graph.start()
         assert run.wait()[one] == [1]

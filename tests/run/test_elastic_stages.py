@@ -1,4 +1,4 @@
-"""Test R13: a stage that works item by item gets more or fewer workers while the graph runs."""
+"""Test R13: stages that process one item at a time get more or fewer workers while the graph runs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from flowchan.run.policy.transitions import (
 
 
 def alive(run: Run, stage: str, number: int) -> None:
-    """Return once the stage has this many workers."""
+    """Wait until the stage has this many workers."""
     wait_until(lambda: stage_of(run, stage).alive == number, what=run.report)
 
 
 class Feeder(threading.Thread):
-    """Thread that puts items into an input until its end is requested."""
+    """Thread that puts items into an input until ``end`` is called."""
 
     def __init__(self, run: Run, stream: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_elastic_operators_neither_lose_nor_repeat_items(on: Any, ordered: bool)
 
 @everywhere
 def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
-    """The output of the first worker's current item still comes first."""
+    """The output for the first worker's current item still comes first."""
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def test_idle_workers_are_removed_at_once(on: Any) -> None:
 
 
 @everywhere
-def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
+def test_second_worker_keeps_order_although_the_first_is_idle(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: item, on=on, name="work").collect()
@@ -172,8 +172,8 @@ def test_idle_first_worker_gets_a_second_one_that_keeps_order(on: Any) -> None:
 
 
 @everywhere
-def test_one_item_at_a_time_passes_after_scaling(on: Any) -> None:
-    """The next item is put only after the last answer, so no output may wait for its turn."""
+def test_items_put_one_at_a_time_pass_after_scaling(on: Any) -> None:
+    """The next item is put only after the last output has arrived, so no output may be held back."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.filter(lambda item: item % 2 == 0, on=on, name="work").collect()
@@ -208,7 +208,7 @@ def test_worker_numbers_are_not_reused(on: Any) -> None:
 
 
 @everywhere
-def test_removed_workers_leave_nothing_while_the_run_continues(on: Any) -> None:
+def test_removed_workers_leave_nothing_behind_while_the_run_continues(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     numbers.map(lambda item: item, on=on, name="work").collect()
@@ -259,7 +259,7 @@ def test_worker_with_requests_is_removed_without_closing_its_input(on: Any) -> N
     assert asyncio.run(main()) == [2, 4]
 
 
-def test_errors_of_added_workers_arrive() -> None:
+def test_errors_from_added_workers_reach_the_errors_stream() -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     halves = numbers.map(lambda item: 1 // (item % 2), on="process", name="work")
@@ -322,7 +322,7 @@ def test_worker_that_cannot_be_started_does_not_affect_the_others(monkeypatch: A
 
 
 @everywhere
-def test_statistics_use_the_workers_over_time(on: Any) -> None:
+def test_statistics_account_for_a_changing_number_of_workers(on: Any) -> None:
     gate = Gate()
     graph = Graph("scaled")
     graph.source(range(8)).sink(gate.wait, on=on, name="work")
@@ -359,7 +359,7 @@ def _per_worker(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(("what", "declare"), list(fixed()))
-def test_scale_refuses_other_stages(what: str, declare: Any) -> None:
+def test_scale_rejects_other_stages(what: str, declare: Any) -> None:
     graph = Graph("fixed")
     declare(graph)
     with graph.start() as run, pytest.raises(ValueError, match=what) as raised:
@@ -370,14 +370,14 @@ def test_scale_refuses_other_stages(what: str, declare: Any) -> None:
     )
 
 
-def test_scale_refuses_stages_on_hosts() -> None:
+def test_scale_rejects_stages_on_hosts() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on=hosts.local(1), name="it").collect()
     with graph.start() as run, pytest.raises(ValueError, match="got 'it', a map on hosts"):
         run.scale("it", 2)
 
 
-def test_scale_refuses_processes_of_a_pool() -> None:
+def test_scale_rejects_processes_of_a_pool() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on="process", name="it").collect()
     with graph.pool() as pool, pool.start() as run, pytest.raises(ValueError, match="processes of a pool"):
@@ -423,7 +423,7 @@ def test_scale_removes_the_workers_with_the_highest_numbers() -> None:
     assert state.alive == {SINK, ONE, TWO, THREE}
     state, _ = decide(state, Ended(THREE), 13.0)
     assert state.leaving == {TWO}
-    state, actions = decide(state, Scale("work", 2), 14.0)  # those that leave do not count
+    state, actions = decide(state, Scale("work", 2), 14.0)  # workers that are being removed are not counted
     assert actions == (AddWorker(WorkerId("work", 4)),)
 
 

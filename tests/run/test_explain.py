@@ -1,6 +1,6 @@
-"""Test ``run.explain()``: which stage waits on which channel, and which stage can end the wait.
+"""Test ``run.explain()``: which stage is waiting at which channel, and which stage can end the wait.
 
-A deadlocked run ends with that explanation. A run that only looks deadlocked for a while continues.
+A deadlocked run fails with this explanation. A run that only looks deadlocked for some time continues.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def same(item: Any) -> Any:
 
 
 def line_of(run: Run, stage: str) -> str:
-    """Return the line that explains one stage."""
+    """Return the line about one stage in the explanation."""
     return next((line for line in run.explain().splitlines() if line.startswith(f"  '{stage}'")), "")
 
 
-# --- text ---
+# --- the text ---
 
 
 @everywhere
@@ -125,9 +125,9 @@ def test_sigquit_shows_the_explanation_while_the_command_runs(tmp_path: Path) ->
 
 
 def stuck_graph(capacity: int, on: Any = "thread") -> Graph:
-    """Return a graph with a tee whose branches meet again.
+    """Return a graph that may deadlock: the branches of a tee are joined by a zip.
 
-    The zip waits for a whole batch, and the tee waits for the other branch.
+    The zip waits for a whole batch from one branch, while the tee waits for room in the other branch.
     """
     graph = Graph("stuck")
     left, right = graph.source(range(12), on=on).tee(2, name="tee", capacity=capacity)
@@ -151,7 +151,7 @@ def test_tee_with_branches_that_wait_for_each_other_is_detected(on: Any) -> None
     text = str(cause)
     assert error.stage == "tee"
     assert "no worker can continue" in str(error)
-    assert "every worker waits and nothing is in flight" in text
+    assert "every worker is waiting and nothing is in flight" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in text
@@ -232,7 +232,10 @@ def test_remedy_is_to_put_if_all_workers_wait_to_get() -> None:
             out.put(number)
 
     _, cause = deadlock_of(feedback(first).start())
-    assert "no stage puts an item; let one stage of the loop put before it gets, or return" in str(cause)
+    assert (
+        "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
+        in str(cause)
+    )
     assert "stream.buffer" not in str(cause)
 
 
@@ -242,7 +245,7 @@ def test_waiting_time_of_an_async_stage_is_reported() -> None:
     numbers.map(async_same, name="same").sink(same)
     with graph.start() as run:
         waits(run, "numbers", readers=1)
-        # The supervisor has looked again.
+        # Wait until the statistics show a longer wait.
         wait_until(lambda: run.stats().edges[0].readers_waiting_for > 0.3)
         found = re.search(r"for (\d+\.\d) s", line_of(run, "same"))
         assert found is not None

@@ -1,8 +1,8 @@
 """Test R3 (Failure): an exception that no ``errors`` stream receives ends the run.
 
-Sources stop, channels break, and workers end. ``run()`` raises one RunError whose members are StageErrors
-with stage, item, worker and the original traceback. The first failure comes first. No error is lost, not even
-a BaseException in a worker.
+Sources stop, channels break and workers end. ``run()`` raises one RunError that contains StageErrors with
+stage, item, worker and the original traceback. The first failure comes first. No error is lost, not even a
+BaseException in a worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowchan.run.policy.failures import LostError
 
 
 class UsersError(Exception):
-    """User exception with its own state."""
+    """User-defined exception with additional attributes."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message, code)
@@ -33,7 +33,7 @@ class UsersError(Exception):
 
 
 class UnpicklableError(Exception):
-    """Exception with a lock, which cannot be pickled."""
+    """Exception that cannot be pickled, because it has a lock."""
 
     def __init__(self) -> None:
         super().__init__("holds a lock")
@@ -41,7 +41,7 @@ class UnpicklableError(Exception):
 
 
 class NotRebuiltError(Exception):
-    """Exception that can be pickled, but whose constructor needs two arguments where pickle has one."""
+    """Exception that can be pickled but not unpickled, because its constructor requires two arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -82,7 +82,7 @@ def raises(error: BaseException | type[BaseException]) -> Callable[[Any], Any]:
 
 
 def text_of(error: BaseException) -> str:
-    """Return the whole text that a user sees."""
+    """Return the whole text that a user sees for an error."""
     return "".join(traceback.format_exception(error))
 
 
@@ -367,7 +367,7 @@ def test_first_failure_is_listed_first(on: Any) -> None:
 
 @everywhere
 def test_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
-    """Each stage waits to put or to get when the failure comes."""
+    """Each stage is waiting to put or to get when another one fails."""
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -458,9 +458,9 @@ def test_graph_runs_again_after_a_failure(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("culprit", ["source", "map", "stage"])
-def test_stages_after_a_failure_see_no_clean_end(culprit: str, on: Any) -> None:
-    """A stage that saves at the end of its input must not save half of it."""
-    gate = Gate()  # opened only by a clean end
+def test_stages_after_a_failed_one_see_a_break(culprit: str, on: Any) -> None:
+    """A stage that saves its results when its input ends must not save half of them."""
+    gate = Gate()  # opened only if a stage sees a clean end
 
     def half(out: Out[int]) -> None:
         out.put(1)

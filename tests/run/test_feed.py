@@ -1,4 +1,4 @@
-"""Test subscribers of a run's feed: the values, their times, and subscribers that fail or leave."""
+"""Test subscribers to a run's feed: what they receive and when, and subscribers that fail or leave."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_events_of_each_worker_arrive_in_order() -> None:
         own = [event for event in seen if getattr(event, "worker", None) == WorkerId(stage, 1)]
         kinds = [type(event) for event in own]
         assert kinds[-1:] == [Ended]
-        assert kinds in ([Began, Ended], [Ended])  # it may have begun before the subscription
+        assert kinds in ([Began, Ended], [Ended])  # the worker may have started before the subscription
 
 
 def test_events_include_retries_and_stops() -> None:
@@ -141,7 +141,7 @@ def test_closed_subscription_gets_nothing() -> None:
 
 
 def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
-    """A notebook uses the context to find the cell of its output."""
+    """In a notebook, the context tells where output belongs."""
     cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
     seen: set[tuple[str, str]] = set()
     run = fed().start()
@@ -153,7 +153,7 @@ def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
     assert not feed_threads()
 
 
-def test_every_must_be_a_number_of_seconds() -> None:
+def test_option_every_must_be_a_number_of_seconds() -> None:
     run = fed().start()
     with pytest.raises(ValueError, match="subscribe: every must be"):
         run.subscribe(every=0)

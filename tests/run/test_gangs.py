@@ -1,6 +1,6 @@
 """Test R11 for gangs: stages whose function has a parameter ``group: Group``.
 
-The workers of a gang start together, each as a member of one group.
+The workers of a gang start together and are the members of one group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def add(a: int, b: int) -> int:
 
 
 def summed(numbers: In[int], group: Group, out: Out[tuple[int, int]]) -> None:
-    """Put the sum of one item from each worker until all workers are out of items."""
+    """Put the sums of one item from each worker that has items left, until no worker has any."""
     for number in numbers:
         _, n = group.allreduce_with(number, add)
         out.put((number, n))
@@ -81,7 +81,7 @@ def test_gang_workers_that_share_a_stream_end_together(on: Any) -> None:
 @everywhere
 @pytest.mark.parametrize("numbers", [functools.partial(range, 20), itertools.count], ids=["", "endless"])
 def test_gang_ends_when_its_outputs_have_no_reader(on: Any, numbers: Callable[[], Iterable[int]]) -> None:
-    """The workers may notice the end in different rounds."""
+    """The workers may notice this in different rounds."""
     for _ in range(5):
         graph = Graph("gang")
         graph.stage(few, graph.stage(in_step, graph.source(numbers), on=on, workers=3))
@@ -89,7 +89,7 @@ def test_gang_ends_when_its_outputs_have_no_reader(on: Any, numbers: Callable[[]
 
 
 def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R11: the supervisor ends the other workers, so their items are not blamed."""
+    """Test R11: the supervisor terminates the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
     usual = RunPorts.recover
 
@@ -102,7 +102,7 @@ def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.Monk
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        group.barrier()  # no member of the first group passes it
+        group.barrier()  # no member of the first group gets past this barrier
         for number in numbers:
             out.put(number)
 
@@ -128,7 +128,7 @@ def test_only_the_failure_of_one_worker_is_reported(on: Any) -> None:
 
 
 def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
-    """Its agent may have died together with all readers. So it counts as a death instead of a clean end."""
+    """Its agent may have died together with all readers, so this may not count as a clean end."""
     channel: Channel[int] = Channel(1)
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()
@@ -146,7 +146,7 @@ def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
     assert not isinstance(missed.value, MemberLeft)
 
 
-def test_death_ends_the_run_of_a_stage_with_state() -> None:
+def test_death_in_a_gang_with_state_ends_the_run() -> None:
     def die(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -170,7 +170,7 @@ def test_wrong_declarations_are_refused_with_the_allowed_values() -> None:
     graph.stage(summed, graph.source([1]), elastic=True, name="threads").collect()
     found = {(problem.stage, problem.rule) for problem in graph.check()}
     assert found == {("late", "gang"), ("given", "ports"), ("threads", "gang")}
-    with pytest.raises(ValueError, match="elastic=True needs a gang"):
+    with pytest.raises(ValueError, match="elastic=True requires a gang"):
         graph.stage(lonely, graph.source([1]), elastic=True)
     with pytest.raises(GraphError, match="which the run passes"):
         graph.run()

@@ -1,4 +1,4 @@
-"""Test the handle of a run: start, put, iterate, wait, results, and each exit of its block."""
+"""Test the handle of a run: starting, putting, iterating, waiting, results, and ways to leave its block."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_iterated_stream_is_not_a_result() -> None:
         run.wait()[numbers]
 
 
-def test_stream_that_is_not_an_input_is_named() -> None:
+def test_error_names_the_stream_that_is_not_an_input() -> None:
     graph, other = Graph("handle"), Graph("other")
     numbers, foreign = graph.input(name="numbers"), other.input(name="numbers")
     doubled = numbers.map(double)
@@ -146,7 +146,7 @@ def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
             ValueError, match=r"iterate over reduce\.collect\(\)|is not a result of the graph"
         ):
             run.iter(total)
-        with pytest.raises(ValueError, match="is not a stream of graph 'handle'"):
+        with pytest.raises(ValueError, match="does not belong to graph 'handle'"):
             run.iter(foreign)
         with pytest.raises(
             TypeError, match=r"iter: stream must be the stream that collect\(\) returned, got"
@@ -154,7 +154,7 @@ def test_iter_accepts_only_collect_streams_of_this_graph() -> None:
             run.iter("numbers")  # type: ignore[arg-type]
 
 
-def test_items_of_a_stream_are_taken_once() -> None:
+def test_items_of_a_stream_can_be_iterated_only_once() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     with graph.start() as run:
@@ -166,7 +166,7 @@ def test_items_of_a_stream_are_taken_once() -> None:
         run.iter(numbers)
 
 
-def test_iter_after_wait_is_refused() -> None:
+def test_iter_after_wait_is_rejected() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     run = graph.start()
@@ -247,8 +247,8 @@ def test_exception_in_the_loop_aborts_the_run_and_propagates(on: Any, held: bool
             raise LookupError("mine")
     states = {"aborted"}
     if not held and sysconfig.get_config_var("Py_GIL_DISABLED"):
-        # The loop drops its iterator before the block ends, so the source has no reader left. With a GIL, the
-        # run notices both events together.
+        # The loop drops its iterator before the block ends, so the source may already have ended without
+        # readers. With a GIL, the run notices both at the same time.
         states.add("done")
     assert run.stats().state in states
 
@@ -310,7 +310,7 @@ def test_wait_with_timeout_raises_and_the_run_continues() -> None:
     doubled = numbers.map(double).collect()
     run = graph.start()
     for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError, match="'handle' has not ended after"):
+        with pytest.raises(TimeoutError, match="'handle' did not end within"):
             run.wait(timeout)
     run[numbers].put(1)
     run[numbers].close()
@@ -330,8 +330,11 @@ def test_second_wait_has_the_same_outcome() -> None:
             run.wait()
 
 
-def test_several_threads_may_wait() -> None:
-    """The repetitions cover a run that ends while a thread begins to wait; all threads get the results."""
+def test_several_threads_may_wait_for_a_run() -> None:
+    """All threads must get the results.
+
+    The test is repeated, so that some runs end just when a thread starts to wait.
+    """
     for _ in range(50):
         graph = Graph("handle")
         numbers = graph.input()
@@ -381,7 +384,7 @@ def test_run_shows_its_state() -> None:
     assert repr(run) == "<Run of 'handle': done>"
 
 
-def test_stages_begin_before_the_program_waits() -> None:
+def test_stages_start_before_the_program_waits() -> None:
     seen = threading.Event()
     graph = Graph("handle")
     graph.source([1]).sink(lambda _: seen.set())
@@ -390,7 +393,7 @@ def test_stages_begin_before_the_program_waits() -> None:
     run.wait()
 
 
-def test_slow_reader_holds_the_graph_back() -> None:
+def test_slow_reader_slows_the_graph_down() -> None:
     graph = Graph("handle")
 
     def source() -> Iterator[int]:
@@ -428,7 +431,7 @@ def test_general_stage_gets_its_keyword_arguments() -> None:
 
 
 def service() -> tuple[Graph, Stream, Stream]:
-    """Return a graph with an outside input, the input and its answers."""
+    """Return a graph with an input for the program, the input's stream and the stream of answers."""
     graph = Graph("service")
     questions = graph.input()
     return graph, questions, questions.map(str).collect()
@@ -436,7 +439,7 @@ def service() -> tuple[Graph, Stream, Stream]:
 
 @pytest.mark.usefixtures("checks")
 def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
-    """The program waits in its put, so the run gathers the unread result."""
+    """While the program is blocked in its put, the run starts to collect the unread result."""
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(1000):
@@ -445,7 +448,7 @@ def test_program_may_put_more_than_the_channels_hold_before_reading() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
+def test_run_collects_a_full_result_before_the_program_reads_it() -> None:
     graph = Graph("collected")
     numbers = graph.source(range(500)).collect()
     run = graph.start()
@@ -454,14 +457,14 @@ def test_collect_takes_in_items_while_the_program_does_nothing() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
+def test_run_stops_collecting_a_result_once_it_is_read() -> None:
     graph = Graph("endless")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
         wait_until(lambda: run.stats().edges[0].passed > 1000)
         items = run.iter(numbers)
         assert next(items) == 0
-        most = run.stats().edges[0].passed + 1  # one more item may be on its way
+        most = run.stats().edges[0].passed + 1  # one more item may be in transit
         wait_until(lambda: run.stats().edges[0].inside == run.stats().edges[0].capacity)
         assert list(itertools.islice(items, most + 100)) == list(range(1, most + 101))
         assert run.stats().edges[0].passed <= most + 101
@@ -469,7 +472,7 @@ def test_reader_of_a_gathered_result_bounds_the_channels_again() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_gathered_result_can_still_be_iterated() -> None:
+def test_collected_result_can_still_be_iterated() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):
@@ -483,7 +486,7 @@ def test_gathered_result_can_still_be_iterated() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
+def test_loop_over_one_branch_works_although_another_is_unread() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
     with graph.start() as run:
@@ -492,7 +495,7 @@ def test_loop_over_one_branch_needs_no_reader_of_another() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_leaving_a_gathered_result_early_stops_earlier_stages() -> None:
+def test_leaving_a_collected_result_early_stops_earlier_stages() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):

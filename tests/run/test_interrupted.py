@@ -1,4 +1,4 @@
-"""Test R5 (Stop) after a Ctrl-C: ``Interrupted`` holds the finished results and the report."""
+"""Test R5 (Stop) after Ctrl-C: ``Interrupted`` contains the finished results and the report."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ VARIANTS = [
 def interrupted(
     process: subprocess.Popen[str], signum: signal.Signals = signal.SIGINT
 ) -> tuple[int, str, str]:
-    """Send a signal to a program once it is running, and return its exit code and output."""
+    """Send a signal to a program that is running. Return its exit code and output."""
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
     process.send_signal(signum)
@@ -116,7 +116,7 @@ def interrupted(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ctrl_c_returns_the_finished_results(variant: str, tmp_path: Path) -> None:
-    # that block has no reader
+    # the variants with "body" sum fewer items, because nothing reads during that block
     text = SUM.replace("WAY", variant).replace("ENOUGH", "20" if "body" in variant else "500")
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process)
@@ -279,7 +279,7 @@ def test_ctrl_c_handler_is_restored_after_a_loop() -> None:
 
 
 def test_ctrl_c_handler_is_restored_after_many_overlapping_loops() -> None:
-    """``zip`` of two datasets works like this: each begins its next epoch while the other continues."""
+    """``zip`` of two datasets does this: each starts its next epoch during the epoch of the other."""
     before = signal.getsignal(signal.SIGINT)
     one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     one.open()

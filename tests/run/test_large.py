@@ -1,4 +1,4 @@
-"""Test long and wide graphs."""
+"""Test graphs with many stages in a row and with many branches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_graph_of_a_thousand_stages_is_checked() -> None:
     assert graph.check() == ()
 
 
-def test_chain_through_processes_runs() -> None:
+def test_chain_of_process_stages_runs() -> None:
     graph = Graph("long")
     stream = graph.source(range(50))
     for place in ("process", "thread") * 4:
@@ -49,8 +49,10 @@ def test_chain_through_processes_runs() -> None:
 
 @pytest.mark.parametrize("workers", [50, 300])
 def test_ordered_map_with_many_workers_is_not_slow(workers: int) -> None:
-    """Test C8: turns advance quickly even with many waiting workers. At 0.1 s per item, the test would time
-    out."""
+    """Test C8: outputs are put in order quickly even if many workers are waiting.
+
+    With 0.1 s per item, the test would time out.
+    """
     graph = Graph("many")
     items = graph.source(range(20_000)).map(plus_one, workers=workers).collect()
     assert graph.run()[items] == list(range(1, 20_001))

@@ -1,6 +1,6 @@
-"""Test arrays and tensors in a whole run.
+"""Test runs with arrays and tensors as items.
 
-Workers read them in place. They are intact after a death and valid after the run.
+Workers read them without copying. They are intact after a death, and valid after the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_r8_results_stay_valid_after_the_run() -> None:
 
 
 class SpoilsAndDies:
-    """Stage function that changes its tensor, and is killed the first time."""
+    """Stage function that overwrites its tensor and, the first time, kills its worker."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -62,7 +62,7 @@ def test_c11_item_changed_by_a_killed_worker_is_restored(tmp_path: Path) -> None
 
 
 class Keeper:
-    """Stage function that keeps every item and checks all of them each time."""
+    """Stage function that keeps every item, and checks all kept items in each call."""
 
     def __init__(self) -> None:
         self.kept: list[np.ndarray] = []
@@ -80,7 +80,7 @@ def test_c11_item_kept_past_its_lease_stays_unchanged() -> None:
 
 
 def test_explanation_names_the_process_that_holds_memory() -> None:
-    """A writer that waits for memory learns which process holds it."""
+    """The explanation must tell which process holds the memory that a writer is waiting for."""
     stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
     held = (Holder(7, 2, 3_200_000),)
     edge = EdgeStats(

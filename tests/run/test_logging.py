@@ -1,4 +1,4 @@
-"""Test that the program's loggers handle records of worker processes, and that the run logs its workers."""
+"""Test that the program's loggers handle records from worker processes, and that the run logs events."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str
 
 
 @pytest.mark.usefixtures("_method")
-def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
-    """Each record arrives once, under every start method, with its stage and number."""
+def test_program_gets_the_records_from_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
+    """Each record arrives once, with its stage and number, under every start method."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
     graph.source(range(4)).map(log_item, on="process", workers=2, name="loud").sink(abs)
@@ -52,7 +52,7 @@ def test_program_gets_the_records_of_worker_processes(caplog: pytest.LogCaptureF
 
 @pytest.mark.usefixtures("_method")
 def test_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
-    """One logger wants more records than the root and does not propagate them."""
+    """One logger has a lower level than the root logger, and does not propagate its records."""
     own, kept = logging.getLogger("own.parts"), Kept()
     before = own.level, own.propagate
     own.setLevel(logging.DEBUG)
@@ -86,7 +86,7 @@ def test_failing_filter_of_the_program_does_not_end_the_run(
     def refuse(record: logging.LogRecord) -> bool:
         raise LookupError("a filter")
 
-    # otherwise it is printed like an error of a handler
+    # otherwise logging prints the exception, as for an error in a handler
     monkeypatch.setattr(logging, "raiseExceptions", False)
     monkeypatch.setattr(logging.getLogger("own.parts"), "filters", [refuse])
     monkeypatch.setattr(logging.getLogger("flowchan.run"), "filters", [refuse])
@@ -113,10 +113,14 @@ def test_deaths_restarts_and_blame_are_logged(caplog: pytest.LogCaptureFixture) 
     starts = [one for one in names(caplog, "flowchan.run", logging.DEBUG) if "crack 1 starts as pid" in one]
     assert len(starts) == 3
     first, second = names(caplog, "flowchan.run", logging.WARNING)
-    assert first.endswith("exited with code 7 without finishing while it worked on an item; it is replaced")
-    assert "like 1 before it on the same item; it is replaced" in second
+    assert first.endswith(
+        "exited with code 7 without finishing while it was processing an item; it is replaced"
+    )
+    assert "while it was processing an item (death 2 over this item); it is replaced" in second
     (blame,) = names(caplog, "flowchan.run", logging.ERROR)
-    assert blame.startswith("stage 'crack' gave up item 2: 2 workers died while they worked on this item")
+    assert blame.startswith(
+        "stage 'crack' gave up on item 2: 2 workers died one after another while processing this item"
+    )
 
 
 def test_run_logs_its_start_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +129,7 @@ def test_run_logs_its_start_and_its_end(caplog: pytest.LogCaptureFixture) -> Non
     graph.source(range(4)).sink(abs)
     graph.run(seed=3)
     begins, ends = names(caplog, "flowchan.run", logging.INFO)
-    assert begins == "graph 'quick' begins with 2 workers, seed 3"
+    assert begins == "graph 'quick' starts with 2 workers, seed 3"
     assert ends.startswith("graph 'quick' is done after ")
 
 
@@ -196,7 +200,7 @@ class Leaves(logging.Handler):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_handler_that_raises_system_exit_blocks_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+def test_handler_that_raises_system_exit_does_not_block_threads(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="flowchan.run")
     graph, handler = Graph("left"), Leaves()
     total = graph.source([1, 2]).reduce(int.__add__)

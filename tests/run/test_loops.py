@@ -1,6 +1,7 @@
 """Test graphs with a declared feedback.
 
-They end on their own, lose nothing, and stop, fail and show progress like any other run.
+They end when their work is done, and do not lose items. They can be stopped, fail and show progress like
+other graphs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST = 16
 
 
 def steer(fresh: In[Any], again: In[Any], work: Out[Any], done: Out[Any]) -> None:
-    """Send (start, number, steps) through the loop until the number is 1."""
+    """Send each item (start, number, steps) through the loop until the number is 1."""
     under_way = 0
     while True:
         try:
@@ -70,7 +71,7 @@ def test_loop_ends_after_all_its_items(on: Any) -> None:
     assert sorted(graph.run()[done]) == [(number, steps_of(number)) for number in range(1, 101)]
 
 
-def test_loop_crosses_between_threads_and_processes() -> None:
+def test_loop_may_span_threads_and_processes() -> None:
     graph = Graph("both")
     again = graph.feedback()
     work, done = graph.stage(steer, graph.source(fresh, range(1, 50)), again)
@@ -89,8 +90,8 @@ def test_reader_that_stops_ends_a_loop(on: Any) -> None:
     assert all(steps == steps_of(start) for start, steps in graph.run()[result])
 
 
-def test_stage_feeds_itself() -> None:
-    """Its only input is its own output; it begins and ends the graph."""
+def test_stage_may_feed_itself() -> None:
+    """The stage reads only its own output, so the graph begins and ends with it."""
 
     def doubled(items: In[int], out: Out[int], messages: Out[int]) -> None:
         out.put(1)
@@ -161,7 +162,7 @@ def test_killed_worker_in_a_loop_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("checks")
 @everywhere
 def test_loop_in_which_all_stages_wait_is_a_deadlock(on: Any) -> None:
-    """The stage waits for the feedback before it has sent anything."""
+    """The stage waits for the feedback before it has put anything."""
 
     def too_patient(again: In[int], fresh: In[int], work: Out[int]) -> None:
         work.put(again.get() + fresh.get())

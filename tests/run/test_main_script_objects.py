@@ -1,4 +1,4 @@
-"""Functions, classes and globals of the main script in worker processes, in own processes and on hosts."""
+"""Test functions, classes and globals from the main script in worker processes, local and on hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 
 
 def run_on(place: str, tmp_path: Path, definitions: str, main: str) -> str:
-    """Return the output of a script, in which ``on`` is the placement of its pools."""
+    """Return the output of a script in which ``on`` is the placement that its pools use."""
     method, on = ("fork", "hosts.local(1)") if place == "hosts" else (place, "'process'")
     text = (
         "import dataclasses, functools, multiprocessing\n"
@@ -63,7 +63,7 @@ print(STATE, CACHE, COUNT)
 
 @PLACES
 def test_worker_gets_definitions_and_values_of_the_program(place: str, tmp_path: Path) -> None:
-    """The program has set or redefined them under its main guard, or after the workers have started."""
+    """The program defines or changes them under its main guard, or after the workers have started."""
     definitions = """
 CONFIG, factor = {}, 1
 def scaled(item):
@@ -96,7 +96,7 @@ with TaskPool(1, on=on) as pool:
 
 
 @METHODS
-def test_item_is_an_instance_of_its_class_in_own_process(method: str, tmp_path: Path) -> None:
+def test_item_keeps_its_class_in_a_process_of_the_program(method: str, tmp_path: Path) -> None:
     definitions = """
 @dataclasses.dataclass
 class Plain:
@@ -157,7 +157,7 @@ with TaskPool(1, on=on) as pool:
     ]
 
 
-def test_lambdas_from_a_channel_keep_the_values_they_came_with(tmp_path: Path) -> None:
+def test_lambdas_from_a_channel_keep_the_values_they_captured(tmp_path: Path) -> None:
     main = """
 channel = flowchan.Channel(4, across="processes")
 for factor in (2, 3):
@@ -169,7 +169,7 @@ print(channel.get()(), channel.get()(), factor)
 
 
 def test_notebook_cells_share_globals_in_a_pool(tmp_path: Path) -> None:
-    """Like a kernel: the main module has no file, and runs its cells with ``exec``."""
+    """The main module has no file and runs its cells with ``exec``, as a notebook kernel does."""
     program = script(
         tmp_path,
         """

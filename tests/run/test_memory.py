@@ -1,6 +1,6 @@
 """Test the memory budget of a run.
 
-Its channels are also bounded by bytes, in equal shares. An item larger than the share passes alone.
+The channels of a run have equal shares of it. If an item is larger than the share, it passes alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
         lambda: all(edge.inside == 2 and edge.short_of_bytes for edge in run.stats().edges[1:]),
         what=run.explain,
     )
-    stats = run.stats()  # a third item and the overhead of its list would exceed 3 MB
+    stats = run.stats()  # a third list of items, with its overhead, would exceed 3 MB
     assert stats.memory == 9 * MB
     assert {edge.share for edge in stats.edges} == {3 * MB}
     assert all(edge.bytes <= edge.share for edge in stats.edges)
@@ -89,7 +89,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
 
 @pytest.mark.usefixtures("checks")
 def test_deadlock_for_lack_of_bytes_is_described() -> None:
-    """The zip needs a batch of 20 from one branch; the other branch cannot hold 20 of these items."""
+    """The zip needs a batch of 20 items from one branch, but the other branch has room for fewer items."""
     graph = Graph("stuck")
     left, right = graph.source(range(60)).map(rows).tee(2, name="tee")
     left.batch(20).zip(right).sink(same)
@@ -110,7 +110,7 @@ def test_budget_must_be_a_number_of_bytes(wrong: Any) -> None:
         graph.run(memory=wrong)
 
 
-# --- the default ---
+# --- the default budget ---
 
 
 def test_default_budget_is_half_of_the_available_memory() -> None:
@@ -132,7 +132,7 @@ def test_default_budget_is_half_of_the_available_memory() -> None:
         ("0::/../outside", {"memory.max": "max"}, None),
     ],
 )
-def test_limits_of_control_groups_count(
+def test_memory_limits_of_control_groups_are_respected(
     line: str, files: dict[str, str], limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in files.items():
@@ -155,7 +155,7 @@ def test_limits_of_control_groups_count(
         ("0::/", {}, 0),
     ],
 )
-def test_out_of_memory_kills_of_the_kernel_are_counted(
+def test_out_of_memory_kills_by_the_kernel_are_counted(
     line: str, files: dict[str, str], kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {**files, "mine_": line}.items():
@@ -171,7 +171,7 @@ def test_out_of_memory_kills_of_the_kernel_are_counted(
 def test_worker_killed_for_lack_of_memory_is_reported(
     kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel killed only the first process; the second death has another reason."""
+    """The kernel killed only the first process for lack of memory. The second death has another reason."""
     counted = tmp_path / "vmstat"
     counted.write_text("oom_kill 5\n")
     monkeypatch.setattr(memory, "_files", lambda *_: [])

@@ -1,6 +1,6 @@
 """Test graphs that run inside a worker process of another graph (R6, R7).
 
-Such a graph works like any other. Its failures are failures of the item, and it ends with the worker.
+Such a graph works like any other. If it fails, the item of the outer graph fails. It ends with the worker.
 """
 
 from __future__ import annotations

@@ -26,14 +26,14 @@ def same(item: Any) -> Any:
 
 
 def goes_on(run: Run, checks: Callable[[], int]) -> bool:
-    """Return whether the run still runs after its supervisor has checked it often enough to call it stuck."""
+    """Return whether the run is still active after enough checks to find a deadlock."""
     after = checks() + 10
     wait_until(lambda: checks() > after or run._supervisor.ended.is_set())
     return run.stats().state == "running"
 
 
 def test_slow_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """All workers wait except one, which works on its item without changing a count."""
+    """All workers are waiting except one, which processes its item without changing any count."""
     gate = Gate()
     graph = Graph("slow")
     out = graph.source(range(5), capacity=1).map(lambda _: gate.wait(), capacity=1).map(same)
@@ -49,7 +49,7 @@ def test_slow_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
 
 
 def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """A thread outside the graph may fill that channel."""
+    """A thread outside of the graph may put an item into that channel."""
     own: Channel[int] = Channel()
     graph = Graph("outside")
     result = graph.source(range(3)).map(lambda item: item + own.get()).collect()
@@ -64,7 +64,7 @@ def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(checks: Callable[[]
 
 
 def test_batch_with_a_timeout_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The batch is sent after its timeout, and all workers continue."""
+    """After its timeout, the batch is put, and all workers continue."""
     graph = Graph("patient")
     left, right = graph.source(range(2)).tee(2, capacity=1)
     result = left.batch(4, timeout=1).zip(right).collect()
@@ -81,7 +81,7 @@ def test_batch_with_a_timeout_is_not_a_deadlock(checks: Callable[[], int]) -> No
 
 
 async def a_timer(items: In[int]) -> list[int]:
-    """Wait for an item with a repeated time limit."""
+    """Wait for an item, with a time limit each time."""
     while True:
         try:
             return [await asyncio.wait_for(items.aget(), 0.2)]
@@ -91,7 +91,7 @@ async def a_timer(items: In[int]) -> list[int]:
 
 
 async def a_sleeping_task(items: In[int]) -> list[int]:
-    """Wait for an item while another task of the loop continues."""
+    """Wait for an item while another task in the event loop continues."""
     waiting = asyncio.create_task(items.aget())
 
     async def tick() -> None:
@@ -104,7 +104,7 @@ async def a_sleeping_task(items: In[int]) -> list[int]:
 
 
 async def a_thread(items: In[int]) -> list[int]:
-    """Wait for an item until a callback comes from a helper thread."""
+    """Wait for an item until a helper thread schedules a callback."""
     waiting = asyncio.create_task(items.aget())
     helping = asyncio.get_running_loop().run_in_executor(None, over[0].wait)
     helping.add_done_callback(lambda _: waiting.cancel())
@@ -113,7 +113,7 @@ async def a_thread(items: In[int]) -> list[int]:
 
 
 async def a_socket(items: In[int]) -> list[int]:
-    """Wait for an item until a callback comes from a socket."""
+    """Wait for an item until a socket triggers a callback."""
     waiting = asyncio.create_task(items.aget())
     here, there = socket.socketpair()
     with here, there:
@@ -125,7 +125,7 @@ async def a_socket(items: In[int]) -> list[int]:
 
 
 async def an_event(items: In[int]) -> list[int]:
-    """Wait for an event that no channel sets."""
+    """Wait for an event that is not set by any channel."""
     rings = asyncio.Event()
     loop = asyncio.get_running_loop()
     threading.Thread(target=lambda: (over[0].wait(), loop.call_soon_threadsafe(rings.set))).start()
@@ -135,12 +135,12 @@ async def an_event(items: In[int]) -> list[int]:
     return []
 
 
-over: list[threading.Event] = []  # set by each test for the functions above
+over: list[threading.Event] = []  # set by each test, to end the functions above
 
 
 @pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
 def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, checks: Callable[[], int]) -> None:
-    """All workers wait for an item, but the async stage has other work."""
+    """All workers are waiting for an item, but the async stage has other work."""
     over[:] = [threading.Event()]
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -156,7 +156,7 @@ def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, checks: Callab
 
 
 def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], int]) -> None:
-    """This holds even if that task awaits a channel, because only the worker's own waits are visible."""
+    """This is so even if that task awaits a channel, because only the worker's own task is examined."""
 
     async def first(back: In[int], out: Out[int]) -> None:
         waiting = asyncio.create_task(back.aget())
@@ -171,7 +171,7 @@ def test_worker_that_awaits_another_task_counts_as_working(checks: Callable[[], 
 
 
 def test_coroutine_with_a_time_limit_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The task itself awaits the channel, and only its event loop knows the limit."""
+    """The task itself awaits the channel, and only its event loop knows the time limit."""
     over = threading.Event()
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -191,7 +191,7 @@ def test_coroutine_with_a_time_limit_is_not_a_deadlock(checks: Callable[[], int]
 def test_loop_that_awaits_an_outside_future_is_not_a_deadlock(
     together: Callable[..., Any], checks: Callable[[], int]
 ) -> None:
-    """The future is awaited in different ways together with waits for the channel."""
+    """The future is awaited together with the channel, in different ways."""
     over = threading.Event()
 
     async def first(back: In[int], out: Out[int]) -> None:
@@ -231,7 +231,7 @@ def test_coroutines_that_await_their_own_channel_are_not_a_deadlock(checks: Call
 
 
 def test_stopped_process_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The process was woken but cannot run. The other workers wait for it, and it continues after SIGCONT."""
+    """The process was woken but is stopped. The other workers wait for it, and it continues after SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
     result = numbers.map(same, on="process", restarts=0).collect()
@@ -282,7 +282,10 @@ def test_user_pausing_between_results_is_not_a_deadlock(checks: Callable[[], int
 
 
 def test_selecting_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """It waits at two channels, one of them its own; its waits must not hide that another stage works."""
+    """The stage selects from two channels, one of which is its own.
+
+    It must not be counted as two waiting workers, because another stage is working.
+    """
     own: Channel[int] = Channel()
 
     def choose(items: In[int], out: Out[int]) -> None:
@@ -308,8 +311,10 @@ def test_selecting_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
 
 
 def test_stage_waiting_with_several_threads_counts_as_one_worker(checks: Callable[[], int]) -> None:
-    """One worker waits at two ports at once while another works: two waits and two workers, but no
-    deadlock."""
+    """One worker waits at two ports with two threads while another one is working.
+
+    Two waiting threads and two workers must not be taken for a deadlock.
+    """
     gate = Gate()
 
     def both(left: In[int], right: In[int], out: Out[int]) -> None:
@@ -335,7 +340,7 @@ def test_stage_waiting_with_several_threads_counts_as_one_worker(checks: Callabl
 
 
 def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check does not gather the statistics of all stages, and nothing else wakes the supervisor."""
+    """A check does not compute the statistics of all stages, and nothing else wakes the supervisor."""
     counts: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -371,7 +376,7 @@ def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyP
 
 
 def test_moving_run_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The channels are tiny, all workers wait most of the time, and the supervisor checks all the time."""
+    """The channels are tiny, all workers wait most of the time, and the supervisor checks continuously."""
     monkeypatch.setattr(deadlock, "STILL", 0.0)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.0001)
     graph = Graph("moving")

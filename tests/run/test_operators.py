@@ -1,4 +1,4 @@
-"""Test each operator on threads, and on processes if it has ``on=``."""
+"""Test each operator on threads, and also on processes if it accepts ``on=``."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from support.waiting import wait_until
 
 from flowchan import Failed, Graph
 
-# --- map, filter, flat_map: order ---
+# --- order of map, filter and flat_map ---
 
 
 def held_first(gate: Gate, function: Any) -> Any:
-    """Return ``function`` with item 0 held until the gate opens."""
+    """Return ``function``, but for item 0 it waits until the gate opens."""
 
     def held(item: int) -> Any:
         if item == 0:
@@ -45,7 +45,7 @@ def held_first(gate: Gate, function: Any) -> Any:
 def test_several_workers_keep_the_order_of_the_input(
     operator: str, function: Any, expected: Any, on: Any
 ) -> None:
-    """The other workers run ahead while the first item is held."""
+    """The other workers continue while the first item is held."""
     gate = Gate()
     stream = getattr(numbers(40), operator)(held_first(gate, function), on=on, workers=3, name="work")
     result = stream.collect()
@@ -214,7 +214,7 @@ def test_failed_partition_key_goes_to_the_errors_stream(on: Any) -> None:
 
 
 class Counting:
-    """Stage function that returns the number of items this instance has seen."""
+    """Stage function that returns how many items the instance has seen."""
 
     def __init__(self) -> None:
         self.seen = 0

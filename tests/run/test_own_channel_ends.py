@@ -1,7 +1,7 @@
 """Test R3 and R5 for channel errors in stages.
 
-The end of a stage's own channels, clean or broken, is never a failure of that stage. An exception of the
-user's code always is, even if it has the same class.
+If a stage's own channel closes or breaks, the stage has not failed. An exception that the user's code raises
+is a failure, even if it has the same class.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_only_the_failing_stage_is_named(operator: str, long_walk: bool) -> None
 
 
 @everywhere
-def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
+def test_early_end_does_not_fail_items_of_flat_map(on: Any) -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless, on=on, retries=1)
     failed = numbers.errors.collect()
@@ -116,7 +116,7 @@ def test_early_end_fails_no_item_of_flat_map(on: Any) -> None:
     assert (results[taken], results[failed]) == ([0, 0, 0], [])
 
 
-def test_early_end_fails_no_item_of_async_flat_map() -> None:
+def test_early_end_does_not_fail_items_of_async_flat_map() -> None:
     graph = Graph("r2")
     numbers = graph.source(itertools.count()).flat_map(endless_async, retries=1)
     failed = numbers.errors.collect()
@@ -168,7 +168,7 @@ def from_own_channel_async(error: type[ChannelError]) -> Callable[[int], AsyncIt
 
 @pytest.mark.parametrize("error", [Closed, Broken])
 @pytest.mark.parametrize("made", [from_own_channel, from_own_channel_async])
-def test_end_of_a_user_channel_is_a_failed_item(made: Any, error: Any) -> None:
+def test_end_of_a_user_channel_fails_the_item(made: Any, error: Any) -> None:
     graph = Graph("r3")
     numbers = graph.source([1, 2]).flat_map(made(error))
     failed = numbers.errors.map(lambda failed: (failed.item, type(failed.error))).collect()
@@ -178,7 +178,7 @@ def test_end_of_a_user_channel_is_a_failed_item(made: Any, error: Any) -> None:
 
 
 class Unsendable:
-    """Item whose pickling raises the end of an unrelated channel."""
+    """Item that raises the end of an unrelated channel when it is pickled."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -207,7 +207,7 @@ def test_channel_error_while_pickling_is_a_failure_of_the_item(operator: str, aw
 
 @everywhere
 def test_retry_of_flat_map_fails_again_at_an_unpicklable_element(on: Any) -> None:
-    """An element that cannot be sent fails its item again at each retry."""
+    """Each retry repeats the element that cannot be sent, so the item fails again."""
 
     def elements(item: int) -> list[Any]:
         return [item, lambda: (_ for _ in ()), (_ for _ in ())]

@@ -1,4 +1,4 @@
-"""Test children that die with their parent."""
+"""Test that children die with their parent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowchan.run.crew.at_exit import die_with
 
 
 def test_child_of_a_dead_parent_ends() -> None:
-    """The kernel sends no signal for a parent that has already died."""
+    """The kernel does not send a signal if the parent has already died."""
     ended = []
     for parent in (os.getpid(), os.getpid() + 1):
         if (pid := os.fork()) == 0:

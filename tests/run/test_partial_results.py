@@ -1,6 +1,6 @@
-"""Test R3 and R5 for results: a run that breaks off never shows a part of a result as the whole.
+"""Test R3 and R5 for results: a run that fails or is aborted never presents a partial result as complete.
 
-This holds in whatever order its channels break, and however the stages leave their ports.
+This must hold for every order in which the channels break, and however the stages leave their ports.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ WHERE = pytest.mark.parametrize("on", ["thread", "process", local(1)], ids=["thr
 
 
 def let_end(supervisor: Supervisor, *names: str) -> None:
-    """Wait until these channels have ended in any way, or a remote worker has ended and the supervisor has to
-    close its local ports."""
+    """Wait until these channels have ended, or a remote worker has ended and its ports can be closed."""
     far = sum(bool(worker.host) for worker in supervisor.plan.workers)
     channels, parts = channels_of(supervisor), supervisor.crew.remote  # type: ignore[attr-defined]
 
@@ -43,7 +42,7 @@ def channels_of(supervisor: Supervisor) -> Mapping[str, Channel[Any]]:
 
 @pytest.fixture
 def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Supervisor], None]], None]:
-    """Return a function that sets an action to run before the supervisor breaks the channels of a run."""
+    """Return a function that sets an action to run just before the supervisor breaks a run's channels."""
     breaking: list[Supervisor] = []
 
     def plant(first: Callable[[Supervisor], None]) -> None:
@@ -63,7 +62,7 @@ def before_the_break(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sup
 
 
 class Lost(Exception):
-    """Exception with which stages and programs break channels and fail."""
+    """Exception that stages and programs raise or break channels with."""
 
 
 def same(item: Any) -> Any:
@@ -75,12 +74,12 @@ def endless(gate: Gate) -> Iterator[int]:
     gate.wait()
 
 
-# --- the run is aborted, and its channels break one after the other ---
+# --- the run is aborted, and its channels break one at a time ---
 
 
 @WHERE
 @pytest.mark.parametrize("first", ["numbers", "one", "two"])
-def test_stages_after_an_aborted_stage_see_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+def test_stages_after_an_aborted_one_see_a_break(first: str, on: Any, before_the_break: Any) -> None:
     gate = Gate()
     graph = Graph("r5")
     numbers = graph.source(endless, gate, name="numbers")
@@ -100,7 +99,7 @@ def test_stages_after_an_aborted_stage_see_no_clean_end(first: str, on: Any, bef
 
 
 def gather(run: Run, result: Any, number: int) -> None:
-    """Let the run gather its results, and return once it has ``number`` items of one."""
+    """Let the run collect its results, and wait until it has ``number`` items of ``result``."""
     run._gathering.begin()
     (name,) = [edge.name for edge in run._plan.edges if edge.reader == result.stage]
     wait_until(lambda: run._ports.channels[name].stats().items_out >= number)
@@ -116,7 +115,7 @@ def round_and_round(again: In[int], work: Out[int], done: Out[int]) -> None:
 
 @WHERE
 @pytest.mark.parametrize("first", ["step", "round_and_round.work"])
-def test_output_of_a_loop_sees_no_clean_end(first: str, on: Any, before_the_break: Any) -> None:
+def test_reader_of_a_loop_does_not_see_a_clean_end(first: str, on: Any, before_the_break: Any) -> None:
     graph = Graph("loop")
     again = graph.feedback("again")
     work, done = graph.stage(round_and_round, again, on=on)
@@ -142,8 +141,8 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 
 @everywhere
-def test_branch_sees_no_clean_end_when_another_meets_the_abort(on: Any, before_the_break: Any) -> None:
-    """The stage before both branches only learns that its left output has no reader left."""
+def test_abort_of_one_branch_does_not_cleanly_end_the_other(on: Any, before_the_break: Any) -> None:
+    """The stage before both branches only learns that its left output has no readers."""
     gate = Gate()
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -164,7 +163,7 @@ def test_branch_sees_no_clean_end_when_another_meets_the_abort(on: Any, before_t
 
 
 @everywhere
-def test_branch_sees_no_clean_end_when_the_block_raises(on: Any, before_the_break: Any) -> None:
+def test_exception_in_the_block_does_not_cleanly_end_a_branch(on: Any, before_the_break: Any) -> None:
     seen: list[Any] = []
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -180,7 +179,7 @@ def test_branch_sees_no_clean_end_when_the_block_raises(on: Any, before_the_brea
     assert run.state == "aborted"
 
 
-# --- a stage breaks its own channel, or fails ---
+# --- a stage breaks its own channel or fails ---
 
 
 def break_the_input(numbers: In[int], out: Out[int]) -> None:
@@ -243,7 +242,7 @@ def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the
     guilty.map(same, on=on, name="between").collect(name="all").sink(seen.append)
 
     def let_all_end(supervisor: Supervisor) -> None:
-        if "fail" in harm.__name__:  # it waits for the supervisor
+        if "fail" in harm.__name__:  # the stage is waiting for the supervisor
             early.append(channels_of(supervisor)["guilty"].closed)
         else:
             let_end(supervisor, "guilty", "between", "all")
@@ -260,7 +259,7 @@ def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the
 @pytest.mark.each_value
 @pytest.mark.usefixtures("_method")
 @pytest.mark.parametrize("pooled", [False, True])
-def test_failed_process_closes_no_channel_by_its_exit(pooled: bool, before_the_break: Any) -> None:
+def test_exit_of_a_failed_process_does_not_close_its_channels(pooled: bool, before_the_break: Any) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")

@@ -1,4 +1,4 @@
-"""Test inputs whose items go to the worker that the sender names."""
+"""Test inputs for which the writer chooses the worker for each item."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_items_of_several_senders_arrive_once(on: Any) -> None:
     out = addressed(graph, orders, on)
     found = graph.run()[out]
     assert sorted(found) == sorted(pairs(300))
-    for number in range(1, WORKERS + 1):  # the senders keep the order of their input
+    for number in range(1, WORKERS + 1):  # the writers keep the order of their input
         of_one = [item for to, item in found if to == number]
         assert of_one == sorted(of_one)
 
@@ -144,7 +144,7 @@ def test_full_channel_of_one_worker_does_not_block_the_others(on: Any) -> None:
 
 @everywhere
 def test_feedback_is_addressed_to_the_worker_that_asked(on: Any) -> None:
-    """Each worker sends requests to one server, which answers the worker that asked."""
+    """Each worker sends requests to one server stage, which sends the answer to the worker that asked."""
 
     def ask(answers: In[int], requests: Out[tuple[int, int]], out: Out[tuple[int, int]]) -> None:
         for number in range(5):
@@ -222,7 +222,7 @@ def test_sender_ends_early_when_all_workers_have_ended(on: Any) -> None:
         ((4, 1), "worker must be from 1 to 3, got 4"),
     ],
 )
-def test_item_that_names_no_worker_fails(item: Any, text: str) -> None:
+def test_item_without_a_worker_number_fails(item: Any, text: str) -> None:
     graph = Graph("addressed")
     addressed(graph, graph.source([None]).map(lambda _: item), "thread")
     with pytest.raises(RunError) as raised:
@@ -256,12 +256,12 @@ def test_check_compares_the_item_of_each_pair() -> None:
     assert check(graph) == ()
 
 
-def test_check_refuses_an_errors_stream_that_names_no_worker() -> None:
+def test_check_rejects_an_errors_stream_as_per_worker_input() -> None:
     graph = Graph("addressed")
     halves = graph.source(range(3)).map(lambda item: 1 // item)
     halves.collect()
     addressed(graph, halves.errors, "thread")
-    with pytest.raises(GraphError, match="items name no worker"):
+    with pytest.raises(GraphError, match="items do not name a worker"):
         graph.run()
 
 
@@ -288,7 +288,7 @@ def work_one(orders: In[int], out: Out[int]) -> None:
         out.put(order)
 
 
-def test_await_in_the_program_puts_to_the_named_worker() -> None:
+def test_aput_from_the_program_reaches_the_named_worker() -> None:
     async def main() -> list[tuple[int, int]]:
         graph = Graph("addressed")
         orders = graph.input("orders")

@@ -1,4 +1,4 @@
-"""Test plans: a plan is data about a run before anything is opened, and each machine opens its part."""
+"""Test plans: a plan describes a run before anything is opened, and each machine opens its part of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_planning_opens_nothing() -> None:
+def test_planning_does_not_open_channels() -> None:
     before = descriptors()
     made = planned()
     assert descriptors() == before
@@ -55,7 +55,7 @@ def test_plan_includes_the_channel_of_an_input() -> None:
 
 
 def test_only_ports_of_workers_on_this_machine_are_opened() -> None:
-    """Another machine closes its own ports there; here, a channel's writers are the local workers."""
+    """Another machine opens the ports of the other workers. Only the local workers are writers here."""
     made = planned()
     here = [worker for worker in made.workers if worker.stage.name != "sink"]
     opened = open_plan(made, here)

@@ -1,6 +1,6 @@
-"""Test R2 and R5 for sources that wait.
+"""Test R2 and R5 for sources that are waiting.
 
-An async generator is cancelled where it awaits. A stage that only writes sees in ``out.closed`` that its
+An async generator is cancelled where it awaits. A stage that only writes can see in ``out.closed`` that its
 readers have left.
 """
 
@@ -26,7 +26,7 @@ def same(item: Any) -> Any:
 
 
 class Log:
-    """Log file to which no process writes any more.
+    """Source that follows a log file to which no process writes any more.
 
     ``cancels`` records each request to cancel a stage's tasks.
     """
@@ -41,7 +41,7 @@ class Log:
                 yield line
             await asyncio.Event().wait()
         finally:
-            # A later request does not cancel a task during its cleanup.
+            # Later requests must not cancel the task during its cleanup.
             cancelled = len(self.cancels)
             await asyncio.to_thread(wait_until, lambda: len(self.cancels) >= cancelled + 2)
             self.cleaned.append("tail")
@@ -156,7 +156,7 @@ def test_annotation_of_an_async_generator_gives_the_item_type(annotation: Any) -
     assert (problem.rule, problem.stage) == ("type", "to_upper")
 
 
-def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
+def test_source_rejects_an_async_generator_that_was_called(log: Log) -> None:
     graph = Graph("polls")
     with pytest.raises(
         TypeError,
@@ -171,7 +171,7 @@ def test_source_refuses_an_async_generator_that_was_called(log: Log) -> None:
 
 
 def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
-    """Write once, and then poll until the port is closed."""
+    """Put one item, then poll until the port is closed."""
     out.put(0)
     started.close()
     wait_until(lambda: out.closed)
@@ -179,7 +179,7 @@ def poll(out: Out[int], started: Channel[int], ended: Channel[str]) -> None:
 
 
 class Polls:
-    """Stage that polls on any placement, with channels for its reports."""
+    """Stage that polls, on any placement, and reports through two channels."""
 
     def __init__(self) -> None:
         self.started: Channel[int] = Channel(1, across="processes")
@@ -240,7 +240,7 @@ def test_port_is_closed_when_no_more_items_can_pass(across: Any) -> None:
     channel.close()
     assert (out.closed, items.closed) == (True, False)
     assert items.get() == 1
-    assert not items.closed  # the item has been taken and may come back
+    assert not items.closed  # the item was taken but may be given back
     items.close()
     assert items.closed
     broken: Channel[int] = Channel(across=across)
@@ -279,7 +279,7 @@ def test_abandoned_source_that_ends_soon_causes_no_warning(
         with graph.start() as run:
             for _ in run.iter(items):
                 break
-        assert not ended.is_set()  # the run did not wait for it
+        assert not ended.is_set()  # the run did not wait for the source
         released.set()
         run._supervisor._thread.join()  # type: ignore[union-attr]
     assert ended.is_set()

@@ -62,7 +62,7 @@ def test_worker_killed_in_a_run_is_replaced_for_the_next() -> None:
 
 @pytest.mark.usefixtures("_method")
 def test_run_after_a_failed_run_is_complete() -> None:
-    """The failed worker is replaced; the others stay."""
+    """The failed worker is replaced; the others keep their processes."""
     graph, run = halves()
     with graph.pool() as pool:
         run(pool, [1, 2])
@@ -120,7 +120,7 @@ def test_worker_that_cannot_build_its_callable_retries_next_run(tmp_path: Path) 
 
 @pytest.mark.usefixtures("short_grace")
 def test_run_after_an_aborted_run_is_complete() -> None:
-    """A worker stuck in user code is replaced; a waiting one stays."""
+    """A worker that is stuck in user code is replaced; one that is waiting keeps its process."""
     gate = Gate()
     graph = Graph("stuck")
     numbers = graph.input("numbers")
@@ -180,13 +180,13 @@ def test_run_left_early_does_not_affect_the_next() -> None:
         assert workers_of(pool) == pids
 
 
-def test_idle_worker_keeps_nothing_of_a_run() -> None:
-    """It keeps neither memory nor descriptors of its channels."""
+def test_idle_worker_keeps_nothing_from_a_run() -> None:
+    """It keeps no memory and no descriptors of the run's channels."""
 
     def held(pid: int) -> tuple[int, int]:
         maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flowchan")
         descriptors = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()]
-        # After a long wait, it has one more pidfd to watch the program.
+        # After a long wait, the process has one more pidfd, with which it watches the program.
         return maps, len([one for one in descriptors if "pidfd" not in one])
 
     graph = Graph("held")
@@ -201,7 +201,7 @@ def test_idle_worker_keeps_nothing_of_a_run() -> None:
 
 
 def test_pool_frees_a_run_without_references() -> None:
-    """This includes its results, to which the pool holds no reference."""
+    """The pool does not hold a reference to the run's results either."""
     graph, run = halves()
     with graph.pool() as pool:
         with pool.start() as running:

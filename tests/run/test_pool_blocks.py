@@ -1,4 +1,4 @@
-"""Test the end of a ``graph.pool()`` block: active runs are finished, and failures are raised."""
+"""Test leaving the block of ``graph.pool()``: active runs are finished, and failures are raised."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flowchan import Channel, Graph, RunError, Stream, WorkerPool
 from flowchan.channel.latch import Latch
 
 
-def test_end_of_the_block_finishes_a_run_without_a_handle() -> None:
+def test_leaving_the_block_finishes_a_run_without_a_handle() -> None:
     seen: list[int] = []
     graph = Graph("dropped")
     numbers = graph.input("numbers")
@@ -42,7 +42,7 @@ def epoch(pool: WorkerPool, found: Stream[list[int]]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("begin", [epoch, lambda pool, found: pool.start().iter(found)])
-def test_end_of_the_block_stops_an_unfinished_loop(
+def test_leaving_the_block_stops_an_unfinished_loop(
     begin: Callable[[WorkerPool, Stream[list[int]]], Iterator[int]],
 ) -> None:
     graph = Graph("endless")
@@ -70,7 +70,7 @@ def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
     with pytest.raises(RunError) as caught, graph.pool() as pool:
         use(pool)
     assert isinstance(caught.value.exceptions[0].__cause__, ZeroDivisionError)
-    with graph.pool() as pool, pytest.raises(RunError):  # raised only once
+    with graph.pool() as pool, pytest.raises(RunError):  # the failure is raised only once
         pool.run()
 
 
@@ -78,7 +78,7 @@ def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
 def test_block_closes_callables_while_the_end_is_logged(
     error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The block closes the callables, whichever way it ends."""
+    """The block closes the callables, however it is left."""
     caplog.set_level(logging.INFO)
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
@@ -146,7 +146,7 @@ def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
     assert all(map(ends, pids))
 
 
-def test_run_left_by_a_last_ctrl_c_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_is_killed_if_ctrl_c_interrupts_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(pool: WorkerPool) -> None:
         raise KeyboardInterrupt
 
@@ -165,7 +165,7 @@ def test_run_left_by_a_last_ctrl_c_is_killed(monkeypatch: pytest.MonkeyPatch) ->
     assert runs[0]._supervisor.crashed is None
 
 
-def test_forked_child_is_refused_even_if_the_lock_is_held() -> None:
+def test_pool_rejects_a_forked_child_while_its_lock_is_held() -> None:
     graph, _ = halves()
     with graph.pool() as pool:
         with pool._lock:
@@ -216,16 +216,16 @@ TWO = """
 """
 
 
-def test_ctrl_c_while_one_pool_ends_ends_the_others(tmp_path: Path) -> None:
-    """They end at once, without another Ctrl-C."""
+def test_ctrl_c_while_one_pool_closes_ends_all_pools(tmp_path: Path) -> None:
+    """All pools end at once, without another Ctrl-C."""
     assert run_python(script(tmp_path, TWO)) == "closes\n"
 
 
 @pytest.mark.usefixtures("by_fork")
 def test_replacement_may_close_its_callable_slowly() -> None:
-    """It started during a run, so it is dismissed at the end of that run, which does not wait for it.
+    """The replacement was started during a run, so it is dismissed at the end, but the run does not wait.
 
-    A replacement from a forkserver stays, because it holds nothing of the run.
+    A replacement from the forkserver is kept, because it does not hold anything from the run.
     """
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
@@ -258,6 +258,6 @@ def test_replacement_may_close_its_callable_slowly() -> None:
         assert lifecycle.get() == "closing"
         gate.open()
 
-    with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:
+    with pytest.raises(RunError, match="failed while closing") as caught, graph.pool() as pool:
         use(pool)
     assert [str(error.__cause__) for error in caught.value.exceptions] == 2 * ["the disk is full"]

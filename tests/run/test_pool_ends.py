@@ -1,4 +1,4 @@
-"""Test that ``graph.pool()`` ends its workers and leaves nothing."""
+"""Test that ``graph.pool()`` ends its workers and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_block_raises_the_error_of_closing_a_callable() -> None:
 
     graph = Graph("bad")
     found = graph.source([1]).map(Bad, on="process", name="save").collect()
-    with pytest.raises(RunError, match="failed at its end") as caught, graph.pool() as pool:
+    with pytest.raises(RunError, match="failed while closing") as caught, graph.pool() as pool:
         assert pool.run()[found] == [1]
     (error,) = caught.value.exceptions
     assert (error.stage, error.worker) == ("save", "save 1")
@@ -81,7 +81,7 @@ def test_block_raises_the_error_of_closing_a_callable() -> None:
 
 
 class Talking:
-    """Stage function that logs more at its close than its pool has room for."""
+    """Stage function that logs more records when it is closed than its pool has room for."""
 
     def __call__(self, number: int) -> int:
         return number
@@ -108,7 +108,7 @@ def test_program_gets_records_from_closing_callables(
 
 
 def test_dropped_pool_does_not_wait_for_log_records(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """The records have no reader, and the workers still close their callables."""
+    """No thread reads the records, but the workers still close their callables."""
 
     class Writing(Talking):
         def close(self) -> None:
@@ -166,7 +166,7 @@ def test_many_runs_of_a_pool_leak_nothing(runs: int) -> None:
     graph, run = halves()
 
     def held() -> tuple[int, int]:
-        """Return the number of pidfds and of other descriptors."""
+        """Return the number of pidfds and the number of other descriptors."""
         gc.collect()
         edges = []
         for number in os.listdir("/proc/self/fd"):
@@ -186,6 +186,6 @@ def test_many_runs_of_a_pool_leak_nothing(runs: int) -> None:
                 kill(pool, "halve 1")
         run(pool, [1])
         wait_until(lambda: held()[1] <= before[1], what=held)
-        # Each live process has one to be watched, and perhaps one for its channels.
+        # Each live process uses one pidfd to be watched, and perhaps one for its channels.
         assert held()[0] <= at_first + 2 * len(workers_of(pool))
     assert held()[0] <= at_first

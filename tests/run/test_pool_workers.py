@@ -1,7 +1,7 @@
 """Test the workers of ``graph.pool()``.
 
-Worker processes and their loaded state last from one run to the next. Each run is complete, and a failed run
-does not affect the next.
+Worker processes and what they have loaded are kept from one run to the next. Each run is complete, and a
+failed run does not affect the next one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from flowchan import (
 from flowchan.collective import Group
 from flowchan.hosts import local
 
-# --- what lasts ---
+# --- what is kept ---
 
 
 @pytest.mark.usefixtures("_method")
-def test_processes_and_their_callables_last_over_runs() -> None:
+def test_processes_and_callables_are_kept_between_runs() -> None:
     lifecycle: Channel[str] = Channel(100, across="processes")
     graph = Graph("squares")
     squares = (
@@ -120,7 +120,7 @@ def test_gang_forms_a_new_group_in_each_run() -> None:
     assert {pid for _, pid in runs[0]} == {pid for _, pid in runs[1]}
 
 
-def test_program_gets_records_of_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_program_gets_records_from_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
     def log_item(number: int) -> int:
         logging.getLogger("lasting").info("item %d", number)
         return number
@@ -134,8 +134,8 @@ def test_program_gets_records_of_a_later_run_once(caplog: pytest.LogCaptureFixtu
     assert [one.getMessage() for one in caplog.records if one.name == "lasting"] == 2 * ["item 0", "item 1"]
 
 
-def test_cancelled_request_does_not_cancel_one_of_a_later_run() -> None:
-    """The numbers of requests and the path of the board repeat."""
+def test_cancelled_request_does_not_cancel_one_in_a_later_run() -> None:
+    """Numbers of requests and the path of the board are the same in the next run."""
 
     async def main() -> None:
         graph = Graph("asked")
@@ -190,7 +190,7 @@ class Countdown:
 
 @pytest.mark.usefixtures("_method")
 def test_iterables_and_arguments_are_new_in_each_run() -> None:
-    """The iterable of a source and arguments are new in each run. The state of a function lasts."""
+    """Each run gets a new iterable for a source, and new arguments. The function is kept with its state."""
     calls: list[int] = []
 
     def add(numbers: In[int], out: Out[int], more: Countdown, reported: Channel[int]) -> None:
@@ -208,10 +208,10 @@ def test_iterables_and_arguments_are_new_in_each_run() -> None:
     assert reported.get_many(10) == [1, 2, 3, 4, 5, 6]
 
 
-# --- what is refused ---
+# --- what is rejected ---
 
 
-def test_pool_outside_its_block_is_refused() -> None:
+def test_pool_outside_its_block_is_rejected() -> None:
     graph, _ = halves()
     pool = graph.pool()
     with pytest.raises(RuntimeError, match=r"must be used in its block: with graph\.pool\(\) as pool"):
@@ -222,13 +222,13 @@ def test_pool_outside_its_block_is_refused() -> None:
         pool.start()
 
 
-def test_second_concurrent_run_is_refused() -> None:
+def test_second_concurrent_run_is_rejected() -> None:
     graph, _ = halves()
     with graph.pool() as pool, pool.start(), pytest.raises(RuntimeError, match="one run at a time"):
         pool.start()
 
 
-def test_graph_changed_after_the_first_run_is_refused() -> None:
+def test_graph_changed_after_the_first_run_is_rejected() -> None:
     graph = Graph("changed")
     numbers = graph.source(range(3)).map(abs, on="process").collect()
     with graph.pool() as pool:
@@ -238,7 +238,7 @@ def test_graph_changed_after_the_first_run_is_refused() -> None:
             pool.run()
 
 
-def test_worker_with_excess_ports_for_a_pool_is_refused() -> None:
+def test_pool_rejects_a_worker_with_excess_ports() -> None:
     def parted(parts: int) -> Graph:
         graph = Graph("parted")
         for part in graph.source(range(3)).partition(abs, parts, on="process", name="part"):
@@ -272,7 +272,7 @@ def test_gang_with_the_maximum_number_of_ports_runs(elastic: bool, most: int) ->
         pool.run()
 
 
-def test_stages_on_hosts_are_refused_with_the_remedy() -> None:
+def test_pool_rejects_stages_on_hosts_with_the_remedy() -> None:
     graph = Graph("far")
     graph.source(range(3)).map(abs, on=local(1), name="there").collect()
     with graph.pool() as pool, pytest.raises(GraphError, match=r"'there'.*can't keep.*graph\.run\(\)"):
@@ -293,5 +293,5 @@ def test_script_without_a_main_guard_gets_the_remedy(method: str, tmp_path: Path
     with start(script(tmp_path, text)) as program:
         _, err = program.communicate()
     assert program.returncode == 1
-    assert 'put that under `if __name__ == "__main__":`' in err
+    assert 'put this code under `if __name__ == "__main__":`' in err
     assert err.count("Traceback") == 1

@@ -1,13 +1,13 @@
-"""Test every exit of a program with a run (R5, R6, R7).
+"""Test every way in which a program with a run can exit (R5, R6, R7).
 
-The program ends in each way, under each start method, as a script and as ``python -c``. Afterwards no
-process, no temporary file and no message of Python's resource tracker is left. There is one readable error
-and the right exit code.
+Each program exits under each start method, as a script and as ``python -c``. Afterwards no process or
+temporary file is left, and Python's resource tracker reports nothing. There must be one readable error and
+the right exit code.
 
-The full product of exits, start methods and kinds of program would take minutes. So each exit meets each
-start method, and the kind of program alternates. Then each pair of the three occurs somewhere.
-``test_residue.py`` has the exits inside pytest itself. ``test_start_methods.py`` has the objects that cross
-to the workers.
+All combinations of exits, start methods and kinds of program would take minutes. Each exit is therefore
+tested with each start method, and the kind of program alternates, so that each pair of the three occurs.
+``test_residue.py`` tests exits inside pytest itself. ``test_start_methods.py`` tests the objects that are
+sent to the workers.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ PROGRAM = """
 
 @dataclass(frozen=True)
 class Ending:
-    """Exit of a program: the signals it gets once it is running, its exit code, and its messages."""
+    """Way in which a program exits: the signals that it receives, its exit code, and its messages."""
 
     code: int
     says: str = ""
@@ -158,7 +158,7 @@ def cases() -> Iterator[Any]:
 
 
 def members(session: int) -> list[psutil.Process]:
-    """Return the live processes of a session, named by its first process."""
+    """Return the live processes of the session that the process ``session`` leads."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -171,14 +171,14 @@ def members(session: int) -> list[psutil.Process]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Set a short temporary folder for the program, because a socket's path may have at most 107 bytes."""
+    """Set a short temporary folder for the program, because the path of a socket is limited to 107 bytes."""
     with tempfile.TemporaryDirectory() as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 
 
 def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen[str], str, str]:
-    """Run the program to its end and return it with its output; its signals are sent once it is running."""
+    """Run a program, send its signals, and return it with its output."""
     with start(*command) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -195,7 +195,7 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
-def test_every_exit_leaves_nothing(
+def test_every_exit_leaves_nothing_behind(
     name: str, method: str, kind: str, tmp_path: Path, temporary: Path
 ) -> None:
     ending = ENDINGS[name]
@@ -262,7 +262,7 @@ FORKSERVER = """
 
 
 def test_workers_continue_after_the_forkserver_is_killed(tmp_path: Path) -> None:
-    """Python then reports that all its children have ended, although they live."""
+    """Python then reports that all its children have ended, although they are alive."""
     with start(script(tmp_path, FORKSERVER), "alone", "5") as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, "True 0\n"), err
@@ -274,8 +274,10 @@ def test_workers_continue_after_the_forkserver_is_killed(tmp_path: Path) -> None
 def test_worker_that_dies_after_its_forkserver_is_replaced_or_reported(
     then: str, restarts: int, tmp_path: Path
 ) -> None:
-    """Each item still comes out once. Without a pidfd, the state of such workers is unknown, so all are
-    ended."""
+    """Each item still has its outputs once.
+
+    Without pidfds, the state of such workers is unknown, so all are killed.
+    """
     with start(script(tmp_path, FORKSERVER), then, str(restarts)) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
@@ -352,8 +354,8 @@ NOTEBOOK = """
 """
 
 
-def test_notebook_runs_graphs_of_its_own_functions_and_leaves_nothing(tmp_path: Path) -> None:
-    """Cells run in a real kernel: functions and classes of a cell, a failure, and the interrupt button."""
+def test_notebook_graph_with_own_functions_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The cells run in a real kernel. They define functions and classes, fail, and are interrupted."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install {needed}")

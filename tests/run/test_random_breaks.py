@@ -1,4 +1,4 @@
-"""Test R3 and R5 with random graphs that break off at a random point: each result is whole or missing."""
+"""Test R3 and R5 with random graphs that break at a random point: each result must be complete or missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ VARIANTS = ("raise", "break the input", "break the output")
 
 
 class Fault(Exception):
-    """Exception with which stages fail."""
+    """Exception with which a stage fails."""
 
 
 class Harm:
-    """Function that does harm in one way at the item with this number; 0 means never."""
+    """Function that raises or breaks a channel at the item with this number; 0 means never."""
 
     def __init__(self, variant: str = "raise", number: int = 0) -> None:
         self.variant, self.remaining = variant, number
@@ -31,7 +31,7 @@ class Harm:
 
 
 def splitting(harm: Harm, how: str) -> Callable[..., None]:
-    """Return a stage that distributes its items to two outputs."""
+    """Return a stage that distributes its items among two outputs."""
 
     def split(items: In[Any], even: Out[Any], odd: Out[Any]) -> None:
         for item in items:
@@ -73,9 +73,9 @@ def steering(harm: Harm) -> Callable[..., None]:
 
 
 def grown(seed: int, harmed: bool, seen: dict[str, Any]) -> Graph:
-    """Return the same graph for each seed, and record its results in ``seen``.
+    """Return a random graph that depends only on the seed, and record its results in ``seen``.
 
-    One stage does harm if ``harmed`` is true.
+    If ``harmed`` is true, one stage fails or breaks a channel.
     """
     chance = random.Random(seed)
     graph = Graph(f"random {seed}")
@@ -100,7 +100,7 @@ def grown(seed: int, harmed: bool, seen: dict[str, Any]) -> Graph:
 
 
 def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> Iterator[Stream[Any]]:
-    """Yield the outputs of one more stage."""
+    """Add a random stage, and yield its outputs."""
     kind = chance.choice(["map", "batch", "tee", "split", "loop"])
     if kind == "map":
         yield one.map(harm, on=on, workers=chance.choice([1, 2]), ordered=False)
@@ -117,7 +117,7 @@ def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> I
         yield done
 
 
-def test_random_graphs_that_break_show_only_whole_results(long_walk: bool) -> None:
+def test_random_graphs_that_break_show_only_complete_results(long_walk: bool) -> None:
     broken = 0
     for seed in range(400 if long_walk else 25):
         whole: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Test that the report shows the work of a run, and that nothing was lost."""
+"""Test that the report shows what a run has done, and that no item was lost."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_account_states_items_in_out_and_failed() -> None:
 
 
 def test_account_has_one_line_per_stage_and_no_sum() -> None:
-    """A sum over stages would have no meaning."""
+    """A sum over all stages would be meaningless."""
     assert render(stats(FILES, COUNTS, TOTAL)).splitlines()[-3:] == [
         "files   1,204 out",
         "counts  1,204 = 1,200 out + 4 failed",

@@ -1,4 +1,4 @@
-"""Test R6 (No residue): after any ending, no process, thread, segment or descriptor of the run is left."""
+"""Test R6 (No residue): however a run ends, no process, thread, segment or descriptor of the run is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die(item: int) -> None:
 
 
 def residue() -> set[str]:
-    """Return the resources of runs that this process holds."""
+    """Return the resources of runs that this process has now."""
     found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
     found |= {
         f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")
@@ -53,7 +53,7 @@ def residue() -> set[str]:
 
 @pytest.fixture
 def _nothing_left() -> Iterator[None]:
-    """Check that the test leaves nothing once the run has no references."""
+    """Check that a test leaves nothing behind once its run is unreferenced."""
     gc.collect()
     before = residue()
     yield
@@ -168,12 +168,12 @@ ENDINGS: list[Callable[[str], None]] = [
 @everywhere
 @pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
-def test_nothing_is_left_after(ending: Callable[[str], None], on: str) -> None:
+def test_nothing_is_left_after_each_ending(ending: Callable[[str], None], on: str) -> None:
     ending(on)
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_start_leaves_nothing() -> None:
+def test_failed_start_leaves_nothing_behind() -> None:
     graph = Graph("r6")
     graph.source(itertools.count, on="process").map(same, on="process").sink(same)
     real = BaseProcess.start
@@ -191,7 +191,7 @@ def test_failed_start_leaves_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_plan_leaves_nothing() -> None:
+def test_failed_plan_leaves_nothing_behind() -> None:
     graph = Graph("r6")
     graph.source(itertools.count).map(same, on="process", capacity=10**15).sink(same)
     with pytest.raises(Exception):  # noqa: B017, PT011 - GraphError or OSError, by the machine
@@ -281,7 +281,7 @@ def test_thousand_channels_leak_nothing(across: Any) -> None:
     assert memory() - size < 16 << 20
 
 
-# --- the program itself ends ---
+# --- the program itself exits ---
 
 PROGRAM = """
     import itertools, os, sys
@@ -332,7 +332,7 @@ def test_workers_of_a_killed_program_end(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "pass", "del run", "os._exit(0)"])
-def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -> None:
+def test_workers_end_if_the_program_does_not_wait(end: str, tmp_path: Path) -> None:
     end = "for _ in range(100): run.stats().stages\n        " + end
     with start(script(tmp_path, PROGRAM.replace("END", end)), "fork") as process:
         family = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
@@ -341,7 +341,7 @@ def test_workers_of_a_program_that_does_not_wait_end(end: str, tmp_path: Path) -
     wait_until(lambda: all(map(reference, {*map(int, out.split()), *family})))
 
 
-def test_run_with_a_dropped_handle_does_not_delay_the_program(tmp_path: Path) -> None:
+def test_run_with_a_dropped_handle_does_not_delay_the_exit(tmp_path: Path) -> None:
     text = """
         import itertools
         from flowchan import Graph
@@ -370,8 +370,7 @@ def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
 
 
 def test_no_thread_of_a_run_is_left_after_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread may end late, after it has reported the end of the run, while it holds channels of the
-    run."""
+    """After reporting the end of the run, the thread may still hold channels of the run for a while."""
     own_thread, looked = threading.get_ident(), threading.Event()
 
     def we_join() -> bool:

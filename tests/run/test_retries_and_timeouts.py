@@ -1,7 +1,7 @@
 """Test retries and timeouts of failed items.
 
-An item is retried after a delay and for some errors only, or given up after a time. Single members of a batch
-may fail.
+An item is retried after a delay and only for some errors, or fails after a time limit. Single members of a
+batch may fail.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flowchan import Graph, RunError, Stream
 
 
 def failed(stream: Stream) -> Stream:
-    """Return the failed items with the type and text of their errors and the number of attempts."""
+    """Return the stream of failed items, with the type and text of each error and the number of attempts."""
     return stream.errors.map(
         lambda one: (one.item, type(one.error).__name__, str(one.error), one.attempts)
     ).collect()
 
 
 class Fails:
-    """Function that raises for the first ``times`` calls and records the time of each call."""
+    """Function that raises in its first ``times`` calls and records when each call was made."""
 
     def __init__(self, times: int, error: type[Exception] = ValueError) -> None:
         self.times, self.error = times, error
@@ -65,7 +65,7 @@ def test_zero_delay_retries_at_once(none: float | None) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan")])
-def test_negative_delay_is_refused(wrong: float) -> None:
+def test_negative_delay_is_rejected(wrong: float) -> None:
     with pytest.raises(ValueError, match=rf"^map: retry_delay must be at least 0 seconds, got {wrong}$"):
         Graph().source([7]).map(abs, retries=1, retry_delay=wrong)
 
@@ -104,7 +104,7 @@ def test_only_named_errors_are_retried(how: str, retry_on: Any) -> None:
 
 def slow_at_two(number: int) -> int:
     if number == 2:
-        re.match("(a*)*b", "a" * 40)  # takes years, with the GIL held
+        re.match("(a*)*b", "a" * 40)  # takes years, while the GIL is held
     return number
 
 
@@ -118,7 +118,8 @@ def test_item_that_exceeds_the_timeout_fails_and_replaces_the_worker() -> None:
     assert results[good] == [0, 1, 3, 4]
     assert results[bad] == [(2, "TimeoutError", "the worker took longer than timeout=0.2 s", 1)]
     stage = stage_of(run, "slow")
-    assert (stage.failed, stage.restarts) == (1, 0)  # the run ended it, so it does not count as a death
+    # the run killed the worker, so this does not count as a death
+    assert (stage.failed, stage.restarts) == (1, 0)
 
 
 def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
     assert tries.read_text().split() == ["0", "0", "0", "1", "1", "1"]
 
 
-def test_timeouts_use_no_restarts() -> None:
+def test_timeouts_do_not_use_restarts() -> None:
     graph = Graph("late")
     numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=0)
     numbers.sink(lambda item: None)
@@ -159,7 +160,7 @@ def test_timeout_without_an_errors_reader_ends_the_run() -> None:
 
 
 def test_waiting_for_room_does_not_count_towards_the_timeout() -> None:
-    """The time between two elements of an item does not count either."""
+    """The time between two elements from one item does not count either."""
 
     def pour(number: int) -> Iterator[int]:
         yield from range(10)
@@ -203,14 +204,16 @@ def test_coroutine_that_exceeds_the_timeout_is_cancelled() -> None:
     assert cancelled == [2, 2]
 
 
-def test_timeout_on_a_thread_is_refused_with_the_remedy() -> None:
-    message = r"map: timeout=3 needs on='process', a pool of flowchan.hosts or an async def function, because"
+def test_timeout_on_a_thread_is_rejected_with_the_remedy() -> None:
+    message = (
+        r"map: timeout=3 requires on='process', a pool of flowchan.hosts or an async def function, because"
+    )
     with pytest.raises(ValueError, match=message):
         Graph("late").source([1]).map(abs, timeout=3)
 
 
 @pytest.mark.parametrize("retry_on", [3, KeyboardInterrupt, (KeyError, "x"), KeyError("x")])
-def test_retry_on_must_name_exceptions(retry_on: Any) -> None:
+def test_option_retry_on_must_name_exceptions(retry_on: Any) -> None:
     with pytest.raises(TypeError, match="map: retry_on must be a subclass of Exception, or a tuple of them"):
         Graph("named").source([1]).map(abs, retry_on=retry_on)
 
@@ -267,7 +270,7 @@ async def halve_shorter_later(numbers: list[int]) -> list[Any]:
         (halve_shorter_later, "thread", "list of 1"),
     ],
 )
-def test_exceptions_that_match_no_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
+def test_exceptions_that_do_not_match_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
     graph = Graph("members")
     halves = graph.source([1, 0, 2, 4]).batch(2).map(function, on=on, name="halve")
     good, bad = halves.collect(), failed(halves)

@@ -1,7 +1,7 @@
-"""Whole runs from their start to their end, decided with a scripted crew: no process starts.
+"""Test whole runs with a scripted crew, so that no process is started.
 
-Each run has its supervisor's thread, as every run has. The script reports events as workers do, and
-reacts to the calls of the supervisor.
+Each run has its supervisor's thread, as in a real run. The script reports the events that workers would
+report, and reacts to the supervisor's calls.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def with_gang(**options: Any) -> Plan:
 
 
 def follow(run: ScriptedRun) -> list[Decided]:
-    """Every decision of the run but those on time that changed nothing."""
+    """Return a list that collects the run's decisions, except ticks that change nothing."""
     found: list[Decided] = []
 
     def receive(event: Any) -> None:
@@ -56,13 +56,13 @@ def follow(run: ScriptedRun) -> list[Decided]:
 
 
 def ended(supervisor: Supervisor) -> str:
-    """Wait for the end of a run that has started, and give its state."""
+    """Wait until a run has ended, and return its state."""
     assert supervisor.wait(60)
     assert supervisor.crashed is None
     return supervisor.stats().state
 
 
-def test_run_without_trouble_is_done() -> None:
+def test_run_without_failures_is_done() -> None:
     run = ScriptedRun(pipeline())
     run.supervisor.start()
     run.crew.report(Result("sink", 5))
@@ -113,7 +113,7 @@ def test_run_gives_up_after_its_restarts() -> None:
     run.crew.report(killed(WORK))
     assert ended(run.supervisor) == "failed"
     assert len(run.crew.called("replace")) == 2
-    assert "it is not replaced: 2 of 2 restarts are used" in str(run.supervisor.state.failures[0].error)
+    assert "it is not replaced: 2 of 2 restarts were used" in str(run.supervisor.state.failures[0].error)
 
 
 def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFi
     run.supervisor.start()
     run.crew.report(killed(WORK))
     assert ended(run.supervisor) == "done"
-    text = "stage 'work' has used 2 of 3 restarts in 60 s; if they are used up, the next death ends the run"
+    text = "stage 'work' has used 2 of 3 restarts in 60 s; once all are used, the next death ends the run"
     assert Warned("work", text) in events
     assert run.supervisor.stats().warnings == (text,)
     assert f"warning: {text}" in render(run.supervisor.stats()).splitlines()
@@ -170,16 +170,14 @@ def test_lost_state_of_a_callable_object_is_reported_and_logged(
 @pytest.mark.parametrize(
     ("options", "replaced", "why"),
     [
-        ({}, decisions.HOPELESS - 1, "it dies before it begins to work"),
-        ({"restarts": 10**9}, decisions.HOPELESS - 1, "it dies before it begins to work"),
-        ({"restarts": 10}, 10, "10 of 10 restarts are used"),
-        ({"restarts": 30}, 30, "30 of 30 restarts are used"),
+        ({}, decisions.HOPELESS - 1, "it keeps dying before it starts to work"),
+        ({"restarts": 10**9}, decisions.HOPELESS - 1, "it keeps dying before it starts to work"),
+        ({"restarts": 10}, 10, "10 of 10 restarts were used"),
+        ({"restarts": 30}, 30, "30 of 30 restarts were used"),
     ],
     ids=["default", "unlimited", "as the default", "more"],
 )
-def test_worker_that_never_begins_has_the_restarts_that_were_set(
-    options: Any, replaced: int, why: str
-) -> None:
+def test_worker_that_never_starts_uses_the_restarts_set(options: Any, replaced: int, why: str) -> None:
     run = ScriptedRun(pipeline(**options))
     deaths = iter(range(2, 99))
     run.crew.on("replace", lambda *_: run.crew.report(killed(WORK, unbegun=next(deaths))))
@@ -191,7 +189,7 @@ def test_worker_that_never_begins_has_the_restarts_that_were_set(
     assert f"it is not replaced: {why}" in str(run.supervisor.state.failures[0].error)
 
 
-def test_replacement_of_an_item_that_kills_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_after_a_deadly_item_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("start workers", lambda _: run.crew.end_all(*ALL))
@@ -211,7 +209,7 @@ def test_replacement_that_cannot_start_fails_the_run() -> None:
     assert run.supervisor.state.failures[0].error is run.crew.refuses
 
 
-def test_gang_restarts_as_a_whole_when_one_of_it_dies() -> None:
+def test_gang_restarts_as_a_whole_when_one_worker_dies() -> None:
     run = ScriptedRun(with_gang())
     run.crew.on("terminate", lambda id, force: run.crew.report(killed(id)))
     run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, *GANG, SINK))
@@ -236,7 +234,7 @@ def test_gang_that_misses_a_peer_restarts_once_all_have_ended() -> None:
     assert run.crew.called("replace") == [(GANG, None, False)]
 
 
-def test_elastic_gang_goes_on_while_one_of_it_is_replaced() -> None:
+def test_elastic_gang_continues_while_one_worker_is_replaced() -> None:
     run = ScriptedRun(with_gang(elastic=True))
     run.crew.on("replace", lambda *_: run.crew.end_all(SOURCE, *GANG, SINK))
     run.supervisor.start()
@@ -270,9 +268,7 @@ def test_stopped_run_is_aborted_after_its_timeout(caplog: pytest.LogCaptureFixtu
     run.supervisor.start()
     run.supervisor.ask(StopRequested(timeout=0.01))
     assert ended(run.supervisor) == "aborted"
-    assert (
-        "graph 'scripted' has not ended within the timeout of its stop, so it is aborted" in caplog.messages
-    )
+    assert "graph 'scripted' did not end within the timeout of stop(), so it is aborted" in caplog.messages
 
 
 def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,10 +280,10 @@ def test_stopped_run_waits_for_a_slow_item_and_warns(monkeypatch: pytest.MonkeyP
     assert ended(run.supervisor) == "stopped"
     assert run.crew.called("break") == []
     (warning,) = run.supervisor.stats().warnings
-    assert "still works on what was in flight" in warning
+    assert "is still processing items in" in warning
 
 
-def test_aborted_run_terminates_then_kills_a_worker_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_run_terminates_then_kills_a_worker_that_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "GRACE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
@@ -314,14 +310,14 @@ def test_run_in_which_no_worker_moves_fails_with_a_deadlock(monkeypatch: pytest.
 
 
 class Scripted(ScriptedCrew):
-    """A crew for ``Run``: no result of the graph is gathered, so no thread is asked for."""
+    """Crew for ``Run``. The graph has no results to collect, so no thread is requested from the crew."""
 
     local = None
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ScriptedCrew], None]], Run]:
-    """Starts a run whose crew is scripted."""
+    """Return a function that starts a run with a scripted crew."""
 
     def start(script: Callable[[ScriptedCrew], None]) -> Run:
         crew = Scripted()
@@ -333,7 +329,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ScriptedCrew],
     return start
 
 
-def test_ctrl_c_stops_the_run_and_gives_its_results(start: Any) -> None:
+def test_ctrl_c_stops_the_run_and_returns_its_results(start: Any) -> None:
     def script(crew: ScriptedCrew) -> None:
         crew.on("stop sources", lambda: crew.end_all(*ALL))
 
@@ -344,7 +340,7 @@ def test_ctrl_c_stops_the_run_and_gives_its_results(start: Any) -> None:
     assert list(caught.value.results) == []
 
 
-def test_second_ctrl_c_breaks_the_run_off(start: Any) -> None:
+def test_second_ctrl_c_aborts_the_run(start: Any) -> None:
     def script(crew: ScriptedCrew) -> None:
         crew.on("stop sources", lambda: os.kill(os.getpid(), signal.SIGINT))
         crew.on("break", lambda _: crew.end_all(*ALL))

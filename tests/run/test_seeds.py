@@ -1,7 +1,7 @@
-"""Test R9 (Chance): each worker has its own seed.
+"""Test R9 (Randomness): each worker has its own seed.
 
-The seed derives from the run's seed, the stage, the number and the incarnation. The process draws its random
-numbers from that seed.
+The seed derives from the run's seed, the stage, the number and the incarnation. Random numbers in the
+worker's process derive from that seed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def ask(_: Any) -> Worker:
 
 
 def each(items: In[int], out: Out[Any]) -> None:
-    """Put one value from each worker, whichever items it gets."""
+    """Put one value in each worker, whichever items the worker gets."""
     out.put((flowchan.worker(), random.random(), float(np.random.rand())))
     for _ in items:
         pass
 
 
 def drawn(seed: int | None) -> dict[int, tuple[float, ...]]:
-    """Return the numbers that two workers of a run drew, by worker number."""
+    """Return the random numbers that two workers of a run draw, by worker number."""
     graph = Graph("r9")
     found = graph.stage(each, graph.source([]), workers=2, on="process").collect()
     return {here.number: tuple(numbers) for here, *numbers in graph.run(seed=seed)[found]}
@@ -46,7 +46,7 @@ def drawn(seed: int | None) -> dict[int, tuple[float, ...]]:
 
 @pytest.mark.usefixtures("_method")
 def test_workers_draw_different_numbers_and_equal_seeds_repeat_them() -> None:
-    random.random(), np.random.rand()  # a fork copies generators that were used
+    random.random(), np.random.rand()  # use the generators, because a fork copies their state
     first, again, other = drawn(7), drawn(7), drawn(8)
     assert first == again
     assert len(all_of(first, other)) == 2 * 2 * 2
@@ -57,7 +57,7 @@ def test_runs_without_a_seed_draw_different_numbers() -> None:
 
 
 def all_of(*runs: dict[int, tuple[float, ...]]) -> set[float]:
-    """Return all different numbers drawn in several runs."""
+    """Return all distinct numbers drawn in several runs."""
     return {number for run in runs for numbers in run.values() for number in numbers}
 
 
@@ -202,7 +202,9 @@ def test_thread_in_a_workers_process_belongs_to_the_worker() -> None:
 
 
 def test_worker_outside_of_a_stage_raises() -> None:
-    with pytest.raises(RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker runs here"):
+    with pytest.raises(
+        RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker is running here"
+    ):
         flowchan.worker()
 
 
@@ -259,7 +261,7 @@ def test_seed_must_be_an_integer(seed: Any) -> None:
         graph.run(seed=seed)
 
 
-def test_command_takes_a_seed_and_reports_it(tmp_path: Path) -> None:
+def test_command_accepts_a_seed_and_reports_it(tmp_path: Path) -> None:
     text = """
         import random
         from flowchan import Graph

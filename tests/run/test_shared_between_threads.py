@@ -1,4 +1,4 @@
-"""Test the state that the supervisor reads while other threads of the program change it."""
+"""Test state that the supervisor reads while other threads of the program change it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.plan import plan
 
 
 class Slow(WorkerId):
-    """Worker id whose hash takes so long that another thread changes the table in the meantime."""
+    """Worker id that changes the table when it is hashed, as another thread could do at that moment."""
 
     def __hash__(self) -> int:
         for change in changes:
@@ -24,7 +24,7 @@ class Slow(WorkerId):
 changes: list[Any] = []
 
 
-def test_activity_survives_results_that_are_read_meanwhile() -> None:
+def test_activity_tolerates_results_being_read_concurrently() -> None:
     graph = Graph("shared")
     for branch in graph.source([], name="source").tee(3):
         branch.collect()
@@ -38,7 +38,7 @@ def test_activity_survives_results_that_are_read_meanwhile() -> None:
         changes.clear()
 
 
-def test_close_survives_threads_that_start_meanwhile() -> None:
+def test_close_tolerates_threads_being_started_concurrently() -> None:
     graph = Graph("shared")
     graph.source([], name="source").collect()
     part = LocalPart(RunPorts(plan(graph, seed=1, memory=1 << 20)))

@@ -1,4 +1,4 @@
-"""Test R6 for a start that fails at any point: everything is undone, and the reason comes first."""
+"""Test R6 for a start that fails at any point: everything is undone, and the first error is raised."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def for_ever(item: Any) -> Any:
 
 
 def mixed() -> Graph:
-    """Return a graph with workers of every kind: threads, processes, tasks, and one that gathers."""
+    """Return a graph with workers of every kind: threads, processes, tasks, and one that collects results."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count).map(identity, on="process", workers=2)
     numbers.map(same, workers=2).map(for_ever).collect()
@@ -49,7 +49,7 @@ def mixed() -> Graph:
 
 
 class Refused:
-    """Wrapper that makes a function raise at its n-th call by the main thread."""
+    """Wrapper that makes a function raise in its n-th call from the main thread."""
 
     def __init__(self, usual: Callable[..., Any], n: int, error: BaseException) -> None:
         self.usual, self.remaining, self.error = usual, n, error
@@ -58,12 +58,12 @@ class Refused:
         if threading.current_thread() is threading.main_thread():
             self.remaining -= 1
             if self.remaining == 0:
-                # a new one, because an error keeps the objects of its traceback
+                # a new exception, because its traceback keeps objects alive
                 raise type(self.error)(*self.error.args)
         return self.usual(*arguments, **named)
 
     def __get__(self, instance: object, owner: type) -> Any:
-        """Bind the wrapper like a method."""
+        """Bind the wrapper as a method would be bound."""
         return lambda *arguments, **named: self(instance, *arguments, **named)
 
 
@@ -95,7 +95,7 @@ def holdings() -> set[str]:
 
 
 def start_of(graph: Graph) -> str:
-    """Return the error of the start, or ``started``."""
+    """Try to start the graph, and return the text of the error, or ``started``."""
     try:
         run = graph.start()
         run.abort()
@@ -106,8 +106,10 @@ def start_of(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_failed_start_leaves_nothing_at_any_refused_call(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_of(mixed())  # the first start of a process leaves some objects for good
+def test_failed_start_leaves_nothing_behind_whichever_call_fails(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_of(mixed())  # the first start of a process creates some objects that are never freed
     before = holdings()
     owner, name, error = REFUSALS[what]
     for n in range(1, MOST):
@@ -184,8 +186,8 @@ def test_failed_starts_leak_no_descriptor_under_every_start_method(method: str, 
     assert out == 5 * 'RuntimeError("can\'t start new thread")\n'
 
 
-def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread is started when the program waits for the result."""
+def test_run_ends_if_the_thread_for_a_result_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that collects a result is started when the program waits for the run."""
     graph = Graph("starts")
     numbers = graph.source(itertools.count)
     remaining, right = numbers.tee(2)
@@ -200,7 +202,7 @@ def test_refused_thread_for_a_result_ends_the_run(monkeypatch: pytest.MonkeyPatc
     assert run.stats().state == "aborted"
 
 
-def test_refused_event_loop_is_a_failure_of_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_loop_that_cannot_be_created_fails_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise no_more(errno.EMFILE)
 
@@ -213,7 +215,7 @@ def test_refused_event_loop_is_a_failure_of_its_stage(monkeypatch: pytest.Monkey
     assert [type(error.__cause__) for error in caught.value.exceptions] == [OSError, OSError]
 
 
-def test_refused_thread_for_coroutine_waits_raises_its_error(
+def test_aget_raises_if_its_helper_thread_cannot_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def get(channel: Channel[int]) -> None:

@@ -1,6 +1,6 @@
 """Test R7 (Same everywhere) under fork, forkserver and spawn, in scripts, ``python -c`` and pytest.
 
-This includes lambdas, closures, and functions and classes of ``__main__``.
+The graphs use lambdas, closures, and functions and classes from ``__main__``.
 """
 
 from __future__ import annotations
@@ -116,33 +116,35 @@ def program(method: str) -> str:
 
 
 @METHODS
-def test_objects_of_main_work_in_a_script(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_in_a_script(method: str, tmp_path: Path) -> None:
     assert run_python(script(tmp_path, program(method))) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_a_module_run_by_name(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_under_python_dash_m(method: str, tmp_path: Path) -> None:
     script(tmp_path, program(method), "everything.py")
     assert run_python("-m", "everything", cwd=tmp_path) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_python_c(method: str, tmp_path: Path) -> None:
+def test_objects_from_main_work_under_python_dash_c(method: str, tmp_path: Path) -> None:
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", text) == "fine\n"
 
 
 @METHODS
-def test_objects_of_main_work_in_an_executed_program(method: str, tmp_path: Path) -> None:
-    """The cells of a notebook work like this: their functions have no file to import."""
+def test_objects_from_main_work_in_code_run_by_exec(method: str, tmp_path: Path) -> None:
+    """Notebook cells run in this way: their functions cannot be imported from a file."""
     text = script(tmp_path, program(method)).read_text()
     assert run_python("-c", f"exec(compile({text!r}, '<cell>', 'exec'), globals())") == "fine\n"
 
 
 @METHODS
 def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
-    """Under spawn and forkserver, Python itself requires the guard. Without it there is one error with the
-    remedy."""
+    """Under spawn and forkserver, Python itself requires the guard.
+
+    Without a guard, there is one error that gives the remedy.
+    """
     text = f"""
         import multiprocessing
         from flowchan import Graph
@@ -159,12 +161,12 @@ def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
         assert process.returncode == 1
         assert err.count("Traceback") == 1, err
         assert "flowchan.GraphError" in err or "Unguarded" in err
-        assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
+        assert 'put this code under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_script_that_sets_the_start_method_unguarded_gets_the_remedy(method: str, tmp_path: Path) -> None:
-    """Python does not allow a second call, so the worker ends before it runs any code of flowchan."""
+    """Python does not allow a second call, so the worker process ends before it runs any code of flowchan."""
     text = f"""
         import multiprocessing
         multiprocessing.set_start_method("{method}")
@@ -177,7 +179,7 @@ def test_script_that_sets_the_start_method_unguarded_gets_the_remedy(method: str
         _, err = process.communicate()
     assert process.returncode == 1
     assert err.count("Traceback") == 1, err
-    assert 'put that under `if __name__ == "__main__":`' in err.splitlines()[-1]
+    assert 'put this code under `if __name__ == "__main__":`' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
@@ -196,7 +198,7 @@ def test_script_that_fails_on_import_shows_the_line_and_remedy(method: str, tmp_
         _, err = process.communicate()
     assert process.returncode == 1
     assert "LookupError: only the program may import this" in err
-    assert f"as with the start method '{method}'" in err
+    assert f"as the start method '{method}' requires" in err
     assert 'and `set_start_method`, under `if __name__ == "__main__":`' in err
 
 
@@ -221,7 +223,7 @@ def test_process_that_runs_the_graph_on_import_reports_its_end(method: str, tmp_
     with start(script(tmp_path, text)) as process:
         _, err = process.communicate()
     assert "Traceback" not in err
-    assert 'put that under `if __name__ == "__main__":`' in err
+    assert 'put this code under `if __name__ == "__main__":`' in err
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_process_that_runs_the_graph_on_import_reports_its_end(method: str, tmp_
 def test_forkserver_preloads_modules_unless_the_program_chooses_them(
     before: str, found: str, tmp_path: Path
 ) -> None:
-    """These are the native module, and NumPy's if the program has imported it."""
+    """These modules are flowchan's native module, and NumPy's if the program has imported NumPy."""
     text = f"""
         import multiprocessing, os
         from pathlib import Path
@@ -356,7 +358,7 @@ def test_equal_keys_go_to_one_branch_from_any_process(key: Any) -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_recursion_and_module_names_survive() -> None:
+def test_recursive_functions_and_module_names_work_in_processes() -> None:
     def factorial(item: int) -> int:
         return 1 if item < 2 else item * factorial(item - 1)
 
@@ -387,7 +389,7 @@ def test_graph_runs_inside_pytest(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: Path) -> None:
-    """A process of multiprocessing waits for its children at its end and does not run atexit functions."""
+    """A process started by multiprocessing waits for its children at exit, and runs no atexit functions."""
     program = """
         import itertools, multiprocessing, sys
         from flowchan import Graph
@@ -411,7 +413,7 @@ def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: P
 def test_one_thread_at_a_time_leaves_the_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two threads would close its descriptor twice, and the second time it may be another file."""
+    """Two threads could close the forkserver's descriptor twice, and then it may belong to another file."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     reader, writer = os.pipe()
     for name, value in {"pid": os.getppid(), "alive_fd": writer, "address": ""}.items():
@@ -433,7 +435,7 @@ def test_one_thread_at_a_time_leaves_the_parents_forkserver(
 
 
 def test_forked_child_of_the_program_has_its_own_forkserver(tmp_path: Path) -> None:
-    """Python would use the forkserver of its parent and fail."""
+    """Python would try to use the parent's forkserver and fail."""
     program = """
         import multiprocessing, os
         from flowchan import Graph

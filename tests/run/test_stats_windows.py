@@ -1,4 +1,4 @@
-"""Test the counters of workers, and the rates and shares of a part of a run."""
+"""Test the counters of workers, and the rates and shares in a window of a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def burn(item: int) -> int:
 
 
 def counted(elapsed: float, items: int, seconds: WorkSeconds) -> RunStats:
-    """Return the statistics of a run with one stage."""
+    """Return the statistics of a run that has one stage."""
     stage = StageStats(
         "work", "map", "thread", 2, 2, items, items, 0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, seconds=seconds
     )
@@ -54,7 +54,7 @@ def test_window_is_the_difference_of_two_snapshots() -> None:
         0.25,
         0.25,
     )
-    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # counters start with the run
+    assert stage.seconds == WorkSeconds(24.0, 6.0, 5.0, 1.0, 4.0, 0.0)  # the counters begin with the run
 
 
 def test_whole_run_is_a_window_from_its_start() -> None:
@@ -97,7 +97,7 @@ def test_cpu_seconds_are_those_of_the_worker(on: Any) -> None:
     assert waited < burnt
 
 
-def test_cpu_seconds_of_async_stages_count_once() -> None:
+def test_cpu_seconds_of_async_stages_are_counted_once() -> None:
     async def work(item: int) -> int:
         return burn(item)
 
@@ -109,7 +109,7 @@ def test_cpu_seconds_of_async_stages_count_once() -> None:
     assert burnt == pytest.approx(0.2, abs=0.15)
 
 
-def test_waits_for_input_place_and_turn_are_distinguished() -> None:
+def test_waiting_for_input_place_and_turn_is_distinguished() -> None:
     gate = Gate()
     graph = Graph("waits")
     graph.source(range(10), capacity=1, name="puts").map(gate.wait, name="holds").sink(same, name="gets")
@@ -125,7 +125,7 @@ def test_waits_for_input_place_and_turn_are_distinguished() -> None:
 
 
 @everywhere
-def test_ordered_workers_wait_for_turns_instead_of_places(on: Any) -> None:
+def test_ordered_workers_wait_for_earlier_items_instead_of_places(on: Any) -> None:
     graph, gate = Graph("turns"), Gate()
     numbers = graph.source(range(10))
     numbers.map(FirstWaits(gate.channel), workers=3, capacity=1, on=on, name="work").sink(same)
@@ -164,7 +164,7 @@ def test_writers_before_a_slow_reader_wait_for_a_place() -> None:
         run.wait()
 
 
-def test_replaced_worker_counts_in_its_stage() -> None:
+def test_time_of_a_replaced_worker_counts_for_its_stage() -> None:
     graph, gate = Graph("replaced"), Gate()
     graph.source(range(3)).map(gate.wait, on="process", restarts=1, name="work").sink(same)
     with graph.start() as run:
@@ -180,7 +180,7 @@ def test_replaced_worker_counts_in_its_stage() -> None:
         run.wait()
 
 
-def test_worker_being_built_does_not_work_yet() -> None:
+def test_worker_that_is_being_built_is_not_working() -> None:
     gate = Gate()
 
     class Built:
@@ -204,7 +204,7 @@ def test_worker_being_built_does_not_work_yet() -> None:
         run.wait()
 
 
-def test_stats_of_a_window_cover_that_window() -> None:
+def test_stats_with_a_window_cover_only_that_window() -> None:
     graph = Graph("window")
     numbers = graph.input()
     numbers.map(same, name="work").sink(same)

@@ -1,6 +1,6 @@
-"""Test R5 (Stop) by the program.
+"""Test R5 (Stop) from the program.
 
-``run.stop()`` stops the sources, and all items in flight are finished. ``run.abort()`` breaks the run.
+``run.stop()`` stops the sources, and all items in flight are finished. ``run.abort()`` breaks all channels.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def test_abort_abandons_threads_that_cannot_be_interrupted() -> None:
     graph = Graph("r5")
     graph.source([1]).sink(stubborn)
     with pytest.warns(  # noqa: PT031
-        RuntimeWarning, match="worker stubborn 1 of graph 'r5' still runs code that cannot be interrupted"
+        RuntimeWarning,
+        match="worker stubborn 1 of graph 'r5' is still running code that cannot be interrupted",
     ):
         run = graph.start()
         entered.wait()
@@ -164,7 +165,7 @@ def test_abandoned_thread_ends_the_run_if_warnings_are_errors(tmp_path: Path) ->
     with start("-W", "error", script(tmp_path, text)) as process:
         out, err = process.communicate()
     assert (process.returncode, out) == (0, "aborted\n"), err
-    assert "still runs code that cannot be interrupted" in err
+    assert "is still running code that cannot be interrupted" in err
 
 
 @pytest.mark.usefixtures("short_grace")

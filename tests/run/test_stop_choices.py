@@ -1,4 +1,4 @@
-"""R5: the program chooses how long a stopped run may take, and whether queued items are finished."""
+"""Test R5: the program chooses how long stopping may take, and whether queued items are finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def same(item: Any) -> Any:
 
 
 def in_progress(gate: Gate, on: Any, **options: Any) -> tuple[Graph, Any]:
-    """Return a graph whose first stage waits for the gate with its items, and the result."""
+    """Return a graph whose first stage holds its items until the gate opens, and the result."""
 
     def hold(item: int) -> int:
         gate.wait()
@@ -69,7 +69,7 @@ def test_stop_finishes_queued_items_by_default(on: str) -> None:
 
 
 @everywhere
-def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_does_not_discard_a_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "STOP_NOTICE_S", 0.05)
     gate = Gate()
     graph, result = in_progress(gate, on)
@@ -77,7 +77,7 @@ def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) ->
         gate.wait_held()
         run.stop()
         wait_until(lambda: bool(run.stats().warnings))
-        assert "still works on what was in flight, in " in run.stats().warnings[0]
+        assert "is still processing items in " in run.stats().warnings[0]
         assert run.state == "stopping"
         gate.open()
     assert run.wait()[result] == list(range(stage_of(run, "hold").items_in))
@@ -85,7 +85,7 @@ def test_stop_discards_no_slow_item(on: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @everywhere
-def test_stop_with_a_timeout_aborts_a_run_that_goes_on(on: str) -> None:
+def test_stop_with_a_timeout_aborts_a_run_that_continues(on: str) -> None:
     gate = Gate()
     graph, result = in_progress(gate, on)
     run = graph.start()
@@ -145,7 +145,7 @@ def test_items_that_a_zip_pairs_are_not_dropped() -> None:
     assert len(found) > 0
 
 
-def test_queues_are_the_channels_without_results_failures_and_joins() -> None:
+def test_queues_to_drop_exclude_results_failures_and_joined_items() -> None:
     graph = Graph("stopped")
     halves = graph.source(range(4), name="numbers").map(same, name="halves")
     halves.errors.sink(same, name="failures")
@@ -184,7 +184,7 @@ def test_caller_of_a_dropped_request_gets_an_error() -> None:
     ("options", "error"),
     [({"timeout": 0}, ValueError), ({"timeout": "1"}, TypeError), ({"finish_queued": 1}, TypeError)],
 )
-def test_wrong_arguments_of_stop_are_refused(options: dict[str, Any], error: type[Exception]) -> None:
+def test_wrong_arguments_of_stop_are_rejected(options: dict[str, Any], error: type[Exception]) -> None:
     graph = Graph("stopped")
     graph.input().sink(same)
     with graph.start() as run, pytest.raises(error, match="stop: "):

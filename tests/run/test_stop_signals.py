@@ -1,7 +1,7 @@
-"""Test R5 (Stop) by Ctrl-C and SIGTERM.
+"""Test R5 (Stop) with Ctrl-C and SIGTERM.
 
-The first signal stops the sources, and all items in flight are finished. The second breaks the run at once.
-An interrupted program prints one line.
+The first signal stops the sources, and all items in flight are finished. The second one aborts the run at
+once. An interrupted program prints one line.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_first_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path:
         process.send_signal(signum)
         code, out, err = ended(process)
     assert out == "interrupted after some\n", err
-    assert code == -signum, err  # as a program that does not catch the signal
+    assert code == -signum, err  # like a program that does not handle the signal
     assert err.count("flowchan: stopping: finishing the items in flight") == 1
 
 
@@ -175,7 +175,7 @@ def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["run()", "start().wait()"])
-def test_second_ctrl_c_while_the_run_starts_breaks_it_off(variant: str, tmp_path: Path) -> None:
+def test_second_ctrl_c_while_the_run_starts_aborts_it(variant: str, tmp_path: Path) -> None:
     text = """
         import itertools, os, signal
         from flowchan import Graph, Interrupted

@@ -1,6 +1,6 @@
-"""Test the requests of the supervisor to the crew and the channels, event by event.
+"""Test what the supervisor requests from the crew and the channels, event by event.
 
-There is no process, no thread except the supervisor's, and no channel of items.
+Neither processes nor channels are created. The only thread is the supervisor's.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_dead_worker_is_replaced_until_its_restarts_are_used(
     assert [call[0] for call in crew.calls] == ["break", "release"]
     assert str(supervisor.state.failures[0].error) == (
         "the process of worker work 1 was killed by SIGKILL; it is not replaced: "
-        "2 of 2 restarts are used in 60 s"
+        "2 of 2 restarts were used in 60 s"
     )
 
 
@@ -127,7 +127,7 @@ def test_replacement_pauses_when_its_item_has_killed_before(
     supervisor.turn(killed(WORK, deaths=2))
     supervisor.turn(Tick())
     assert crew.calls == [("replace", (WORK,), WORK, True)]
-    supervisor.turn(AbortRequested())  # the run no longer waits for it
+    supervisor.turn(AbortRequested())  # the run no longer waits for the replacement
     assert crew.calls[1:] == [("break", None), ("release", WORK)]
 
 
@@ -137,7 +137,7 @@ def test_gang_restarts_in_one_turn_however_long_its_recovery_takes(monkeypatch: 
     graph.stage(in_step, graph.source([], name="source"), name="gang", **gang).collect()
     run = ScriptedRun(plan(graph, seed=1, memory=1 << 20))
     workers = tuple(WorkerId("gang", number) for number in (1, 2, 3))
-    # The clock moves only here, and with every call.
+    # The clock advances only here and with every call to the crew.
     monkeypatch.setattr(time, "monotonic", lambda: float(turns + len(run.crew.calls)))
     turns = 0
     for worker in workers:
@@ -155,7 +155,7 @@ def test_replacement_that_cannot_be_started_fails_the_run(crew: ScriptedCrew, su
     assert crew.calls[-2:] == [("break", crew.refuses), ("release", WORK)]
 
 
-def test_stage_gets_a_worker_and_loses_it_again(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_worker_is_added_to_a_stage_and_removed_again(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     added = WorkerId(WORK.stage, 2)
     supervisor.turn(Scale(WORK.stage, 2))
     assert supervisor.stats().stages[1].workers == 2
@@ -176,7 +176,9 @@ def test_worker_that_cannot_be_added_does_not_fail_the_run(
     assert supervisor.stats().stages[1].alive == 1
 
 
-def test_process_that_reported_its_end_did_not_die(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_process_that_reported_its_end_does_not_count_as_dead(
+    crew: ScriptedCrew, supervisor: Supervisor
+) -> None:
     supervisor.turn(Ended(WORK))
     supervisor.turn(ProcessEnded(WORK))
     assert crew.calls == [("release", WORK), ("forget", WORK)]
@@ -201,7 +203,7 @@ def test_stop_may_drop_the_queued_items(crew: ScriptedCrew, supervisor: Supervis
 
 @pytest.mark.parametrize(("host", "count_told"), [("", 0), ("far", 1024)])
 def test_cancelling_requests_never_waits_for_the_supervisor(host: str, count_told: int) -> None:
-    """The supervisor's queue is full, and only other hosts need the cancellation."""
+    """The supervisor's queue is full, and only other hosts must learn of the cancellation."""
     plan_here = planned()
     plan_remote = tuple(dataclasses.replace(worker, host=host) for worker in plan_here.workers)
     supervisor = ScriptedRun(dataclasses.replace(plan_here, workers=plan_remote)).supervisor
@@ -210,7 +212,7 @@ def test_cancelling_requests_never_waits_for_the_supervisor(host: str, count_tol
     assert len(supervisor._events) == count_told
 
 
-def test_run_whose_sinks_have_ended_stops_its_sources(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_run_stops_its_sources_after_its_sinks_have_ended(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     supervisor.turn(Ended(SINK))
     assert crew.calls == [("release", SINK), ("stop sources",)]
     assert supervisor.state.phase == "finishing"
@@ -230,7 +232,7 @@ def test_workers_that_do_not_end_are_terminated_and_killed(
     assert (supervisor.state.phase, supervisor.state.abandoned) == ("ended", {SOURCE, SINK})
 
 
-def test_worker_that_broke_a_channel_is_blamed_once_heard(
+def test_worker_that_broke_a_channel_is_blamed_once_it_reports(
     crew: ScriptedCrew, channels: ScriptedChannels, supervisor: Supervisor
 ) -> None:
     channels.broken_ones, crew.all_heard = ["source"], False
@@ -254,7 +256,7 @@ def test_deadlocked_run_fails_with_the_reason(
     for moved in range(5):  # items move
         channels.moved = moved
         supervisor.turn(Tick())
-    channels.counts = {"work": {"waiting_readers": 1}}  # one worker works
+    channels.counts = {"work": {"waiting_readers": 1}}  # the second worker is working
     supervisor.turn(Tick())
     supervisor.turn(Tick())
     assert supervisor.state.phase == "running"
@@ -265,7 +267,7 @@ def test_deadlocked_run_fails_with_the_reason(
     assert isinstance(supervisor.state.failures[0].error, Deadlock)
 
 
-def test_full_unread_result_is_gathered(
+def test_full_unread_result_is_collected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = ScriptedRun(planned("input"))

@@ -1,6 +1,7 @@
-"""Test a new operator, which is one row of the table and one body.
+"""Test adding a new operator, which takes one row in the table and one body.
 
-The checks, the run on both transports, the report, the live view and the pictures support it without changes.
+The checks, runs on both transports, the report, the live view and the pictures must support it without
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowchan.viz.live.model import plain_line
 
 
 def every_other(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Run the body of the operator: put the results for the items at even places."""
+    """Run the new operator: put the results for every other item, beginning with the first."""
     for place, item in enumerate(items):
         if place % 2 == 0:
             try:
@@ -93,7 +94,7 @@ def test_toy_operator_is_checked() -> None:
     assert problem.message.startswith("every_other calls '<lambda>' with one argument, the item")
 
 
-def test_toy_operator_refuses_async_functions_without_an_async_body() -> None:
+def test_toy_operator_rejects_async_functions_without_an_async_body() -> None:
     async def late(number: int) -> int:
         return number
 

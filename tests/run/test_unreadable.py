@@ -1,4 +1,4 @@
-"""Test R10: an item that cannot be unpickled is an ordinary failed item, and its neighbours are spared."""
+"""Test R10: an item that cannot be unpickled is an ordinary failed item and does not affect other items."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def is_failure(failed):
     )
 
 
-# async stages run in this process
+# async stages on threads, in this process
 @pytest.mark.parametrize(
     ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
 )
 def test_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
-    """Test R10: the items before and after it pass in order."""
+    """Test R10: the items before and after it pass, in order."""
     graph = Graph("unreadable")
     made = graph.source(range(8)).map(items, on="process")
     doubled = made.map(function, on=on, workers=2)
@@ -78,8 +78,8 @@ def raise_it(kind):
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, ValueError, Broken])
-def test_unreadable_item_ends_a_gathering_run_with_an_input(kind):
-    """Test R3 and R10 for each kind of error that the item raises."""
+def test_unreadable_item_ends_a_collecting_run_with_an_input(kind):
+    """Test R3 and R10 for each kind of error that unpickling the item may raise."""
     graph = Graph("unreadable")
     kinds = graph.input()
     result = kinds.map(FailsBy, on="process").collect(name="last")
@@ -93,8 +93,8 @@ def test_unreadable_item_ends_a_gathering_run_with_an_input(kind):
     assert type(error.__cause__) is kind
 
 
-def test_unreadable_item_ends_a_gathering_run():
-    """Test R10: collect takes many items at once."""
+def test_unreadable_item_ends_a_collecting_run():
+    """Test R10 for ``collect``, which takes many items at once."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").collect()
     with pytest.raises(RunError) as caught:

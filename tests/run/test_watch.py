@@ -1,5 +1,4 @@
-"""Test the watch over worker processes: it reports the end of each exactly once, however it learns of the
-end."""
+"""Test watching worker processes: the end of each is reported exactly once, however it is detected."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def refuse(pid: int, flags: int = 0) -> int:
 
 @pytest.fixture(params=["announced", "no pidfd_open", "no pidfd_send_signal"])
 def _pidfds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test with pidfds, and with a system that refuses a part of them."""
+    """Run the test with pidfds, and on a system that does not allow some of the calls."""
     if request.param == "no pidfd_open":
         monkeypatch.setattr(os, "pidfd_open", refuse)
     if request.param == "no pidfd_send_signal":
@@ -85,7 +84,7 @@ def test_process_that_ended_before_the_watch_is_reported() -> None:
 
 
 def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pid may belong to another process by now."""
+    """Its pid may already belong to another process."""
 
     def has_vanished(pid: int, flags: int = 0) -> int:
         raise ProcessLookupError(errno.ESRCH, "no such process")
@@ -98,13 +97,13 @@ def test_process_that_was_already_reaped_is_reported(monkeypatch: pytest.MonkeyP
     process.close()
 
 
-def test_process_leaves_the_watch_before_it_is_closed() -> None:
-    """If a child has inherited its pidfd, closing the pidfd does not remove it from the watch."""
+def test_process_is_removed_from_the_watch_before_it_is_closed() -> None:
+    """A child may have inherited the pidfd, so closing it would not remove the process from the watch."""
     gate = Gate()
     first = started(gate.wait)
     with watching() as (watch, reported):
         watch.add(ONE, first)
-        second = started(gate.wait)  # has a copy of the first pidfd
+        second = started(gate.wait)  # inherits the first pidfd
         watch.add(TWO, second)
         gate.wait_held(2)
         first.kill()

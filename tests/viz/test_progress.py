@@ -264,7 +264,7 @@ def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
     """The script starts another process, whose message must not go to the pseudoterminal."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
-    assert any('put that under `if __name__ == "__main__":`' in line for line in lines), lines
+    assert any('put this code under `if __name__ == "__main__":`' in line for line in lines), lines
 
 
 def test_default_fork_server_starts_before_bars(

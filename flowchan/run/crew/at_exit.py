@@ -1,4 +1,4 @@
-"""Run functions before a process ends, and end a process with its parent."""
+"""Run functions before a process exits, and end a process together with its parent."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import signal
 from collections.abc import Callable
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)  # loaded now, because a process that was just forked must not load libraries
+_libc = ctypes.CDLL(None)  # loaded now, because a newly forked process must not load libraries
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this new child of ``parent`` when the thread that forked it ends.
+    """Make the kernel kill this new child of ``parent`` when the thread that forked it ends.
 
-    If that thread has already ended, end this process here.
+    If that thread has already ended, this function ends the process at once.
     """
     _libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -25,9 +25,9 @@ def die_with(parent: int) -> None:
 
 
 def before_exit(function: Callable[[], object], priority: int) -> None:
-    """Call a function before this process ends, if ``multiprocessing`` has started it.
+    """Call a function before this process exits, if ``multiprocessing`` started the process.
 
-    Such a process runs its finalizers, the highest priority first, and no functions of ``atexit``.
+    Such a process does not run ``atexit`` functions. It runs finalizers, the highest priority first.
     """
     _before_exit(os.getpid(), function, priority)
 

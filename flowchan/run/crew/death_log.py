@@ -1,4 +1,4 @@
-"""Count how the workers of a run died. The counts decide whether and when they are replaced (R4, R10)."""
+"""Count the deaths of a run's workers, to decide whether and when to replace them (R4, R10)."""
 
 from __future__ import annotations
 
@@ -14,61 +14,62 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Deaths over a batch whose members were all tried before, after which members are found again. Without this
-bound, a function that kills only at its second call would run forever."""
+"""Maximum number of deaths over a batch after all its members were tried. After that, members are excluded
+again, because a function that kills its worker only in its second call would otherwise run forever."""
 
 
 class DeathLog:
-    """The deaths of the workers of one part of a crew.
+    """Deaths of the workers in one part of a crew.
 
-    Only one thread at a time calls it for a worker. That is the thread on which the worker's reports arrive,
-    or the supervisor's while the worker has no process.
+    Only one thread at a time calls the methods for a worker. It is the thread that receives the worker's
+    reports, or the supervisor's thread while the worker has no process.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
-        self._without_item: Counter[WorkerId] = Counter()  # deaths in quick succession without an item
-        # How the last workers died over the item that the replacement tries again.
+        self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
+        # How workers died over the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
-        # The member of a batch that each worker tries alone; None: it tries the rest together.
+        # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of that item
-        self._tried: Counter[WorkerId] = Counter()  # 1, and the deaths since all members were tried
-        self._unbegun: Counter[WorkerId] = Counter()  # deaths in a row before the worker began to work
+        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of the same item
+        # 0, or 1 + the number of deaths since all members were tried
+        self._tried: Counter[WorkerId] = Counter()
+        self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Note that a process of the worker starts. Return the deaths over its first item."""
+        """Record that a worker's process is being started, and return the deaths over its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
         return Suspicion(deaths, members, self._tried[id] > 0)
 
     def tries_members(self, event: TriesMember | MembersTried) -> None:
-        """Note how far a worker has come that tries the members of a batch."""
+        """Record the progress of a worker that is trying the members of a batch."""
         if isinstance(event, TriesMember):
             self._trying[event.worker] = event.member
         else:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Tell whether members of the worker's batch were tried. Only its replacement knows the result."""
+        """Return whether batch members were tried. If so, only the replacement may get the batch."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
-        """Note that the worker has begun to work."""
+        """Record that the worker has started to work."""
         self._unbegun[id] = -1
 
     def terminated(self, id: WorkerId) -> None:
-        """Note that the supervisor ends the worker's process.
+        """Record that the supervisor is terminating the worker's process.
 
-        Its death then says nothing about the worker.
+        The worker is then not blamed for its death.
         """
         self._terminated.add(id)
 
     def died(self, worker: PlannedWorker, ended: ProcessExit) -> Death:
-        """Make the event of a process that has ended without a report of how its worker ended."""
+        """Return the event for a process that has ended without reporting how its worker ended."""
         id, retired = worker.id, ended.exitcode == RETIRED
         late = item_timeout.has_exceeded(worker.stage, ended.exitcode)
         if late:
@@ -94,14 +95,14 @@ class DeathLog:
         )
 
     def _look_at_members(self, worker: PlannedWorker, ended: ProcessExit) -> None:
-        """Note the member of a batch over which the worker died.
+        """Record the batch member over which the worker died.
 
-        A worker that dies over several members together leaves no hope for any of them. Once all members were
-        tried, outputs may be out that depend on the members found so far. So later deaths find none, up to
-        ``MOST_LATER_DEATHS``.
+        If a worker dies while it tries several members together, none of them can be blamed, and the batch
+        fails. Once all members were tried, outputs may have been put that depend on which members are
+        excluded. Up to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        if ended.over_item < worker.stage.max_deaths:  # another item, or too few deaths
+        if ended.over_item < worker.stage.max_deaths:  # another item, or too few deaths to try members
             self._members.pop(id, None)
             self._tried.pop(id, None)
         elif 0 < self._tried[id] <= MOST_LATER_DEATHS:
@@ -120,7 +121,7 @@ class DeathLog:
         return ""
 
     def _count(self, worker: PlannedWorker, ended: ProcessExit) -> int:
-        """Count the deaths that decide the pause before the next start."""
+        """Return the number of deaths that determines the pause before the next start."""
         id = worker.id
         if ended.over_item:
             self._how[id] = [*self._how.get(id, [])[: ended.over_item - 1], ended.how]

@@ -45,10 +45,12 @@ if TYPE_CHECKING:
 
 
 class LocalPart:
-    """See :class:`CrewPart`. ``pooled``: the processes of a pool, if the run has one.
+    """Part of the crew on this machine; see :class:`CrewPart`.
 
-    Invariant. Threads of the program add to ``threads`` while the supervisor reads it. So each reader copies
-    it in one step.
+    ``pooled`` are the processes of a pool, if the run belongs to one.
+
+    Invariant. Threads of the program add to ``threads`` while the supervisor reads it. Every reader therefore
+    copies it in one step.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
@@ -57,7 +59,7 @@ class LocalPart:
         self._pooled = pooled
         self._planned = [worker for worker in self.plan.workers if not worker.host]
         self.threads: dict[WorkerId, threading.Thread] = {}
-        self._tasks: list[Tasks] = []  # of the async stages
+        self._tasks: list[Tasks] = []  # one entry for each async stage
         self._gangs = Gangs()
         self._deaths = DeathLog(self.plan)
         self._reported: set[WorkerId] = set()  # workers that have reported how they ended
@@ -69,7 +71,7 @@ class LocalPart:
 
     @property
     def processes(self) -> Mapping[WorkerId, WorkerProcess]:
-        """The worker processes, including those that have ended."""
+        """Return the worker processes, including those that have ended."""
         return {} if self._processes is None else self._processes.known
 
     # --- starting ---
@@ -77,7 +79,8 @@ class LocalPart:
     def start(self, report: Report) -> None:
         """See :class:`CrewPart`.
 
-        Call :meth:`start_threads` next: forks come first, because they must not copy threads.
+        The caller must call :meth:`start_threads` afterwards. Processes start first, because a process must
+        not be forked while other threads are running.
         """
         self._report = report
         for stage in self.plan.graph.stages:
@@ -96,9 +99,9 @@ class LocalPart:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
-        """Start the workers on threads and the threads that watch processes.
+        """Start the worker threads, and the threads that watch the processes.
 
-        Workers that gather results start later.
+        Workers that collect results are started later.
         """
         for worker in self._planned:
             if not worker.stage.placement.own_process and not worker.gathers and not worker.is_task:
@@ -115,7 +118,7 @@ class LocalPart:
         self._helpers.append(self._start(name, run_helper, work, lambda: self._report))
 
     def _start(self, name: str, target: Callable[..., object], *arguments: Any) -> threading.Thread:
-        """Start a thread of the run."""
+        """Start a daemon thread that belongs to the run."""
         name = f"flowchan {self.plan.graph.name}{name}"
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
@@ -129,12 +132,12 @@ class LocalPart:
         self.add_thread(id, self._start(f"/{id}", work, *arguments))
 
     def add_thread(self, id: WorkerId, thread: threading.Thread) -> None:
-        """Note the thread that does the work of a worker."""
+        """Record the thread that does the work of a worker."""
         self.threads[id] = thread
         self._ports.result_read(id)
 
     def _start_loop(self, stage: Stage) -> None:
-        """Start the workers of an async stage as tasks on one thread."""
+        """Start the workers of an async stage as tasks in one thread."""
         from flowchan.run.worker.async_worker import Tasks, work_together  # asyncio is slow to import
 
         ids = [worker.id for worker in self._planned if worker.stage is stage]
@@ -157,10 +160,10 @@ class LocalPart:
             pid = self._processes.start(info, packed, ports, suspicion, stage.gpus, memberships)
         self._report(Started(id, pid))
 
-    # --- reports of workers ---
+    # --- reports from workers ---
 
     def _receive(self, event: Event) -> None:
-        """Report an event of a worker process, on the thread of the mail."""
+        """Report an event from a worker process, on the mail's thread."""
         if isinstance(event, TriesMember | MembersTried):
             self._deaths.tries_members(event)
             return
@@ -174,7 +177,7 @@ class LocalPart:
 
     def _death_of(self, id: WorkerId) -> Event:
         ports = self._ports.ports.get(id)
-        if ports is None or self._processes is None:  # the run is over
+        if ports is None or self._processes is None:  # the run has ended
             return ProcessEnded(id)
         return self._deaths.died(self._ports.worker(id), self._processes.exit_of(id, ports))
 
@@ -185,13 +188,14 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        A worker that died while it waited counts as waiting until it is replaced.
+        If a worker has died and has not been replaced yet, the run may still move.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
         if not waits_of_loops():
             return Waits()
-        from flowchan.run.worker.async_worker import only_wait_for  # asyncio is imported by then
+        # asyncio is already imported at this point
+        from flowchan.run.worker.async_worker import only_wait_for
 
         return Waits(moves=not only_wait_for(list(self._ports.channels.values())))
 
@@ -279,7 +283,7 @@ class LocalPart:
                 tasks.cancel()
 
     def cancel_request(self, question: int) -> None:
-        """See :class:`CrewPart`. Workers on this machine read the table of cancelled requests instead."""
+        """See :class:`CrewPart`. Local workers need no message, because they read the shared board."""
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
@@ -299,9 +303,10 @@ class LocalPart:
         self._gangs.clear()
         self._ports.close(abandoned)
         self._end_helpers()
-        self._report = run_is_over  # so that no cycle keeps the channels
+        self._report = run_is_over  # so that no reference cycle keeps the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        for id, thread in list(self.threads.items()):  # a thread that waits for the run may start another one
+        # a thread of the program that is waiting for the run may add another thread
+        for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))
         return frozenset(id for id, thread in list(self.threads.items()) if thread.is_alive())
@@ -318,7 +323,7 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        The run has ended for all callers, so threads that need only a moment get it.
+        The run has already ended for all callers, so this can wait for threads that are about to end.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):
@@ -328,7 +333,7 @@ class LocalPart:
             if not thread.is_alive():
                 continue
             warnings.warn(
-                f"worker {id} of graph {self.plan.graph.name!r} still runs code that cannot be "
+                f"worker {id} of graph {self.plan.graph.name!r} is still running code that cannot be "
                 "interrupted; its thread ends when that code returns",
                 RuntimeWarning,
                 stacklevel=2,

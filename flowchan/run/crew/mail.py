@@ -1,8 +1,8 @@
-"""The events that the worker processes of one machine report, in order.
+"""Events reported by the worker processes on one machine, in order.
 
-Workers put events into one channel. The thread that watches processes puts ``ProcessEnded`` into the same
-channel when a process has ended. Each process puts in its own order, so ``ProcessEnded`` comes after
-everything that the worker reported.
+Workers put events into one channel. When a process has ended, the thread that watches processes puts
+``ProcessEnded`` into the same channel. ``ProcessEnded`` therefore follows everything that the worker
+reported.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ MOST_EVENTS = 1024
 
 
 class Mail:
-    """The channel of the reports of worker processes, with its reader."""
+    """Channel for the reports of worker processes, and its reader."""
 
     def __init__(self) -> None:
         self.channel: Channel[Event | Logged] = Channel(MOST_EVENTS, across="processes")
         self._reader = self.channel.reader()
 
     def deliver(self, receive: Callable[[Event], None]) -> None:
-        """Pass on each event until the mail is closed. Log records go to the program's loggers."""
-        for event in self._reader:  # an event counts as unread until it is passed on
+        """Pass on each event until the mail is closed. Log records are passed to the program's loggers."""
+        for event in self._reader:  # an event counts as leased until it has been passed on
             if isinstance(event, Logged):
                 log_locally(event)
             else:
                 receive(event)
 
     def is_empty(self) -> bool:
-        """Tell whether all reports so far have been passed on."""
+        """Return whether all reports sent so far have been passed on."""
         stats = self.channel.stats()
         return stats.inside + stats.leased == 0
 
     def close(self) -> None:
-        """End :meth:`deliver`."""
+        """Make :meth:`deliver` return after the remaining events."""
         self.channel.close()
 
 
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     """Run ``work`` on a helper thread of a run.
 
-    A failure ends the run, which would wait forever without the helper. ``report`` returns the function that
-    takes the run's events at that time.
+    If ``work`` raises, the run fails, because it would otherwise wait forever. ``report`` returns the
+    function that takes the run's events at the time of the call.
     """
     try:
-        with contextlib.suppress(Closed, Broken):  # the run is over
+        with contextlib.suppress(Closed, Broken):  # the run has ended
             work()
     except BaseException as error:
         with contextlib.suppress(Closed):
@@ -59,5 +59,5 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
 
 
 def run_is_over(event: Event) -> None:
-    """Reject an event: the run has ended."""
-    raise Closed("the run is over")
+    """Reject an event by raising ``Closed``, because the run has ended."""
+    raise Closed("the run has ended")

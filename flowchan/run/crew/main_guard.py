@@ -1,8 +1,9 @@
-"""Detection of a script without a main guard.
+"""Detect a main script without a ``__main__`` guard.
 
-Under spawn and forkserver a new process imports the program's main script. A script that runs the graph or
-sets the start method at import would do so again in every worker. Python forbids that with a traceback in
-each worker. Here the new process reports it by its exit code, and the program raises one error.
+With the start methods spawn and forkserver, a new process imports the program's main script. If the script
+runs the graph or sets the start method at import, every worker would do the same again. Python prevents this
+with a traceback in each worker. This module makes the new process report the problem by its exit code
+instead, and the program raises one error.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UNGUARDED = 78
 """Exit code of a process that runs the graph while it is still importing the main script."""
 
 NAME = "flowchan "
-"""The prefix of the names of worker processes."""
+"""Prefix of the names of worker processes."""
 
 
 _AT_ERRORS = f"""
@@ -39,15 +40,15 @@ def leave_if_unguarded(kind, error, trace, usual=sys.excepthook):
     usual(kind, error, trace)
 sys.excepthook = leave_if_unguarded
 """
-"""Code that a new process runs before it imports the main script. The process may not find flowchan's modules
-until then."""
+"""Code that a new process runs before it imports the main script. It must not import flowchan, because the
+process may not find flowchan until the script is imported."""
 
 
 class ProcessName(str):
-    """The name of a worker's process.
+    """Name of a worker process, which also installs a hook in that process.
 
-    Unpickling it in the new process installs a hook before the main script is imported. The hook decides what
-    happens when Python forbids what the script does.
+    The hook is installed when the name is unpickled, before the main script is imported. It exits with
+    ``UNGUARDED`` if Python refuses to start a process during that import.
     """
 
     def __new__(cls, name: str) -> ProcessName:
@@ -58,43 +59,43 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """The main script runs code at import that only the program must run."""
+    """Error for a main script that runs code at import that only the program may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
 
 
-Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # shown in tracebacks
+Unguarded.__module__, Unguarded.__qualname__ = "flowchan", "GraphError"  # how tracebacks name the class
 
 
 def unguarded(graph: Blueprint) -> Unguarded:
-    """Return the error for a main script that lacks its ``__main__`` guard."""
+    """Return the error for a main script without a ``__main__`` guard."""
     method = multiprocessing.get_start_method()
     message = (
         f"with the start method {method!r} a worker process imports the main script, which "
-        "then runs the graph, or sets the start method, a second time; put that under `if "
+        "then runs the graph, or sets the start method, a second time; put this code under `if "
         '__name__ == "__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """Return advice about a process that may have failed while it imported the main script.
+    """Return advice for a process that may have failed while it was importing the main script.
 
-    Such a process ended before it began to work.
+    ``exitcode`` is that of a process that ended before it started to work.
     """
     method = multiprocessing.get_start_method()
     if exitcode != 1 or method == "fork":
         return ""
     return (
-        f", perhaps while it imports the main script, as with the start method {method!r}; "
+        f", perhaps while importing the main script, as the start method {method!r} requires; "
         "put code that only the program must run, and `set_start_method`, under `if __name__ "
         '== "__main__":`'
     )
 
 
 def leave_if_unguarded(graph: Blueprint) -> None:
-    """End this process if it is still importing the main script. Print why, unless the parent reports it."""
+    """End this process if it is still importing the main script. Print the reason if no parent reports it."""
     process = multiprocessing.current_process()
     if not getattr(process, "_inheriting", False) or not any(
         stage.placement.own_process for stage in graph.stages
@@ -107,18 +108,19 @@ def leave_if_unguarded(graph: Blueprint) -> None:
 
 @contextlib.contextmanager
 def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
-    """Explain the error of a process that could not start because Python's forkserver has ended.
+    """Explain the error if a process could not be started because Python's forkserver has ended.
 
     Args:
-        graph: The graph of the stage.
+        graph: Graph with the stage.
         stage: Name of the stage.
 
     Yields:
-        Once, for the start of the process.
+        Once; the process must be started in the ``with`` block.
 
     Raises:
-        Unguarded: The forkserver ended while it imported the main script.
-        OSError: It ended otherwise; or the error of the start, if the forkserver still runs or is not used.
+        Unguarded: The forkserver ended while it was importing the main script.
+        OSError: The forkserver ended for another reason. If it is still running or not in use, the original
+            error is raised.
     """
     try:
         yield
@@ -137,17 +139,17 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
 
 def _servers_exitcode() -> int | None:
-    """Return the exit code of Python's forkserver, negative for a signal, if it has just ended.
+    """Return the exit code of Python's forkserver if it has just ended; a negative number is a signal.
 
-    Since Python 3.14 the forkserver also imports the main script.
+    Since Python 3.14, the forkserver also imports the main script.
     """
     server = forkserver_pid()
     if server is None:
         return None
-    give_up = time.monotonic() + 1  # its pipes close a moment before it ends
+    give_up = time.monotonic() + 1  # the forkserver's pipes close a moment before it exits
     while time.monotonic() < give_up:
         try:
-            # multiprocessing collects the process
+            # leave the process for multiprocessing to reap
             ended = os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         except ChildProcessError:
             return None

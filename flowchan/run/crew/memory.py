@@ -1,6 +1,6 @@
-"""The memory budget of a run, and the count of processes killed for lack of memory.
+"""Memory budget of a run, and the number of processes that the kernel killed when memory was short.
 
-The channels of the run share the budget. The kernel counts the processes that it has killed.
+All channels of the run share the budget.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ def budget() -> int:
 
 
 def available() -> int:
-    """Return the memory of the machine, or of this process's control group if that is less, in bytes."""
+    """Return the memory of the machine or of this process's control group in bytes, whichever is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = _files("memory.max", "memory.limit_in_bytes")
     return min([physical, *(limit for file in files for limit in _limit(file))])
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for lack of memory so far.
+    """Return how many processes the kernel has killed so far because memory was short.
 
-    The number is that of this process's control group, or else that of the machine. Return 0 if neither is
-    known.
+    The number is counted in this process's control group, or else on the whole machine. It is 0 if neither
+    count is known.
     """
     for file in (*_files("memory.events", "memory.oom_control"), VMSTAT):
         try:
@@ -46,14 +46,14 @@ def oom_kills() -> int:
 def _limit(file: Path) -> list[int]:
     try:
         return [int(file.read_text())]
-    except (OSError, ValueError):  # no such file, or its text is "max"
+    except (OSError, ValueError):  # the file does not exist or contains "max"
         return []
 
 
 def _files(unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the files of this process's control groups: each group first, then all above it.
+    """Yield the files of this process's control groups: first those of a group, then those of its ancestors.
 
-    In a container the group's own folder is often mounted as the root.
+    In a container, the group's own folder is often mounted as the root.
     """
     try:
         lines = OWN_CGROUPS.read_text().splitlines()

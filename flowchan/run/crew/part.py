@@ -1,4 +1,4 @@
-"""The protocol of a part of a crew. The supervisor uses it to start, watch, end and replace workers."""
+"""Protocol of a part of a crew, which the supervisor uses to start, watch, end and replace workers."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from flowchan.run.policy.events import Ended, Event, Failure, WorkerId
 from flowchan.run.policy.stats import HostStats
 
 Report = Callable[[Event], None]
-"""Takes an event, on any thread. Raises ``Closed`` once the run is over."""
+"""Function that reports an event, on any thread. It raises ``Closed`` after the run has ended."""
 
 
 class CrewPart(Protocol):
     """The workers of a run in one place: on this machine, or on the hosts of one pool.
 
-    ``CrewRouter`` has the same methods and covers all parts of a run. ``ScriptedCrew`` in the tests has no
-    workers at all. Only the supervisor's thread calls a part.
+    ``CrewRouter`` has the same methods for all parts of a run together. ``ScriptedCrew`` in the tests
+    implements them without any workers. Only the supervisor's thread calls these methods.
     """
 
     def start(self, report: Report) -> None:
-        """Start all workers that have a process, or raise.
+        """Start all workers that have a process, or raise an error.
 
-        ``report`` receives each event of a worker in the worker's order. When its process has ended,
-        ``ProcessEnded`` or ``Death`` follows everything that the worker reported.
+        ``report`` is called with each event from a worker, in the order in which the worker reported them.
+        When its process has ended, ``ProcessEnded`` or ``Death`` follows as the last event.
         """
 
     def replace(
         self, ids: Sequence[WorkerId], blamed: WorkerId | None, later: bool = False
     ) -> tuple[Failure | Ended, ...]:
-        """Give back the items that these dead workers held, and start their replacements.
+        """Give the items of these dead workers back to the channels, and start replacements.
 
-        The workers of a gang that is not elastic get a new group.
+        If the workers form a gang that is not elastic, they also get a new group.
 
         Args:
-            ids: One worker, or all workers of a gang that are to restart.
-            blamed: The worker whose item may have killed it. The supervisor has ended the others.
-            later: Do not start them; :meth:`start_workers` follows.
+            ids: One worker, or all workers of a gang that is to restart.
+            blamed: The worker that may have died because of its item. The supervisor terminated the others.
+            later: Do not start the replacements yet, because :meth:`start_workers` will be called.
 
         Returns:
-            The ends of those that could not be started.
+            Events for the workers that could not be started.
         """
 
     def start_workers(self, ids: Sequence[WorkerId]) -> tuple[Failure, ...]:
-        """Start the replacements that were put off by ``later``. Return the failed ones."""
+        """Start the replacements that :meth:`replace` did not start, and return the failures."""
 
     def add(self, id: WorkerId) -> None:
-        """Open the ports of an additional worker and start it, or release everything of it and raise."""
+        """Open the ports of an additional worker and start it. On an error, release everything and raise."""
 
     def remove(self, id: WorkerId) -> None:
-        """Let a worker end after its item."""
+        """Let a worker end after its current item."""
 
     def forget(self, id: WorkerId) -> None:
-        """Forget a worker that was removed and whose process has ended."""
+        """Forget a worker that was removed, after its process has ended."""
 
     def release_ports(self, id: WorkerId) -> None:
         """Close the ports of a worker that has ended."""
@@ -65,39 +65,39 @@ class CrewPart(Protocol):
         """Kill every process."""
 
     def form_group(self, ids: Sequence[WorkerId]) -> None:
-        """Make a group of these workers of an elastic gang, which wait for it. Raises ``OSError``."""
+        """Form a group of these waiting workers of an elastic gang. May raise ``OSError``."""
 
     def end_group(self, stage: str) -> None:
-        """End the group of an elastic gang."""
+        """End the current group of an elastic gang."""
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Cancel coroutines: all, or only those of sources whose outputs have no readers any more."""
+        """Cancel all coroutines, or only those of sources whose outputs have no readers left."""
 
     def cancel_request(self, question: int) -> None:
-        """Let workers drop the item of a request whose caller has left."""
+        """Let workers drop the item of a request whose caller is no longer waiting."""
 
     def all_reported(self) -> bool:
-        """Tell whether everything that workers have reported so far has reached ``report``."""
+        """Return whether everything that workers have reported so far has been passed to ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """Report the waits of these workers that no channel of this process shows.
+        """Return which of these workers are waiting although no channel in this process shows it.
 
-        None: they are being asked, and the call has to be repeated.
+        The result is None while remote workers are being asked; the call must then be repeated.
         """
 
     def hosts(self) -> tuple[HostStats, ...]:
-        """Return the statistics of the hosts on which workers run, without this machine."""
+        """Return the statistics of the other hosts on which workers run."""
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         """End everything except threads that are stuck in the user's code.
 
         Args:
-            abandoned: Workers that are given up.
-            timeout: Seconds to wait for the threads of other workers; None waits until they end.
+            abandoned: Workers whose threads may still be running afterwards.
+            timeout: How many seconds to wait for other threads; None waits until they end.
 
         Returns:
-            The workers whose threads still run.
+            The workers whose threads are still running.
         """
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """Warn of threads that still run. Raises if warnings are turned into errors."""
+        """Warn about threads that are still running. This raises if warnings are turned into errors."""

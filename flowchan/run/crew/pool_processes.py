@@ -1,11 +1,11 @@
-"""The worker processes of a pool, which last from one run to the next.
+"""Worker processes of a pool, which are kept from one run to the next.
 
-In each run a process gets an order with its ports of that run. At the end of the run the processes that wait
-for the next order stay. A process that has died, has failed, or has not ended its work is replaced.
+In each run, a process receives an order with its ports for that run. At the end of the run, processes that
+are waiting for the next order are kept. A process that has died, failed or not finished its work is replaced.
 
-A forked process has copies of all open files and channels of its parent, and a spawned one has its standard
-streams. So the processes of a run start before its channels are opened and its progress is drawn. A
-replacement within a run has copies of the run's channels, so it does not outlast the run.
+A forked process inherits all open files and channels of its parent, and a spawned one the standard streams.
+Processes are therefore started before the channels of the run are opened and its progress is displayed. A
+replacement that is started during a run inherits the run's channels, so it is not kept for the next run.
 """
 
 from __future__ import annotations
@@ -37,37 +37,38 @@ from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two polls of a process whose report is awaited."""
+"""Seconds between two checks whether a process has ended without a report."""
 
 
 class PooledProcess:
-    """A worker's process that works in one run after another."""
+    """Worker process that works in several runs, one after another."""
 
     def __init__(self, graph: str, id: WorkerId, stage: bytes, devices: str | None) -> None:
         orders: Channel[Order] = Channel(2, across="processes")
         reports: Channel[WorkEnded | Logged | None] = Channel(64, across="processes")
         self._orders, self._reports = orders.writer(), reports.reader()
-        # The ends of the process. Closing them before it has them would end the channels.
+        # The process's side of both channels. Closing these ports before the process has them would close the
+        # channels.
         self._its = orders.reader(), reports.writer()
         arguments = (id, stage, *self._its, os.getpid(), devices)
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), pooled_main, arguments)
 
     def work(self, order: Order) -> None:
-        """Send an order. If the process has ended, the watch reports that."""
+        """Send an order. If the process has ended, the watch thread reports that."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
     def word(self, until: float) -> WorkEnded | None:
-        """Wait for the process to report the end of its work.
+        """Wait for the process to report that it has finished its order.
 
         Args:
-            until: Monotonic time at which the call ends.
+            until: Monotonic time at which to stop waiting.
 
         Returns:
-            None if it waits for another order; ``WorkEnded`` if it has ended.
+            None if the process is waiting for another order, or ``WorkEnded`` if it has ended.
 
         Raises:
-            Empty: It has not reported by the time ``until``.
+            Empty: The process has not reported by the time ``until``.
         """
         while True:
             ended = self.process.ended()
@@ -87,39 +88,39 @@ class PooledProcess:
                 return WorkEnded()
 
     def dismiss(self) -> None:
-        """Let the process close its callable and end: no order follows."""
+        """Let the process close its callable and exit, because no order follows."""
         self._orders.close()
 
     def leave(self) -> None:
-        """Drop the reports of the process from now on."""
+        """Ignore further reports from the process."""
         self._reports.close()
 
 
 Dismissed = list[tuple[WorkerId, PooledProcess]]
-"""Processes that were dismissed and are closing their callables."""
+"""Processes that were dismissed and are now closing their callables."""
 
 
 class PooledProcesses:
-    """The worker processes of a pool. ``graph`` is the name of its graph."""
+    """Worker processes of a pool whose graph has the name ``graph``."""
 
     def __init__(self, graph: str) -> None:
         self.gpus = Gpus()
         self._graph = graph
         self._packed: dict[str, bytes] = {}
         self._known: dict[WorkerId, PooledProcess] = {}
-        self._late: set[WorkerId] = set()  # started within the present run
+        self._late: set[WorkerId] = set()  # processes started during the current run
         self._leaving: Dismissed = []
-        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors of closing callables
+        self._failed: list[tuple[WorkerId, BaseException]] = []  # errors raised by closing callables
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
     def packed(self, stage: Stage) -> bytes:
-        """Pickle a stage once, for all its processes."""
+        """Pickle a stage, once for all its processes."""
         if stage.name not in self._packed:
             self._packed[stage.name] = dumps_for_worker(stage)
         return self._packed[stage.name]
 
     def make_ready(self, graph: Blueprint, workers: Iterable[PlannedWorker]) -> None:
-        """Start a process for each of these workers that needs one and has none."""
+        """Start a process for each of these workers that needs one and does not have one."""
         for worker in workers:
             stage = worker.stage
             if stage.placement.own_process:
@@ -132,7 +133,7 @@ class PooledProcesses:
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Give a worker's process an order. Start the process if it does not run."""
+        """Give an order to a worker's process, starting the process if necessary."""
         pooled = self._alive(id, stage, devices)
         pooled.work(order)
         return pooled.process
@@ -150,9 +151,10 @@ class PooledProcesses:
         return started
 
     def is_reusable(self, id: WorkerId, until: float) -> bool:
-        """Tell whether a worker's process waits for the next run, or has been dismissed.
+        """Wait until ``until`` for a report that a worker's process is ready for another order.
 
-        Waits for its report until the time ``until``.
+        Returns whether the report arrived. A process that must not be kept for the next run is then
+        dismissed.
         """
         pooled = self._known.get(id)
         try:
@@ -175,20 +177,21 @@ class PooledProcesses:
             self._failed.append((id, ended.error))
 
     def kill(self) -> None:
-        """Kill all processes."""
+        """Kill all processes of the pool."""
         for pooled in [*self._known.values(), *(pooled for _, pooled in self._leaving)]:
             pooled.process.kill()
 
     def close(self) -> list[tuple[WorkerId, BaseException]]:
-        """Let all processes close their callables and end.
+        """Let all processes close their callables and exit.
 
-        Return the errors of the callables, also those of processes that were dismissed before.
+        Returns:
+            The errors raised by callables, including those of processes that were dismissed earlier.
         """
         try:
             _dismiss(self._known, self._leaving)
             for id, pooled in self._leaving:
                 self._await_end(id, pooled)
-        except BaseException:  # Ctrl-C: the program no longer waits
+        except BaseException:  # Ctrl-C: the program does not wait any longer
             self.kill()
             raise
         finally:
@@ -198,9 +201,9 @@ class PooledProcesses:
 
 
 def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
-    """End the processes of a pool that was dropped within its block.
+    """End the processes of a pool that was garbage-collected before it was closed.
 
-    Other processes than their parent do nothing.
+    Only the process that started them does this.
     """
     if pid == os.getpid():
         _dismiss(known, leaving)
@@ -222,7 +225,7 @@ def _end_leaving(leaving: Dismissed) -> None:
 
 
 class Employed(WorkerProcesses):
-    """The processes of a pool that work in one run."""
+    """Processes of a pool that are working in one run."""
 
     def __init__(
         self,
@@ -244,7 +247,7 @@ class Employed(WorkerProcesses):
         super().forget(id)
 
     def end(self) -> None:
-        """Forget the processes that stay for the next run, and end the others."""
+        """Release the processes that are kept for the next run, and end the others."""
         until = time.monotonic() + decisions.GRACE
         for id in [id for id in list(self.known) if self._pooled.is_reusable(id, until)]:
             del self.known[id]

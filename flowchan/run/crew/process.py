@@ -1,9 +1,9 @@
-"""Start and end one worker's process, and know for certain when it has ended.
+"""Start and end one worker process, and find out reliably when it has ended.
 
-While a pidfd is open it names exactly this process, even if the kernel uses its number again. It also reports
-ends that Python can't know. If Python's forkserver has ended, ``multiprocessing`` says that its children have
-ended, although they still run. If the system refuses pidfds, this module asks ``multiprocessing``, and kills
-such a child.
+An open pidfd always refers to the same process, even if the kernel reuses the process id. It also reports
+what Python cannot know: if Python's forkserver has ended, ``multiprocessing`` claims that the forkserver's
+children have ended too, although they are still running. If the system refuses pidfds, this module asks
+``multiprocessing`` and kills a child whose state is lost in this way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     import psutil  # slow to import, and needed only if the system refuses pidfds
 
 UNKNOWN = 255
-"""The exit code that ``multiprocessing`` reports for a child whose forkserver has ended. It also stands for a
-child that the program has collected."""
+"""Exit code that ``multiprocessing`` reports for a child whose forkserver has ended. It is also used for a
+child that the program has reaped."""
 
 
 class WorkerProcess:
-    """A process that has been started.
+    """Process that has been started.
 
-    ``pidfd`` is readable once it has ended; it is ``None`` if the system refuses one, or if the process had
-    ended already.
+    ``pidfd`` becomes readable when the process ends. It is ``None`` if the system does not allow pidfds, or
+    if the process ended before one was opened.
     """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -46,7 +46,7 @@ class WorkerProcess:
         self._is_of_server = self._process._start_method == "forkserver"
         self._server = forkserver_pid() or 0
         self._collected_elsewhere = False
-        # identifies the process by its start time where the system has no pidfds
+        # identifies the process by its start time if the system has no pidfds
         self._known: psutil.Process | None = None
         self._lost = False
         try:
@@ -68,10 +68,7 @@ class WorkerProcess:
                 self._known = psutil.Process(self.pid)
 
     def ended(self, timeout: float = 0.0) -> bool:
-        """Tell whether the process ends for certain within ``timeout`` seconds.
-
-        Then none of its threads runs any more.
-        """
+        """Return whether the process, with all its threads, ends within ``timeout`` seconds."""
         if self.pidfd is not None:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
@@ -97,14 +94,14 @@ class WorkerProcess:
                 return
             except ProcessLookupError:
                 return
-            except OSError:  # the system refused it
+            except OSError:  # the system does not allow this call
                 pass
         (self._process.kill if number == signal.SIGKILL else self._process.terminate)()
 
     def _end_lost(self) -> bool:
-        """Kill a process that still runs although Python says that it has ended: its exit code is lost.
+        """Kill a process that is running although Python reports that it has ended. Its exit code is lost.
 
-        Return True while it runs.
+        Returns True while the process is running.
         """
         if self._known is None:
             return False
@@ -116,21 +113,21 @@ class WorkerProcess:
             self._known.kill()
         except psutil.NoSuchProcess:
             return False
-        except OSError:  # no descriptor is free for the check
+        except OSError:  # no file descriptor is free for the check
             return True
         self._lost = True
         return True
 
     @property
     def exitcode(self) -> int:
-        """The exit code of the process, once it has ended."""
+        """Return the exit code of the process, once it has ended."""
         self._reap()
         return self._process.exitcode or 0
 
     def how_it_ended(self, lack_of_memory: bool) -> str:
-        """Say in words how the process ended.
+        """Describe how the process ended.
 
-        ``lack_of_memory``: the kernel has killed a process for lack of memory.
+        ``lack_of_memory`` is true if the kernel has killed a process because memory was short.
         """
         if self._lost:
             return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
@@ -144,10 +141,11 @@ class WorkerProcess:
         return exit_text(self.exitcode, lack_of_memory)
 
     def _reap(self) -> None:
-        """Wait for the exit code.
+        """Wait until the exit code is known.
 
-        Another thread may be collecting it, as ``multiprocessing`` does when a process is started or listed,
-        and stores it here in a moment. Code of the program may also have collected it.
+        Another thread may be reaping the process at this moment, as ``multiprocessing`` does when it starts
+        or lists processes. The exit code is then available shortly. The user's code may also have reaped the
+        process.
         """
         polls = 100
         while self._process.exitcode is None:
@@ -159,7 +157,7 @@ class WorkerProcess:
                     self._process._popen.returncode = UNKNOWN  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release a process that has ended: its zombie and its descriptor."""
+        """Release the resources of a process that has ended: its zombie and its descriptor."""
         self._reap()
         pidfd, self.pidfd = self.pidfd, None
         if pidfd is not None:
@@ -168,7 +166,7 @@ class WorkerProcess:
 
 
 def _has_ended(child: int) -> bool | None:
-    """Tell whether a child of this process has ended and can be collected. None: it has been collected."""
+    """Return whether a child of this process has ended and can be reaped; None if it was already reaped."""
     try:
         return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""Describe the end of a worker's process, as a value and in words."""
+"""Describe how a worker process ended, as a value and in words."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """The end of a process that did not report how its worker ended.
+    """End of a process that did not report how its worker ended.
 
     Attributes:
-        how: The end in words.
-        exitcode: Its exit code, negative for a signal, if known.
-        pid: The process; 0 if unknown.
-        lived: For how many seconds it ran.
-        over_item: How many workers have died over the item that it held: see :func:`deaths_over_item`.
-        host: The host on which it ran, empty for this machine.
-        counts: Whether it uses one of the restarts of its stage.
+        how: Description of how the process ended.
+        exitcode: Exit code, negative for a signal; None if unknown.
+        pid: Process id; 0 if unknown.
+        lived: How long the process ran, in seconds.
+        over_item: How many workers have died over the item that it held; see :func:`deaths_over_item`.
+        host: Host of the process; empty for this machine.
+        counts: Whether the death uses one of the restarts of its stage.
     """
 
     how: str
@@ -30,9 +30,9 @@ class ProcessExit:
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
-    """Say in words what an exit code means.
+    """Describe what an exit code means.
 
-    ``lack_of_memory``: the kernel has killed a process for lack of memory.
+    ``lack_of_memory`` is true if the kernel has killed a process because memory was short.
     """
     if code >= 0:
         return f"exited with code {code} without finishing"
@@ -40,13 +40,13 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
     if -code == signal.SIGKILL and lack_of_memory:
         return (
             f"was killed by {name}, likely for lack of memory, because the kernel killed a "
-            "process for that at this time"
+            "process for that reason at this time"
         )
     return f"was killed by {name}"
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal. Most real-time signals have only a number."""
+    """Return the name of a signal, or its number: most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

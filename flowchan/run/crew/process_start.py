@@ -1,7 +1,8 @@
-"""Start a worker's process faster, and release everything when the start fails.
+"""Start a worker process faster, and release all its resources if the start fails.
 
-If a start fails, ``multiprocessing`` leaves the pipes of the process open. If it can't send the process its
-task, it leaves the process unreaped. The frames of the launch hold both, and the exception has these frames.
+If a start fails, ``multiprocessing`` leaves the pipes to the process open. If the process was started but
+can't be sent its task, ``multiprocessing`` does not reap it either. This module finds the pipes and the
+process in the frames of the exception's traceback.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 PIPES = ("parent_r", "parent_w", "child_r", "child_w", "alive_r", "alive_w", "w")
-"""The names of the ends of the pipes in CPython's launches."""
+"""Variables that hold the ends of the pipes in CPython's functions that launch a process."""
 
 
 def start_process(process: BaseProcess) -> None:
-    """Start a process, or undo everything and raise."""
+    """Start a process. If that fails, release its resources and raise the error."""
     if process._start_method == "forkserver":  # type: ignore[attr-defined]
         _leave_the_parents_server()
         _share_imports()
@@ -31,11 +32,11 @@ def start_process(process: BaseProcess) -> None:
 
 
 def start_server() -> None:
-    """Start Python's forkserver if new processes come from it and it does not run yet.
+    """Start Python's forkserver, if new processes come from it and it is not running yet.
 
-    It keeps the standard streams that it starts with.
+    The forkserver keeps the standard streams that this process has now.
     """
-    # do not fix the default method: the program may still change it
+    # do not fix the default start method, because the program may still change it
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if method == "forkserver":
         from multiprocessing import forkserver
@@ -46,19 +47,19 @@ def start_server() -> None:
 
 
 def forkserver_pid() -> int | None:
-    """Return the process id of Python's forkserver, if one runs.
+    """Return the process id of Python's forkserver, if it is running.
 
-    Its module is slow to import, so it is not imported here.
+    The module of the forkserver is slow to import, so it is not imported here.
     """
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """Drop the parent's forkserver in a child that the program has forked.
+    """Drop the parent's forkserver in a child that the program has forked, so that the child starts its own.
 
-    The child then starts another one. Python would use the parent's and fail, because the child can't wait
-    for it. Several threads may call this at once, so it takes Python's own lock for the server.
+    Otherwise Python would use the parent's forkserver and fail, because the child can't wait for that
+    process. Several threads may call this function at once, so it holds Python's own lock for the forkserver.
     """
     from multiprocessing import forkserver
 
@@ -74,10 +75,10 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Let a forkserver that is not started yet import flowchan and its loaded dependencies.
+    """Make a forkserver that has not started yet import flowchan and the large libraries already loaded here.
 
-    These are numpy and torch, if the program has loaded them. Then the workers need not import them. A list
-    of modules set by the program stays.
+    These are numpy and torch. The workers then inherit the imported modules. If the program has set its own
+    list of modules, it is left unchanged.
     """
     from multiprocessing import forkserver
 
@@ -90,10 +91,10 @@ def _undo_launch(error: BaseException) -> None:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if module == "multiprocessing.forkserver" and function == "connect_to_new_process":
-            if "child_r" not in frame.f_locals:  # otherwise CPython has closed them
+            if "child_r" not in frame.f_locals:  # otherwise CPython has already closed the pipes
                 _close(frame.f_locals)
         elif module == "multiprocessing.forkserver" and function == "ensure_running":
-            if "fds_to_pass" not in frame.f_locals:  # see above
+            if "fds_to_pass" not in frame.f_locals:  # as above
                 _close(frame.f_locals)
         elif module.startswith("multiprocessing.popen_") and function == "_launch":
             _undo_popen(frame.f_locals)

@@ -1,4 +1,4 @@
-"""Recover the items of a dead worker, so that another worker takes them up (R4)."""
+"""Recover the items of a dead worker, so that other workers can process them (R4)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from flowchan.run.worker.opening import Ports
 
 
 def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True) -> None:
-    """Give back the items that a dead worker held, so that each of their outputs appears once.
+    """Give the items of a dead worker back to the channels, so that each of their outputs appears once.
 
     Args:
-        old: The ports of the dead worker.
-        new: The open ports of its replacement, which may have to work on the first item alone.
-        everything: The replacement gets all that the dead worker held.
-        blame: The first item may have killed the worker. False if the supervisor ended it.
+        old: Ports of the dead worker.
+        new: Open ports of its replacement, which may have to process the first item alone.
+        everything: Whether the replacement gets all items that the dead worker held.
+        blame: Whether the first item may have killed the worker; False if the supervisor terminated it.
     """
     replacements = [new.inputs[port] for port in old.inputs]
     _core._take_up(list(old.inputs.values()), list(old.writers()), replacements, everything, blame)
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers that died in the user's code over the item of a dead worker, including that worker.
+    """Count the workers that died in the user's code over the item of this dead worker, including this one.
 
-    Return 0 if it died outside the user's code.
+    Returns 0 if the worker died outside the user's code.
     """
     return _core._deaths_over(list(ports.inputs.values()))

@@ -1,4 +1,4 @@
-"""The crew of a run: it sends each call to the part that has the worker, or to all parts."""
+"""The crew of a run, which passes each call to the part with the worker, or to all parts."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from flowchan.run.policy.stats import HostStats
 
 
 class HostPlacement(Protocol):
-    """A placement with hosts, which makes the part that runs workers there."""
+    """Placement on hosts, which creates the part of the crew that runs workers there."""
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> CrewPart:
-        """Make the part of the crew for these workers."""
+        """Create the part of the crew for these workers."""
 
 
 class CrewRouter:
-    """See :class:`CrewPart`.
+    """All parts of the crew; see :class:`CrewPart` for the methods.
 
     Args:
         ports: Channels and ports of the run.
-        pooled: The processes of a pool, or None.
+        pooled: Processes of a pool, or None.
 
     Attributes:
-        local: The part of this machine.
-        remote: The parts of pools of hosts.
+        local: Part on this machine.
+        remote: Parts on pools of hosts.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:
@@ -41,7 +41,7 @@ class CrewRouter:
         self.remote: list[CrewPart] = []
         self._part_of: dict[WorkerId, CrewPart] = {}
         self._last_hosts: tuple[HostStats, ...] = ()  # set once the run has ended
-        self._answers: dict[int, Waits] = {}  # answers of parts that have answered
+        self._answers: dict[int, Waits] = {}  # answers received so far, by the number of the part
         for placement, workers in _shares(ports.plan):
             part = cast(HostPlacement, placement).open_part(ports, workers)
             self.remote.append(part)
@@ -55,7 +55,7 @@ class CrewRouter:
         return [self.local, *self.remote]
 
     def start(self, report: Report) -> None:
-        """See :class:`CrewPart`. Processes start first: forks must not copy threads."""
+        """See :class:`CrewPart`. Processes start first, because threads make a fork unsafe."""
         for part in self._parts:
             part.start(report)
         self.local.start_threads()
@@ -118,7 +118,7 @@ class CrewRouter:
         return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. Ask each remote part until it has answered, then join all answers."""
+        """See :class:`CrewPart`. Ask each remote part until it has answered, then combine all answers."""
         for number, part in enumerate(self.remote):
             if number not in self._answers and (answer := part.waits(alive)) is not None:
                 self._answers[number] = answer
@@ -152,7 +152,7 @@ class CrewRouter:
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """Group the workers that run on hosts by the pool of these hosts."""
+    """Group the workers on hosts by the pool to which their hosts belong."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

@@ -1,9 +1,9 @@
-"""The channels of one run and the ports of its workers, which the supervisor and all parts of the crew share.
+"""Channels of one run and the ports of its workers, shared by the supervisor and all parts of the crew.
 
-All channels are opened in this process before any worker starts. A worker on a host also has its ports here:
-the link to its agent uses them.
+All channels are opened in this process before any worker starts. The ports of workers on other hosts are also
+opened here, and the links to their agents use them.
 
-Invariants. Only the supervisor's thread opens, replaces and releases ports. Other threads read the table of
+Invariants. Only the supervisor's thread opens, replaces and releases ports. Other threads copy the table of
 ports in one step (``list(…)`` of a dict), because it may change at any time.
 """
 
@@ -28,47 +28,47 @@ from flowchan.run.worker.port_release import broken_by
 
 
 class RunChannels(Protocol):
-    """The channels of a run, in the supervisor's view."""
+    """Channels of a run, as the supervisor sees them."""
 
     def stop_sources(self) -> None:
         """Close the channels of all sources and inputs."""
 
     def drop_queued(self) -> None:
-        """Discard the items that wait now for a stage, in all channels of :meth:`Plan.queues`."""
+        """Discard the items that are now waiting in the channels of :meth:`Plan.queues`."""
 
     def close_unwanted(self) -> None:
         """Close the inputs of stages whose outputs have no readers.
 
-        Such a stage does not notice that while it waits for an item.
+        While a stage is waiting for an item, it does not notice that its readers have gone.
         """
 
     def break_all(self, cause: BaseException | None) -> None:
         """Abort every channel."""
 
     def broken(self, id: WorkerId | None) -> list[str]:
-        """List the broken channels: those of a worker's ports, or all."""
+        """Return the names of the broken channels of one worker, or of all if ``id`` is None."""
 
     def cause_of(self, channel: str) -> BaseException:
-        """Return the error with which a broken channel was aborted, or ``Broken`` itself without one."""
+        """Return the error with which a broken channel was aborted, or ``Broken`` if no error was given."""
 
     def activity(self) -> Activity:
-        """Return the cheapest observation of all channels."""
+        """Return a quick observation of all channels."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """Return the counts of all channels."""
+        """Return the counters of all channels."""
 
 
 class RunPorts:
-    """The channels, ports and workers of one run.
+    """Channels, ports and workers of one run.
 
     Args:
         plan: Plan of the run.
 
     Attributes:
-        plan: The plan of the run.
-        channels: Its channels by name.
-        inputs: The writing ends of its inputs by stage.
-        ports: The ports of its workers.
+        plan: Plan of the run.
+        channels: Channels by name.
+        inputs: Writing ends of the run's inputs, by stage.
+        ports: Ports by worker.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -81,10 +81,10 @@ class RunPorts:
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
         self._remote = sum(bool(worker.host) for worker in plan.workers)
-        self._scaled: set[str] = set()  # stages that have had more workers than declared
+        self._scaled: set[str] = set()  # stages that have had more workers than were declared
         self._leaving: set[WorkerId] = set()
         self._leased_at_break: dict[str, int] = {}
-        self._dropped: Counter[str] = Counter()  # items that drop_queued() has taken
+        self._dropped: Counter[str] = Counter()  # items that drop_queued() has discarded
         self._unread = {worker.id: True for worker in plan.workers if worker.gathers}
         self._between = [
             ([self.channels[name] for name in into], [self.channels[name] for name in out])
@@ -100,15 +100,15 @@ class RunPorts:
                 self.channels[edge.name].close()
 
     def drop_queued(self) -> None:
-        """See :class:`RunChannels`. Outputs that are put in the meantime stay, because they come last."""
+        """See :class:`RunChannels`. Items put in the meantime are kept: they are behind all others."""
         for name in self.plan.queues():
             channel = self.channels[name]
             for _ in range(channel.stats().inside):
                 try:
                     channel.get_nowait()
-                except ChannelError:  # workers have taken the rest
+                except ChannelError:  # workers have taken the other items
                     break
-                except Exception:  # an item that can't be unpickled is discarded too
+                except Exception:  # an item that can't be unpickled is also discarded
                     pass
                 self._dropped[name] += 1
 
@@ -126,9 +126,9 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers except the abandoned ones, and close the channels of the inputs.
+        """Release the ports of all workers that were not abandoned, and close the channels of the inputs.
 
-        The user still has the writing ends of the inputs, whose next put raises ``Closed``.
+        The user still has the writing ends of the inputs. Their next ``put`` raises ``Closed``.
         """
         for id in list(self.ports):
             if id not in abandoned:
@@ -150,8 +150,8 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`.
 
-        No channel shows whether workers on hosts wait, so all of them count as waiting until an observation
-        asks them.
+        No channel shows whether workers on hosts are waiting. They are all counted as waiting here; an
+        observation then asks the hosts.
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
@@ -164,26 +164,26 @@ class RunPorts:
     # --- workers ---
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """Return the plan of a worker."""
+        """Return the plan for a worker."""
         return self._workers[id]
 
     def gathering_port(self, id: WorkerId) -> In[Any]:
-        """Return the port from which a worker that gathers results takes its items."""
+        """Return the port from which a worker that collects results takes its items."""
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Note that a thread takes the items of a result. Any thread may call this."""
+        """Record that a thread is now taking the items of a result. Any thread may call this method."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
-        """Count a start of a worker. Return the worker's own description."""
+        """Count a start of this worker, and return the information that the worker gets about itself."""
         incarnation = self._starts[id]
         self._starts[id] += 1
         seed = seeds.seed_of(self.plan.seed, id.stage, id.number, incarnation)
         return seeds.Worker(id.stage, id.number, self._workers_of[id.stage], seed, incarnation)
 
     def release(self, id: WorkerId) -> None:
-        """Close the ports of a worker that has ended or is given up."""
+        """Close the ports of a worker that has ended or was abandoned."""
         ports = self.ports.get(id)
         for port in () if ports is None else ports.everything():
             port._may_close = None
@@ -192,16 +192,19 @@ class RunPorts:
             self.ports.pop(id, None)
 
     def recover(self, id: WorkerId, blame: bool, alone: bool = False) -> None:
-        """Replace the ports of a dead worker by new ones, which take up its items.
+        """Open new ports in place of a dead worker's, and give the worker's items back to the channels.
 
-        ``alone``: no other worker may get them.
+        If ``alone`` is true, only the replacement may get these items.
         """
         old, new = self.ports[id], self._open(id)
         take_up(old, new, alone or self._workers[id].stage.keeps_its_own, blame)
         self.ports[id] = new
 
     def add(self, id: WorkerId) -> PlannedWorker:
-        """Open the ports of an additional worker. The readers of its stage share turns from now on."""
+        """Open the ports of an additional worker.
+
+        From then on, the workers of its stage coordinate to put outputs in the order of the items.
+        """
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._scaled:
             self._scaled.add(id.stage)
@@ -214,17 +217,17 @@ class RunPorts:
         return worker
 
     def remove(self, id: WorkerId) -> None:
-        """Let the readers of a worker end after its present item."""
+        """Make the input ports of a worker end after its current item."""
         self._leaving.add(id)
         for reader in self.ports[id].inputs.values():
             reader._retire()
 
     def ended_workers(self) -> list[WorkerId]:
-        """List the workers that were removed and whose ports are released."""
+        """Return the workers that were removed and whose ports have been released."""
         return [id for id in self._leaving if id not in self.ports]
 
     def forget(self, id: WorkerId) -> None:
-        """Forget a worker that has left."""
+        """Forget a worker that was removed."""
         self._leaving.discard(id)
         self._workers.pop(id, None)
 

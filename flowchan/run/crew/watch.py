@@ -1,4 +1,4 @@
-"""Notice the end of a process at once, on a thread that sleeps in between."""
+"""Watch processes, on a thread that sleeps until one of them ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.policy.events import ProcessEnded, WorkerId
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two polls of processes that don't announce their end (if the system refuses pidfds)."""
+"""Seconds between two polls of processes without a pidfd."""
 
 
 class Watch:
-    """Report ``ProcessEnded`` once for each process that has ended for certain."""
+    """Reports ``ProcessEnded`` once for each process that has ended."""
 
     def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
-        self._announced: dict[int, WorkerId] = {}  # by pidfd
+        self._announced: dict[int, WorkerId] = {}  # processes with a pidfd, by pidfd
         self._silent: list[tuple[WorkerId, WorkerProcess]] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -42,16 +42,17 @@ class Watch:
                 self._epoll.register(process.pidfd, select.EPOLLIN)
 
     def run(self) -> None:
-        """Watch the processes until :meth:`stop`."""
+        """Report processes that end, until :meth:`stop` is called."""
         while not self._closed:
             found = self._epoll.poll(POLL_INTERVAL_S if self._silent else None)
             for id in self._ended([fd for fd, _ in found]):
                 self._tell(ProcessEnded(id))
 
     def _ended(self, readable: list[int]) -> list[WorkerId]:
-        """Remove and return the workers whose processes have ended.
+        """Return the workers whose processes have ended, and stop watching these processes.
 
-        A forked child may have inherited a pidfd, so closing it here would not remove it.
+        They must be unregistered explicitly: a forked child may have inherited a pidfd, so closing it would
+        not be enough.
         """
         ended = []
         with self._lock:
@@ -68,11 +69,11 @@ class Watch:
         return ended
 
     def stop(self) -> None:
-        """Let :meth:`run` return. Call it before a watched process is closed."""
+        """Make :meth:`run` return. Call this before closing a process that is being watched."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Release the descriptors, once :meth:`run` has returned."""
+        """Close the descriptors after :meth:`run` has returned."""
         self._epoll.close()
         os.close(self._wake)

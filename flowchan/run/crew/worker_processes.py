@@ -1,4 +1,4 @@
-"""Start, watch and end the worker processes of one machine. They report by one channel, the mail."""
+"""Start, watch and end the worker processes on one machine. They report through a channel, the mail."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from flowchan.run.worker.streams import Streams
 
 
 class WorkerProcesses:
-    """The worker processes of one run.
+    """Worker processes of one run.
 
-    ``graph`` is its name. ``on_ended`` receives each process that has ended for certain, on the thread that
-    runs :meth:`watch`.
+    ``graph`` is the name of its graph. ``on_ended`` is called for each process that has ended, on the thread
+    that runs :meth:`watch`.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class WorkerProcesses:
         self._gpus = Gpus()
         self.known: dict[WorkerId, WorkerProcess] = {}
         self._watch = Watch(on_ended)
-        # Kills for lack of memory, before the run and so far.
+        # Number of processes that the kernel killed for lack of memory: before the run, plus those already
+        # reported.
         self._oom_kills = memory.oom_kills()
 
     def start(
@@ -54,21 +55,21 @@ class WorkerProcesses:
         gpus: int,
         memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
-        """Start a worker's process.
+        """Start a worker process.
 
         Args:
-            info: The worker's own description.
-            stage: Its stage, pickled.
-            ports: Its ports.
-            suspicion: Deaths over its first item.
-            gpus: How many GPUs it has for itself.
-            memberships: Its memberships of the groups of its gang.
+            info: Information that the worker gets about itself.
+            stage: Pickled stage.
+            ports: Ports of the worker.
+            suspicion: Earlier deaths over its first item.
+            gpus: Number of GPUs reserved for the worker.
+            memberships: Memberships in the groups of its gang.
 
         Returns:
-            The id of the process.
+            The process id.
 
         Raises:
-            HostError: There are fewer GPUs left.
+            HostError: Not enough GPUs are free.
         """
         id = WorkerId(info.stage, info.number)
         devices = self._gpus.take(id, gpus)
@@ -79,47 +80,47 @@ class WorkerProcesses:
         return process.pid
 
     def _begin(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Start a process on its order."""
+        """Start a process with its order."""
         arguments = (id, stage, order, os.getpid(), devices, Streams())
         return WorkerProcess(ProcessName(f"{self._graph}/{id}"), process_main, arguments)
 
     def watch(self) -> None:
-        """Watch the processes until :meth:`stop_watching`."""
+        """Watch the processes until :meth:`stop_watching` is called."""
         self._watch.run()
 
     def exit_of(self, id: WorkerId, ports: Ports) -> ProcessExit:
-        """Describe how a worker's process has ended; ``ports`` are those of the worker."""
+        """Describe how a worker's process ended. ``ports`` are the ports of the worker."""
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
         lived = time.monotonic() - process.started_at
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
 
     def _kernel_killed(self) -> bool:
-        """Tell whether the kernel has killed another process for lack of memory since the last such call."""
+        """Return whether the kernel has killed another process for lack of memory since the last call."""
         more = memory.oom_kills() > self._oom_kills
         self._oom_kills += more
         return more
 
     def ended(self, id: WorkerId) -> bool:
-        """Tell whether the worker has a process here that has ended."""
+        """Return whether the worker has a process here and that process has ended."""
         return id in self.known and self.known[id].ended()
 
     def give_back_gpus(self, id: WorkerId) -> None:
-        """Free the GPUs of a worker that has ended, or runs on another host from now on."""
+        """Free the GPUs of a worker that has ended or will run on another host."""
         self._gpus.give_back(id)
 
     def forget(self, id: WorkerId) -> None:
-        """Release a process that has ended."""
+        """Release the resources of a process that has ended."""
         if (process := self.known.pop(id, None)) is not None:
             process.close()
 
     def terminate(self, id: WorkerId, force: bool) -> None:
         process = self.known.get(id)
-        if process is not None:  # the process may be dead and not yet replaced
+        if process is not None:  # the process may have ended and not been replaced yet
             process.kill() if force else process.terminate()
 
     def kill(self) -> None:
-        for process in list(self.known.values()):  # another thread may be starting one
+        for process in list(self.known.values()):  # another thread may be starting a process
             process.kill()
 
     def end(self) -> None:
@@ -130,7 +131,7 @@ class WorkerProcesses:
         self._watch.stop()
 
     def close(self) -> None:
-        """Release everything, once all processes have ended and :meth:`watch` has returned."""
+        """Release all resources, after all processes have ended and :meth:`watch` has returned."""
         self._watch.close()
         for process in list(self.known.values()):
             process.close()
@@ -142,7 +143,9 @@ def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):
             log.warning(
-                "worker %s has ended, but its process (pid %s) still runs and is killed now", id, process.pid
+                "worker %s has ended, but its process (pid %s) is still running and is killed now",
+                id,
+                process.pid,
             )
             process.kill()
             process.ended(decisions.GRACE)

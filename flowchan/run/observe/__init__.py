@@ -1,1 +1,1 @@
-"""Observe a run: clocks of its workers, windows of statistics, causes, reports and a feed."""
+"""Observe a run: worker clocks, statistics, causes of its speed, reports and a feed."""

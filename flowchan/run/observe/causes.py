@@ -1,16 +1,17 @@
-"""Decide what limits a run, as a pure function of the statistics of a window.
+"""Decide what limits a run, as a pure function of its statistics in a window of time.
 
-Algorithm. The utilisation of a stage is the share of time in which its *working* workers (begun and not
-ended) do not wait. They may wait for an item, for a place in a channel or for their turn. A stage with a
-utilisation of at least ``BUSY`` is a bottleneck. If there are several, the one with the smallest bound
-W / (s · v) counts. W is the number of working workers, and s is the busy seconds per item. The number v of
-items per item of the sources is the product of the outputs per input of all earlier stages. Rates would
-mislead while channels still fill. Stages before the bottleneck are busy too while their channels have places,
-so ties are common.
+Algorithm. The utilisation of a stage is the share of time in which its *working* workers are not waiting. (A
+working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
+earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If there are several, the one
+with the smallest bound W / (s · v) is chosen. Here W is the number of working workers, and s is the busy time
+per item in seconds. The stage takes v items per item from the sources; v is the product of the outputs per
+input of all earlier stages. Measured rates would mislead while channels are still filling. Ties are common,
+because stages before the bottleneck are also busy while their channels have free places.
 
-If threads of this process together use a whole core, they compete for one interpreter lock: their stages look
-busy but are not. If the kernel leaves workers without a core, more workers would not help. Both causes are
-tried first. If no stage is a bottleneck, all workers wait, and the causes for that are tried in turn.
+Threads of this process that together use a whole core compete for one global interpreter lock, so their
+stages look busy although they are not. If the kernel leaves workers without a core, more workers would not
+help. These two causes are checked first. If no stage is a bottleneck, all workers are waiting, and the other
+possible causes are checked in turn.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from flowchan.declare.placements import PLACEMENTS
 from flowchan.run.policy.stats import Cause, EdgeStats, RunStats, StageStats, WorkSeconds
 
 BUSY = 0.85
-"""Utilisation from which a stage is a bottleneck, and a core or lock is fully used."""
+"""Minimum utilisation of a bottleneck, and of a core or lock that counts as fully used."""
 SLOWEST = 0.25
-"""Utilisation from which a stage is named without another cause.
+"""Minimum utilisation of a stage that is named because no other cause was found.
 
-It is also the smallest busy share of the window for a stage to be named."""
+A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
 ONE_CORE = 1.15
-"""Maximum number of cores that threads with one shared lock use."""
+"""Maximum number of cores that threads use if they share one lock."""
 CROWDED = 4.0
-"""Maximum time that a thread waits for a core because of the lock, as a multiple of its CPU time."""
+"""Maximum time that a thread is assumed to hold the lock without a core, as a multiple of its CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One stage in the window, with the seconds of its workers."""
+    """Load of one stage in the window, with the time spent by its workers."""
 
     stage: StageStats
     worked: WorkSeconds
@@ -51,7 +52,7 @@ class _Load:
 
     @property
     def is_local(self) -> bool:
-        """Return whether its workers are threads of this process."""
+        """Return whether the stage's workers are threads of this process."""
         placement = PLACEMENTS.get(self.stage.on)
         return placement is not None and not placement.own_process and not self.stage.hosts
 
@@ -63,12 +64,12 @@ class _Load:
     def occupied(self) -> float:
         """Return the share of the window in which the stage was busy.
 
-        It is small for a source that ended soon after its start.
+        The share is small for a source that ended soon after the start of the window.
         """
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Return the highest possible rate of the sources, in items per second."""
+        """Return the highest rate that this stage allows the sources, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -76,10 +77,10 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window from which the causes are found."""
+    """Statistics of the window in which the cause is sought."""
 
     stats: RunStats
-    loads: dict[str, _Load]  # stages that worked in the window
+    loads: dict[str, _Load]  # stages whose workers worked in the window
     cores: int
     gil: bool
 
@@ -92,13 +93,13 @@ class _View:
 
 
 def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil: bool) -> Cause | None:
-    """Find what has limited a run in a window.
+    """Find what limited a run in a window.
 
     Args:
-        stats: The run at the end of the window, with the window's rates and shares.
-        worked: Seconds that the workers of each stage spent in the window, by stage.
+        stats: Statistics at the end of the window, with rates and shares for the window.
+        worked: Time that the workers of each stage spent in the window, by stage.
         cores: Number of cores that the run may use.
-        gil: Whether the threads of this process share one interpreter lock.
+        gil: Whether the threads of this process share one global interpreter lock.
 
     Returns:
         The cause, or None if it is unknown.
@@ -121,7 +122,7 @@ def _gil(view: _View) -> Cause | None:
         return None
     cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
-    # A thread with the lock may have waited for a core.
+    # A thread may have held the lock while it was waiting for a core.
     held = used + sum(
         min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )
@@ -148,7 +149,7 @@ def _cores(view: _View) -> Cause | None:
     work = sum(worked.work for worked in known)
     if used > SEEN and waited >= 0.5 * work > 0:
         share = _percent(waited / work)
-        return Cause("cores", None, f"workers that could run wait for a core {share} of their time")
+        return Cause("cores", None, f"workers are waiting for a core {share} of their time")
     return None
 
 
@@ -167,14 +168,14 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
         return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
-        why += f"; {missing} of {slow.stage.workers} have not begun"
+        why += f"; {missing} of {slow.stage.workers} have not started to work"
     return Cause("bottleneck", name, why)
 
 
 def _visits(stats: RunStats) -> dict[str, float]:
-    """Return the number of items that each stage takes per item of the sources.
+    """Return how many items each stage takes per item from the sources.
 
-    In a loop, the number of rounds is limited to the number of stages.
+    In a loop, the calculation stops after as many rounds as there are stages.
     """
     taken = {stage.name: stage.items_in for stage in stats.stages}
     first = taken.keys() - {edge.reader for edge in stats.edges}
@@ -193,7 +194,7 @@ def _visits(stats: RunStats) -> dict[str, float]:
 
 
 def _consumer(view: _View) -> Cause | None:
-    """Find a result that the program reads too slowly, so that its writers wait."""
+    """Find a result that the program reads too slowly, so that its writers are waiting."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
@@ -215,8 +216,8 @@ def _order(view: _View) -> Cause | None:
     return Cause(
         "order",
         worst.name,
-        f"workers of {worst.name!r} wait {_percent(worst.waiting_turn)} of the time until "
-        "earlier items are out; give it a larger buffer, or ordered=False",
+        f"outputs of {worst.name!r} wait for earlier items {_percent(worst.waiting_turn)} of the time; "
+        "give the stage a larger buffer, or ordered=False",
     )
 
 
@@ -224,11 +225,11 @@ def _memory(view: _View) -> Cause | None:
     short = next((edge for edge in view.stats.edges if edge.short_of_bytes), None)
     if short is None:
         return None
-    return Cause("memory", short.writer, f"channel {short.name!r} is short of memory, not of places")
+    return Cause("memory", short.writer, f"channel {short.name!r} has free places but no memory left")
 
 
 def _in_flight(view: _View) -> Cause | None:
-    """Find a loop whose stages wait for items although stages before it have some."""
+    """Find a loop whose stages are waiting for items although items are waiting to enter the loop."""
     loop = _loop(view.stats)
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
@@ -241,7 +242,7 @@ def _in_flight(view: _View) -> Cause | None:
 
 
 def _loop(stats: RunStats) -> list[str]:
-    """Return the stages to which their own items come back."""
+    """Return the stages that are part of a loop."""
     behind: dict[str, set[str]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -263,12 +264,12 @@ def _starting(view: _View) -> Cause | None:
     for stage in view.stats.stages:
         operator = OPERATORS[stage.kind]
         if stage.alive and not stage.working and not operator.outside and not operator.gathers:
-            return Cause("starting", stage.name, f"no worker of {stage.name!r} has begun yet")
+            return Cause("starting", stage.name, f"no worker of {stage.name!r} has started to work yet")
     return None
 
 
 def _input(view: _View) -> Cause | None:
-    """Find an input that the program fills too slowly for its readers."""
+    """Find an input into which the program puts items too slowly."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].outside:
             edges = [edge for edge in view.stats.edges if edge.writer == stage.name]
@@ -285,7 +286,7 @@ def _input(view: _View) -> Cause | None:
 def _slowest(view: _View) -> Cause | None:
     """Name the busiest stage if no other cause was found.
 
-    In a short run, start and end take a large part of the time.
+    In a short run, starting and ending take much of the time, so even the busiest stage is not a bottleneck.
     """
     return _stage(view, SLOWEST)
 

@@ -1,9 +1,9 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
-Both measurements start when the worker has built the user's callable (``Began``). The kernel is asked by
-clock number, which costs about a microsecond and is safe after a thread or process has ended.
-``clock_gettime`` fails then, and the last value stays. (``time.pthread_getcpuclockid`` is not safe for an
-ended thread.)
+Both measurements start when the worker has built the user's callable (``Began``). The CPU clocks are read
+with ``clock_gettime`` and a clock number computed here. A call takes about a microsecond. For a thread or
+process that has ended, the call fails and the last value is kept. ``time.pthread_getcpuclockid`` is not used
+because it is unsafe for a thread that has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.run.policy.stats import WorkerStats, WorkSeconds
 
 @dataclass(slots=True)
 class CpuClock:
-    """CPU time of a process, or of a thread of this process, since its first reading."""
+    """CPU time of a process, or of a thread in this process, since the clock was created."""
 
     pid: int = 0
     thread: int = 0
@@ -33,7 +33,8 @@ class CpuClock:
 
     def update(self) -> None:
         """Read the clock if the process or thread still exists."""
-        # The kernel's numbers for the clocks of others: CPUCLOCK_SCHED, plus 4 for a single thread.
+        # Clock numbers in the kernel for other processes and threads: CPUCLOCK_SCHED, plus 4 for a single
+        # thread.
         clock = (~self.thread << 3) | 6 if self.thread else (~self.pid << 3) | 2
         place = f"self/task/{self.thread}" if self.thread else str(self.pid)
         try:
@@ -55,9 +56,9 @@ class CpuClock:
 
 @dataclass(slots=True)
 class _Working:
-    """Clock of a worker that has begun.
+    """Clock of a worker that has started to work.
 
-    Without a ``clock``, its CPU time is unknown, or counted for another worker on the same thread
+    Without a ``clock``, the CPU time is unknown, or is counted for another worker on the same thread
     (``shares``).
     """
 
@@ -75,7 +76,7 @@ class _Working:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """Work of the workers of a stage: the ``total`` of all that ever began, and those that work ``now``."""
+    """Work of a stage: the ``total`` for all workers so far, and the statistics of those working ``now``."""
 
     total: WorkSeconds = field(default_factory=WorkSeconds)
     now: tuple[WorkerStats, ...] = ()
@@ -85,12 +86,12 @@ class Worked:
 class WorkerClocks:
     """Clocks of all workers of a run.
 
-    Workers begin on their own threads and end on the supervisor's thread.
+    Workers start their clocks on their own threads; the supervisor's thread stops them.
     """
 
-    _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0: on another host
+    _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _threads: set[int] = field(default_factory=set)  # that have a clock of their own; 0 for processes
+    _threads: set[int] = field(default_factory=set)  # threads that have a clock of their own; 0 for processes
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )
@@ -102,7 +103,7 @@ class WorkerClocks:
             self._pids[event.worker] = 0 if event.host else event.pid
 
     def begin(self, worker: WorkerId) -> None:
-        """Start the clock of a worker; without its own process, the worker's thread must call this."""
+        """Start the clock of a worker. For a worker without a process, the worker's thread must do this."""
         now = time.monotonic()
         with self._lock:
             self._end(worker, now)
@@ -116,7 +117,7 @@ class WorkerClocks:
                 self._threads.add(thread)
 
     def update(self, worker: WorkerId) -> None:
-        """Read the clock of a worker that is about to end, because the clock may vanish."""
+        """Read the clock of a worker that is about to end, because the clock may disappear."""
         with self._lock:
             working = self._working.get(worker)
             if working is not None and working.clock is not None:
@@ -136,7 +137,7 @@ class WorkerClocks:
             self._ended[worker.stage] = added(self._ended[worker.stage], working.seconds(now))
 
     def until(self, now: float) -> dict[str, Worked]:
-        """Return the work of each stage until ``now``."""
+        """Return the work of each stage up to ``now``."""
         with self._lock:
             totals = dict(self._ended)
             working: dict[str, list[WorkerStats]] = {}
@@ -151,7 +152,7 @@ class WorkerClocks:
 
 
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
-    """Return the sum of two measurements; a value unknown in one is unknown in the sum."""
+    """Return the sum of two measurements. A value that is unknown in one of them is unknown in the sum."""
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready
     return WorkSeconds(one.working + other.working, cpu=cpu, ready=ready)

@@ -1,12 +1,12 @@
 """Feed of a run, which passes events and statistics to subscribers.
 
-Views therefore need no access to the supervisor.
+Views use it and therefore need no access to the supervisor.
 
-Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends with the last one
-or with the run. So without subscribers, each event costs one test of a flag. The thread computes statistics
-only when they are due, and all subscribers that are due get the same value. Events are collected in between.
-So a slow subscriber delays other subscribers but never a worker. At the end, each subscriber gets the
-remaining events and the final statistics.
+Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
+leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
+computes statistics only when a subscriber is due to receive them, and all subscribers that are due receive
+the same value. Between deliveries, events are queued. A slow subscriber can therefore delay other subscribers
+but never a worker. When the run ends, each subscriber receives the remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ log = logging.getLogger("flowchan.run")
 EVENTS_EVERY_S = 0.1
 """Seconds between two deliveries of events."""
 MOST_EVENTS = 10_000
-"""Maximum number of events kept for a slow subscriber; beyond it, the oldest are dropped."""
+"""Maximum number of events queued for a slow subscriber; when there are more, the oldest are dropped."""
 
 
 class Subscription:
-    """Subscription to a run's feed, open until it is closed.
+    """Subscription to a run's feed, active until it is closed.
 
     Use it as a context manager.
     """
@@ -51,7 +51,7 @@ class Subscription:
         self._feed, self._stats, self._events = feed, stats, events
         self._every = every
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
-        self._context = contextvars.copy_context()  # identifies the current cell in a notebook
+        self._context = contextvars.copy_context()  # in a notebook, the context identifies the current cell
         self.due = 0.0 if stats is not None else float("inf")
 
     def keep(self, event: Any) -> None:
@@ -63,7 +63,7 @@ class Subscription:
         return self._events is not None
 
     def serve(self, now: float, stats: Callable[[], RunStats], last: bool = False) -> None:
-        """Deliver the collected events, and the statistics if they are due."""
+        """Deliver the queued events, and the statistics if they are due."""
         while self._kept:
             self._call(self._events, self._kept.popleft())
         if self._stats is not None and (last or now >= self.due):
@@ -71,7 +71,7 @@ class Subscription:
             self._call(self._stats, stats())
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
-        """Call the subscriber; if it raises, end its subscription without affecting the run."""
+        """Call the subscriber. If it raises, end its subscription without affecting the run."""
         if subscriber is None:
             return
         try:
@@ -84,7 +84,8 @@ class Subscription:
     def close(self) -> None:
         """End the subscription.
 
-        After the end of the run, this returns once the subscriber has the final statistics.
+        After the run has ended, this method returns only when the subscriber has received the final
+        statistics.
         """
         self._feed._leave(self)
 
@@ -101,8 +102,8 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics. So the run is freed without a
-    garbage collector.
+    ``stats`` is a weak reference to the function that computes statistics, so that the run can be freed
+    without a garbage collection.
     """
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]]) -> None:
@@ -120,17 +121,17 @@ class Feed:
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
     ) -> Subscription:
-        """Call a subscriber with statistics and events on the feed's own thread.
+        """Call a subscriber with statistics and events, on the feed's own thread.
 
         Args:
-            stats: Gets the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then at each
-                interval, and once after the run has ended.
-            events: Gets the events of workers and the supervisor's decisions in order, not later than the
-                statistics that include them (``flowchan.run.policy.events``).
-            every: Interval between two statistics, in seconds (default: 1).
+            stats: Receives the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then
+                after each interval, and once after the run has ended.
+            events: Receives the events from workers and the supervisor's decisions in order. Events precede
+                the statistics that include them (see ``flowchan.run.policy.events``).
+            every: Seconds between two deliveries of statistics (default: 1).
 
         Returns:
-            The subscription; close it to end the calls.
+            The subscription. Close it to stop the calls.
         """
         new = Subscription(self, stats, events, every)
         with self._changed:
@@ -153,21 +154,21 @@ class Feed:
         return stats()
 
     def listen(self, listener: Callable[[Any], object]) -> None:
-        """Call a listener with each event at once, on the thread that tells it, with decisions as a whole.
+        """Call a listener with each event and each whole decision, on the thread that reports it.
 
-        It must not raise.
+        The listener must not raise.
         """
         self._listeners += (listener,)
 
     def tell(self, event: Any) -> None:
-        """Pass an event on to listeners now and to subscribers soon."""
+        """Pass an event to listeners at once, and to subscribers with the next delivery."""
         for listener in self._listeners:
             listener(event)
         for subscription in self._subscriptions:
             subscription.keep(event)
 
     def tell_decision(self, decided: Decided) -> None:
-        """Pass a decision on to listeners, and its event to subscribers unless only time has passed."""
+        """Pass a decision to listeners, and its event to subscribers unless only time has passed."""
         for listener in self._listeners:
             listener(decided)
         if not isinstance(decided.event, Tick):
@@ -175,7 +176,7 @@ class Feed:
                 subscription.keep(decided.event)
 
     def end(self) -> None:
-        """End the feed; return when all subscribers have the final statistics."""
+        """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
             thread = self._thread
@@ -213,7 +214,7 @@ class Feed:
             self._subscriptions = ()
 
     def _next(self, served: tuple[Subscription, ...]) -> float:
-        """Return the time at which something is due again."""
+        """Return the time of the next delivery."""
         listen = any(one.listens for one in served)
         soon = time.monotonic() + (EVENTS_EVERY_S if listen else 60.0)
         return min([soon, *(one.due for one in served)])

@@ -1,6 +1,6 @@
 """Compute the statistics of a run from the counters of its channels (R8).
 
-The channels count natively, so statistics cost the workers nothing.
+The channels keep their counters in native code, so statistics do not slow down the workers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from flowchan.run.worker.opening import Channels, Ports
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Counters of one edge's channel.
+    """Counters of the channel of one edge.
 
-    They include the seconds that each worker has waited at its port: to read; and to write, in total and for
-    its turn. ``leased_at_break`` is the number of items that its readers held when the run broke off.
-    ``stats`` do not count items that were dropped from the channel as taken.
+    ``read_waits`` and ``write_waits`` map worker numbers to the seconds spent waiting at their ports: to
+    read; and to write, in total and for earlier items. ``leased_at_break`` is the number of items that
+    readers held when the channel was broken. ``stats`` does not count dropped items as taken.
     """
 
     edge: Edge
@@ -47,18 +47,18 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """State of a run besides the counters of its channels.
+    """State of a run apart from the counters of its channels.
 
     Attributes:
         state: State of the policy.
         elapsed: Seconds since the start of the run.
-        retried: Retried items by stage.
-        unwanted: Items without a receiver, by stage.
+        retried: Number of retries by stage.
+        unwanted: Number of items without a receiver, by stage.
         worked: Work of the workers by stage.
         pids: Process ids by worker.
-        last_error: As in :class:`RunStats`.
-        refused: Failed items of ``ask`` by stage.
-        warnings: As in :class:`RunStats`.
+        last_error: See :class:`RunStats`.
+        refused: Number of failed items from ``ask``, by stage.
+        warnings: See :class:`RunStats`.
     """
 
     state: PolicyState
@@ -79,14 +79,14 @@ def measure(
     leased_at_break: Mapping[str, int],
     dropped: Mapping[str, int],
 ) -> tuple[Snapshot, ...]:
-    """Return the current counters of all channels and the waits at all ``ports``.
+    """Return the current counters of all channels and the wait times at all ``ports``.
 
-    ``leased_at_break`` is the number of items that workers held when the run broke off, by channel.
-    ``dropped`` is the number of items that no worker took out.
+    ``leased_at_break`` is the number of items that workers held when the channels were broken, by channel.
+    ``dropped`` is the number of items removed from a channel without being given to a worker.
     """
     read: dict[str, dict[int, float]] = {}
     written: dict[str, dict[int, tuple[float, float]]] = {}
-    for id, own_ports in list(ports.items()):  # workers come and go concurrently
+    for id, own_ports in list(ports.items()):  # other threads add and remove workers
         for reader in own_ports.inputs.values():
             read.setdefault(reader.channel._name, {})[id.number] = reader._waited()[0]
         for writer in own_ports.writers():
@@ -104,14 +104,14 @@ def measure(
 
 
 def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
-    """Return the statistics without items that were dropped, so that they count as left."""
+    """Return the statistics without dropped items, so that these count as left in the channel."""
     return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """Return the counters of a run without rates and shares; :func:`between` adds those."""
+    """Return the counters of a run without rates and shares, which :func:`between` adds."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -137,7 +137,7 @@ def summarise(
             worked=account.worked.get(stage.name, Worked()),
             pids=tuple(pids.get(stage.name, ())),
             size=state.sizes.get(stage.name),
-            broken_off=state_of(state) in ("failed", "aborted"),
+            cut_short=state_of(state) in ("failed", "aborted"),
         )
         stages.append(_stage(about))
     edges = tuple(_edge(snapshot, plan.share) for snapshot in snapshots)
@@ -172,8 +172,8 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 class _StageInput:
     """State of one stage.
 
-    ``broken`` items failed and ended the run, or came from ``ask``. ``worked`` comes from the clocks of the
-    workers.
+    ``broken`` is the number of failed items that ended the run or came from ``ask``. ``worked`` comes from
+    the clocks of the workers.
     """
 
     stage: Stage
@@ -187,7 +187,7 @@ class _StageInput:
     worked: Worked
     pids: tuple[int, ...]
     size: Size | None = None
-    broken_off: bool = False
+    cut_short: bool = False
 
 
 def _stage(about: _StageInput) -> StageStats:
@@ -197,17 +197,17 @@ def _stage(about: _StageInput) -> StageStats:
     in_hand = sum(s.stats.leased for s in reads)
     failed = about.broken + sum(s.stats.items_in for s in writes if s.edge.errors)
     outs = [s for s in writes if not s.edge.errors]
-    # A tee puts each item into every branch. A stage without readers has finished each item it took.
+    # A tee puts each item into every output. A stage without readers has finished each item that it took.
     given = [s.stats.items_in for s in outs]
     unwanted = about.unwanted
     cut_off = sum(s.leased_at_break for s in reads) - about.broken - in_hand
-    discarded = max(0, cut_off) if about.broken_off else 0
+    discarded = max(0, cut_off) if about.cut_short else 0
     finished = max(0, items_in - in_hand - failed - unwanted - discarded)
     items_out = (max if stage.operator.repeats else sum)(given) if given else finished
     if stage.placement.hosts and stage.operator.owes and _lacks_readers(about, outs):
-        # No worker counts the items that were on the way to or from a host then.
+        # No worker counts the items that were in transit to or from a host when the stage ended.
         unwanted = max(unwanted, items_in - items_out - failed - in_hand)
-    if about.broken_off and stage.operator.owes:
+    if about.cut_short and stage.operator.owes:
         discarded = max(0, items_in - items_out - failed - in_hand - unwanted)
     members = 0
     if "members" in stage.options:  # a batch that failed as a whole has no output
@@ -225,7 +225,7 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _seconds(about: _StageInput) -> WorkSeconds:
-    """Return the seconds of all workers that the stage has had, with the waits at its channels."""
+    """Return the time spent by all workers that the stage has had, including waiting at its channels."""
     return _with_waits(
         about.worked.total,
         sum(snapshot.stats.read_wait for snapshot in about.reads),
@@ -235,7 +235,7 @@ def _seconds(about: _StageInput) -> WorkSeconds:
 
 
 def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
-    """Return the seconds of one worker, with the waits at its ports."""
+    """Return the time spent by one worker, including waiting at its ports."""
     reads = sum(snapshot.read_waits.get(worker.number, 0.0) for snapshot in about.reads)
     writes = [snapshot.write_waits.get(worker.number, (0.0, 0.0)) for snapshot in about.writes]
     seconds = _with_waits(
@@ -245,10 +245,11 @@ def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
 
 
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
-    """Add waits to the seconds of work, within their bounds.
+    """Add wait times to the time of a worker or stage, within its bounds.
 
-    A worker that waits at several channels counts each wait, so their sum is limited to the seconds worked. A
-    worker's end may be known before the end of its wait, so waits are at least zero.
+    A worker that waits at several channels at once counts this time for each channel, so the sum is limited
+    to the time worked. A worker's end may be recorded before the end of its wait, so a negative wait is set
+    to zero.
     """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)
@@ -263,7 +264,7 @@ def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
 
 
 def state_of(state: PolicyState) -> RunState:
-    """Return the public word for the supervisor's state."""
+    """Return the public name for the supervisor's state."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

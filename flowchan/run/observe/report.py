@@ -1,6 +1,7 @@
 """Render the report of a run as text (R8).
 
-It has the bottleneck, warnings, tables of stages and channels, and the account of each stage.
+The report contains the bottleneck, warnings, tables of stages and channels, and a count of each stage's
+items.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState,
 
 
 def render(stats: RunStats, width: int = 10**6) -> str:
-    """Render the report of a run that has ended or still runs.
+    """Render the report of a run that has ended or is still running.
 
-    A narrow ``width`` first drops columns whose content is also in other columns or the account, then cuts
-    names.
+    If ``width`` is too small, columns with redundant contents are omitted first. Then names are shortened.
     """
     first = f"graph {stats.graph!r}: {stats.state} {_after(stats)} {stats.elapsed:.2f} s, seed {stats.seed}"
     if stats.memory:
@@ -34,7 +34,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Name what limits the run and why: a stage or another cause."""
+    """Describe what limits the run and why: a stage or another cause."""
     cause = stats.cause
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -55,7 +55,7 @@ _CAUSES: dict[CauseKind, str] = {
     "gil": "the interpreter lock",
     "cores": "the cores",
     "memory": "the memory",
-    "in_flight": "the items under way",
+    "in_flight": "the items in flight",
     "starting": "the start",
 }
 
@@ -80,16 +80,16 @@ def _after(stats: RunStats) -> str:
 
 
 def account_text(stage: StageStats, state: RunState) -> str:
-    """Describe the fate of the items that a stage took, and the number of failed batch members."""
+    """Describe what became of the items that a stage took, and count the failed batch members."""
     members = f", {count(stage.members_failed)} members failed" if stage.members_failed else ""
     return _account(stage, state) + members
 
 
 def _account(stage: StageStats, state: RunState) -> str:
-    """Describe the fate of the items that a stage took.
+    """Describe what became of the items that a stage took.
 
-    An operator may owe one output per item. If its outputs and failures do not add up then, the text names
-    the difference: still moving, or missing.
+    If the operator has one output per item, the outputs and failures must add up to the inputs. If they do
+    not, the text gives the difference: items that are still moving, or missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),
@@ -193,7 +193,7 @@ def _host_table(hosts: Sequence[HostStats], width: int) -> str:
 
 
 GAP, LEAST = 2, 8
-"""Characters between two columns, and minimum length of a shortened text."""
+"""Number of spaces between two columns, and minimum length of a shortened text."""
 
 
 def table(
@@ -203,10 +203,11 @@ def table(
     width: int = 10**6,
     spare: Sequence[str] = (),
 ) -> str:
-    """Format aligned columns, or return an empty string without rows.
+    """Format aligned columns, or return an empty string if ``rows`` is empty.
 
-    Columns numbered in ``left`` are left-aligned, the others right-aligned. A table wider than ``width``
-    loses as many ``spare`` columns as necessary. Then the ends of long left-aligned texts are cut.
+    Columns whose numbers are in ``left`` are left-aligned, the others right-aligned. If the table is wider
+    than ``width``, as many ``spare`` columns as necessary are omitted. After that, long left-aligned texts
+    are shortened.
     """
     if not rows:
         return ""
@@ -227,7 +228,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""Columns by title: whether the cells are left-aligned, and the cells, beginning with the title."""
+"""Maps the title of a column to whether it is left-aligned, and to its cells with the title first."""
 
 
 def _longest(cells: list[str]) -> int:
@@ -239,7 +240,7 @@ def _wide(columns: Columns) -> int:
 
 
 def _cut(columns: Columns, width: int) -> None:
-    """Shorten the longest left-aligned texts, down to LEAST characters."""
+    """Shorten the longest left-aligned texts, but to no fewer than LEAST characters."""
     names = [cells for is_left, cells in columns.values() if is_left]
     while _wide(columns) > width and (most := max(map(_longest, names)) - 1) >= LEAST:
         widest = max(names, key=_longest)

@@ -1,4 +1,4 @@
-"""Facts of a run that its channels do not count. The events of the run update them."""
+"""Facts about a run that its channels do not count. The events of the run update them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from flowchan.run.policy.transitions import PolicyState
 
 
 class Tally:
-    """The counts of one run.
+    """Counts for one run.
 
-    Workers on threads report on their own threads, and all others on the thread of their part. The
-    supervisor calls the rest. :meth:`account` copies each table in one step.
+    Worker threads report on their own threads; other workers are reported on the thread of their part of the
+    crew. The supervisor calls the other methods. :meth:`account` copies each table in one step.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,14 @@ class Tally:
         self._unwanted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
-        self._pids: dict[WorkerId, int] = {}  # of worker processes that have not ended
+        self._pids: dict[WorkerId, int] = {}  # only processes that have not ended
         self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:
-        """Note an event where it is reported: the clock of a worker's thread is there only then."""
+        """Record an event, on the thread that reports it.
+
+        The clock of a worker thread must be started on that thread.
+        """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
         elif isinstance(event, Started):
@@ -48,7 +51,7 @@ class Tally:
             self._clocks.update(event.worker)
 
     def record(self, event: Retried | Answered | ErrorSent) -> None:
-        """Note what has become of an item."""
+        """Record the retry, answer or failure of an item."""
         if isinstance(event, Retried):
             self._retried[event.worker.stage] += 1
         elif isinstance(event, Answered):
@@ -57,25 +60,25 @@ class Tally:
             self.last_error = event.text
 
     def ended(self, worker: WorkerId) -> None:
-        """Note that a worker works no longer."""
+        """Record that a worker has ended."""
         self._clocks.end(worker)
         self._pids.pop(worker, None)
 
     def ended_early(self, ended: Ended) -> None:
-        """Note the items of a worker that had no reader."""
+        """Count the items for which a worker found no reader."""
         self._unwanted[ended.worker.stage] += ended.unwanted
 
     def died(self, death: Death) -> None:
-        """Note how a worker died."""
+        """Record how a worker died."""
         if death.summary:
             self.last_error = f"worker {death.worker} {death.summary}"
 
     def warn(self, stage: str, topic: str, text: str) -> None:
-        """Keep the last warning about a topic of a stage for the report."""
+        """Keep the last warning about a stage and a topic for the report."""
         self._warnings[stage, topic] = text
 
     def account(self, state: PolicyState, elapsed: float, now: float) -> Account:
-        """Give the counts at this moment."""
+        """Return the current counts."""
         return Account(
             state,
             max(elapsed, 1e-9),

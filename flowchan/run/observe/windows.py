@@ -1,9 +1,9 @@
-"""Compute rates and shares of a window of time, and keep past statistics for that.
+"""Compute rates and shares for a window of time, from snapshots of past statistics.
 
-Algorithm. Counters in :class:`RunStats` only grow, so the difference of two gives the events of the window.
-The supervisor's thread, which is awake then anyway, takes statistics every half second. It does so less often
-if that would cost more than a thousandth of a core. Old statistics are thinned out, so that any window has
-some near its beginning.
+Algorithm. Counters in :class:`RunStats` only grow, so the difference between two snapshots covers the window
+between them. Every half second, the supervisor's thread takes a snapshot when it is awake for other reasons.
+It takes fewer if they would use more than a thousandth of a core. Old snapshots are thinned out in such a way
+that every window still has one near its beginning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from flowchan.run.observe.causes import cause_of
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSeconds
 
 EVERY_S = 0.5
-"""Seconds between two statistics of a run."""
+"""Minimum number of seconds between two snapshots of a run."""
 COST = 1000
-"""Minimum ratio of the time between two statistics to the time that one takes."""
+"""Minimum ratio of the time between two snapshots to the time needed to take one."""
 FINENESS = 8
-"""Statistics are dropped if their neighbours are no farther apart than their age divided by this."""
+"""A snapshot is dropped if its neighbours are no farther apart than their age divided by this number."""
 
 
 def local_cores() -> int:
@@ -33,12 +33,12 @@ def local_cores() -> int:
 
 
 def has_gil() -> bool:
-    """Return whether the threads of this process share one interpreter lock."""
+    """Return whether the threads of this process share one global interpreter lock."""
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
 def between(earlier: RunStats | None, later: RunStats) -> RunStats:
-    """Return ``later`` with rates, shares and cause since ``earlier``, or since the start of the run."""
+    """Return ``later`` with the rates, shares and cause since ``earlier``, or since the start of the run."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
     edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
@@ -77,14 +77,14 @@ def _edge(before: EdgeStats | None, now: EdgeStats, window: float) -> EdgeStats:
 
 
 class History:
-    """Past statistics of a run."""
+    """Past statistics of a run, for windows."""
 
     def __init__(self) -> None:
         self._samples: list[RunStats] = []
         self._next_at = time.monotonic() + EVERY_S
 
     def sample(self, take: Callable[[], RunStats]) -> None:
-        """Keep what ``take`` returns, if statistics are due."""
+        """Keep the statistics that ``take`` returns, if a new snapshot is due."""
         began = time.monotonic()
         if began < self._next_at:
             return
@@ -94,14 +94,14 @@ class History:
             if samples[-1].elapsed - older.elapsed > (newest.elapsed - older.elapsed) / FINENESS:
                 samples.append(sample)
         samples += old[-1:]
-        self._samples = samples[::-1]  # replaced as a whole, because other threads read it
+        self._samples = samples[::-1]  # replaced as a whole, because other threads read the list
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
     def before(self, now: RunStats, window: float) -> RunStats | None:
-        """Return the last statistics at least ``window`` seconds before ``now``.
+        """Return the latest statistics that are at least ``window`` seconds older than ``now``.
 
-        Return ``None`` if the run is younger than that.
+        Returns ``None`` if the run has not lasted that long.
         """
         old = [sample for sample in self._samples if now.elapsed - sample.elapsed >= window]
         return old[-1] if old else None

@@ -1,1 +1,1 @@
-"""Plans, events, decisions, causes and statistics as values and pure functions, without I/O."""
+"""Plans, events, decisions, causes and statistics, as plain values and pure functions without I/O."""

@@ -1,4 +1,4 @@
-"""The actions of the supervisor, as values. Decisions return them."""
+"""Actions of the supervisor, as values that the decision functions return."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StopSources:
 
 @dataclass(frozen=True, slots=True)
 class DropQueued:
-    """Discard the items that wait in channels for a stage (:meth:`Plan.queues`)."""
+    """Discard the items that are waiting in channels for a stage (:meth:`Plan.queues`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """Close the ports of a worker, however it ended."""
+    """Close the ports of a worker that has ended in any way."""
 
     worker: WorkerId
 
@@ -40,7 +40,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Give back the items that a dead worker held, and start its replacement after ``pause`` seconds."""
+    """Give a dead worker's items back to the channels, and start a replacement after ``pause`` seconds."""
 
     worker: WorkerId
     pause: float
@@ -48,7 +48,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker that died, if one did."""
+    """Replace all workers of a gang. ``died`` is the worker whose death caused this, if there was one."""
 
     workers: tuple[WorkerId, ...]
     pause: float
@@ -57,14 +57,14 @@ class RestartGang:
 
 @dataclass(frozen=True, slots=True)
 class EndGroup:
-    """End the present group of an elastic gang."""
+    """End the current group of an elastic gang."""
 
     stage: str
 
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """Make a group of these workers of an elastic gang, which wait for one. New workers come last."""
+    """Form a group of these workers of an elastic gang. New workers come last."""
 
     workers: tuple[WorkerId, ...]
 

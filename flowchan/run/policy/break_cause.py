@@ -1,10 +1,14 @@
 """Find the worker that broke a channel of the run, if the supervisor did not break it (R3).
 
-A worker that aborts one of its channels reports that first. But threads report at once and processes by mail,
-so the end of a worker that met the break may arrive before that report. A break by the program, or in a
-thread of the user, is not reported at all. So a break counts once all reports have arrived. The first
-reporter is to blame, because all others met its consequences. A worker that meets a break breaks its other
-channels. Without a report the break began in a channel that no worker broke in this way.
+A worker that is about to abort one of its channels reports this first. However, threads report directly and
+processes report through a channel. If another worker finds the channel broken and ends, the supervisor may
+learn of that end before the first worker's report arrives. The program and threads started by the user may
+also break a channel, without any report.
+
+A break is therefore decided only after all reports have arrived. The worker that reported first is to blame,
+because the other workers only saw the consequences. A worker that finds one of its channels broken also
+breaks its other channels. If no worker has reported an abort, the break began in a channel that was not
+broken in this way.
 """
 
 from __future__ import annotations
@@ -18,14 +22,17 @@ from flowchan.run.policy.events import Aborted, Ended, Failure, Met, WorkerId
 from flowchan.run.policy.plan import Plan
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two checks of all channels for breaks that end no worker."""
+"""Seconds between two checks for broken channels that no worker has met yet."""
 
 REPORT_TIMEOUT_S = 1.0
-"""Seconds after which a break counts although unread reports of workers remain."""
+"""Seconds after which a break is decided although some reports from workers have not been read."""
 
 
 class Breaks:
-    """The broken channels that workers report or that the supervisor finds, until it breaks all of them."""
+    """The broken channels of a run, as reported by workers or found by the supervisor.
+
+    Nothing is recorded after the supervisor itself has broken all channels.
+    """
 
     def __init__(
         self,
@@ -34,7 +41,8 @@ class Breaks:
         cause_of: Callable[[str], BaseException],
     ) -> None:
         self._plan = plan
-        self._broken = broken  # returns the names of broken channels: those of one worker, or all
+        # returns the names of the broken channels of one worker, or of all workers for None
+        self._broken = broken
         self._cause_of = cause_of
         self._aborts: list[Aborted] = []
         self._found: list[str] = []
@@ -45,7 +53,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_reported: Callable[[], bool]) -> bool:
-        """Tell whether a break must be decided now: all reports have arrived, or their time is over."""
+        """Return whether a break must be decided now: all reports have arrived, or the time limit is over."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -53,53 +61,53 @@ class Breaks:
         return self._over or all_reported() or time.monotonic() - self._since > REPORT_TIMEOUT_S
 
     def record(self, aborted: Aborted) -> None:
-        """Note that a worker is about to break one of its channels.
+        """Record that a worker is about to break one of its channels.
 
-        After the supervisor's own break that means nothing.
+        Reports that arrive after the supervisor has broken all channels are ignored.
         """
         if not self._over:
             self._aborts.append(aborted)
 
     def record_met(self, met: Met) -> None:
-        """Note that a worker has met a break, and breaks its other channels."""
+        """Record that a worker has found one of its channels broken and is breaking the others."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
 
     @property
     def pending(self) -> bool:
-        """Whether a break or the end of a worker is undecided."""
+        """Return whether a broken channel or the end of a worker is still undecided."""
         return bool(self._aborts or self._found or self._ends)
 
     def has_reported(self, worker: WorkerId) -> bool:
-        """Tell whether a worker has reported that it breaks a channel."""
+        """Return whether a worker has reported that it breaks a channel."""
         return any(aborted.worker == worker for aborted in self._aborts)
 
     def keeps(self, ended: Ended) -> bool:
-        """Keep the end of a worker if one of its channels is broken. It counts once the cause is known."""
+        """Hold back a worker's ``Ended`` event if one of its channels is broken, until the cause is known."""
         broken = [] if self._over else self._broken(ended.worker)
         self._found += broken
         self._ends += [ended] if broken else []
         return bool(broken)
 
     def ended(self) -> set[WorkerId]:
-        """List the workers whose ends are kept."""
+        """Return the workers whose ``Ended`` events are held back."""
         return {ended.worker for ended in self._ends}
 
     def check(self) -> None:
-        """Check all channels from time to time, because the worker that broke one may run on for long."""
+        """Check all channels at intervals, because the worker that broke a channel may continue to run."""
         now = time.monotonic()
         if now >= self._next_check and not self._over:
             self._next_check = now + POLL_INTERVAL_S
             self._found += self._broken(None)
 
     def end(self) -> None:
-        """Note that the supervisor breaks every channel now."""
+        """Record that the supervisor is now breaking every channel."""
         self._over = True
         self._found.clear()
 
     def failure(self) -> Failure | None:
-        """Return the failure that came first, or None if the supervisor was earlier."""
+        """Return the failure that came first, or None if the supervisor itself broke the channels."""
         first, found = min(self._aborts, key=lambda one: one.at, default=None), self._found
         self._aborts, self._found = [], []
         if first is not None:
@@ -112,6 +120,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """Return and remove the ends that were kept."""
+        """Return and forget the ``Ended`` events that were held back."""
         kept, self._ends = self._ends, []
         return kept

@@ -1,4 +1,4 @@
-"""Judge from two observations whether a run can ever move again."""
+"""Detect deadlocks of a run by comparing two observations of it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
-"""Seconds without any movement after which a run counts as stuck."""
+"""Seconds without movement after which a run counts as stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
     "its branches independently"
 )
-NO_STAGE_PUTS = "no stage puts an item; let one stage of the loop put before it gets, or return"
+NO_STAGE_PUTS = "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
 MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
-    "writer has places but no memory"
+    "writer has free places but no memory left"
 )
-"""The remedies: when a worker waits to put, when all wait to get, and when bytes are short."""
+"""Remedies if a worker is waiting to put, if all are waiting to get, and if memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """The result of one cheap observation of all channels.
+    """Result of one cheap observation of all channels.
 
     Attributes:
-        moved: The items put and taken so far.
-        reading, writing: How many workers wait now.
-        opened: Whether the program may still fill an input.
-        unread: Results that the program has not begun to take.
+        moved: Number of items put and taken so far.
+        reading, writing: How many workers are waiting to take an item, and to put one.
+        opened: Whether the program may still put items into an input.
+        unread: Workers with results that the program has not started to read.
     """
 
     moved: int
@@ -47,18 +47,19 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Waits of workers that no channel of this process shows.
+    """Workers that are waiting on other hosts, which no channel in this process shows.
 
-    Each host is asked and answers over the connection that carries the items. So an item that was on its way
-    at one observation has arrived before the next one. It shows in the counts, however slow the connection
-    is.
+    Each host is asked over the connection that also carries its items, and answers over the same connection.
+    An item that was in transit during one observation has therefore arrived before the next one. The counts
+    include it, however slow the connection is.
 
     Attributes:
-        reading, writing: How many workers on other hosts wait for an item of each channel, and to put one.
-        counts: Numbers that change when one of these workers has taken or put an item, or a connection has
-            broken.
-        moves: Whether something may move: a worker that does not wait, a dead worker before its replacement,
-            or an event loop with other work.
+        reading, writing: How many workers on other hosts are waiting to take an item, and to put one, by
+        channel.
+        counts: Numbers that change when one of these workers takes or puts an item, or when a connection
+            breaks.
+        moves: Whether something may still move. This is so if a worker is not waiting, a dead worker has not
+            been replaced yet, or an event loop has other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -67,9 +68,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return statistics in which these waits replace those of the edges to remote workers.
+        """Return the statistics with these numbers for the edges of remote workers.
 
-        The ports here ask for items ahead and buffer outputs, so their own waits say nothing.
+        The local ports of these edges request items ahead of time and buffer outputs, so whether they are
+        waiting tells nothing about the workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -88,10 +90,10 @@ class Observation:
     """The facts about a run at one moment that decide whether a worker can move.
 
     Attributes:
-        stats: Its statistics.
-        unread: Results that the program has not begun to take.
-        inputs: The stages that the program fills.
-        outside: Whether something that no channel shows may move: see :attr:`Waits.moves`.
+        stats: Statistics of the run.
+        unread: Workers with results that the program has not started to read.
+        inputs: Stages into which the program puts items.
+        outside: Whether something that no channel shows may move; see :attr:`Waits.moves`.
         counts: Numbers that change when something moves on another host.
     """
 
@@ -103,15 +105,15 @@ class Observation:
 
 
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
-    """Compare two observations of a run, ``STILL`` seconds apart.
+    """Compare two observations of a run that were made ``STILL`` seconds apart.
 
     Args:
-        before: The earlier observation, or None if it is the first.
+        before: The earlier observation, or None if ``now`` is the first one.
         now: The later observation.
 
     Returns:
-        ``Stuck`` if no worker can ever move again. The unread results that must be taken in, if they are
-        full. Otherwise None.
+        The workers whose unread results fill their channels, if there are any; the run must then collect
+        these results. Otherwise ``Stuck`` if no worker can ever move again, or None.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -121,7 +123,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
 
 def _progress(seen: Observation) -> tuple[int, ...]:
-    """Return numbers that change when a run moves."""
+    """Return numbers that change whenever the run makes progress."""
     passed = [number for edge in seen.stats.edges for number in (edge.passed, edge.inside)]
     return *passed, *(stage.restarts for stage in seen.stats.stages), *seen.counts
 
@@ -131,20 +133,20 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the unread results that are full."""
+    """Return the workers whose unread results fill their channels."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
     return frozenset(id for id in seen.unread if id.stage in full)
 
 
 class Deadlocks:
-    """The search for a deadlock of one run. It stays cheap while the activity shows that the run moves."""
+    """Deadlock detector for one run. It does only cheap checks as long as items are moving."""
 
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
-        """When the next check is due."""
-        self._moved = -1  # items moved at the last check of the activity
-        self._unread: frozenset[WorkerId] | None = None  # unread results of the observation in progress
+        """Time of the next check."""
+        self._moved = -1  # items moved when the activity was last checked
+        self._unread: frozenset[WorkerId] | None = None  # unread results in the current observation
         self._before: Observation | None = None  # last observation, if the run has not moved since
 
     def check(
@@ -154,10 +156,10 @@ class Deadlocks:
         activity: Callable[[], Activity],
         observe: Callable[[frozenset[WorkerId]], Observation | None],
     ) -> Stuck | frozenset[WorkerId] | None:
-        """Return the present verdict.
+        """Return what :func:`judge` finds, or None if it is not time for a check or an answer is missing.
 
-        ``observe`` takes the unread results of the workers that are ``alive``. It returns None while other
-        hosts are being asked.
+        ``observe`` makes an observation; its argument is the set of ``alive`` workers with unread results. It
+        returns None while answers from other hosts are missing.
         """
         if now < self.next_at:
             return None
@@ -173,7 +175,7 @@ class Deadlocks:
         return judge(before, found)
 
     def _starts_observation(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
-        """Tell whether an observation may find a deadlock. If so, the observation begins."""
+        """Start an observation if it may find a deadlock, and return whether one was started."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive
         if moved or not (bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened):
@@ -189,5 +191,5 @@ def _failure(stats: RunStats) -> Failure:
     remedy = (
         MORE_MEMORY if any(edge.short_of_bytes for edge in putting) else REMEDY if putting else NO_STAGE_PUTS
     )
-    error = Deadlock(f"every worker waits and nothing is in flight; {remedy}\n{explain(stats)}")
+    error = Deadlock(f"every worker is waiting and nothing is in flight; {remedy}\n{explain(stats)}")
     return Failure(WorkerId(stages[0], 1), error, None, os.getpid())

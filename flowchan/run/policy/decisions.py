@@ -1,7 +1,7 @@
 """The supervisor's decisions as pure functions.
 
-A state and an event give the next state and the actions to take. Nothing here touches a process, a thread, a
-channel or a clock.
+Each function maps a state and an event to the next state and the actions to take. Nothing here touches a
+process, a thread, a channel or a clock.
 
 The phases of a run:
 
@@ -11,21 +11,23 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping* sources are stopped and the rest drains, without a time limit unless the user sets one. In
-*failing* and *aborting* all channels are broken.
-Processes that have not ended ``GRACE`` seconds later are terminated, and killed after twice that time. A
-thread that is stuck in the user's code can't be ended, and is abandoned. In *finishing* the same happens
-without a failure. Everything that the user can see has ended and the sources are stopped. The remaining
-workers are not needed, such as a source that waits for its device.
+In *stopping*, the sources are stopped and the other stages process the remaining items, however long this
+takes unless the user sets a time limit. In *failing* and *aborting*, all channels are broken.
 
-A worker process that dies while the run is *running* or *stopping* is replaced as long as its stage has
-restarts left (``policy/restart_limit.py``). The first replacement starts at once. Later ones wait for a pause
-that doubles with every death over the same item. After ``HOPELESS`` deaths in a row before it begins to work,
-a worker is not replaced. If the user has set the number of restarts, that number takes the place of
+Processes that are still running after ``GRACE`` seconds are terminated, and after twice that time they are
+killed. A thread that is stuck in the user's code can't be ended, so it is abandoned. The same happens in
+*finishing*, but without a failure: all stages whose effects the user sees have ended, and the sources are
+stopped. The remaining workers are no longer needed, for example a source that is waiting for its device.
+
+If a worker process dies in *running* or *stopping*, it is replaced as long as its stage has restarts left
+(``policy/restart_limit.py``). The first replacement starts at once. Before later ones there is a pause that
+doubles with every death over the same item. A worker that dies ``HOPELESS`` times in a row before it starts
+to work is not replaced again. If the user has set the number of restarts, that number is used in place of
 ``HOPELESS``, however long each start takes.
 
-``policy/gang_decisions.py`` decides about gangs, and ``policy/scaling.py`` about the number of a stage's
-workers. A worker that dies before it has left is replaced as usual, and its replacement leaves.
+``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about the number
+of a stage's workers. If a worker that is to be removed dies first, it is replaced as usual, and then its
+replacement is removed.
 """
 
 from __future__ import annotations
@@ -65,39 +67,39 @@ from flowchan.run.policy.transitions import (
 )
 
 GRACE = 2.0
-"""Seconds that a worker has to end once it must."""
+"""Seconds within which a worker must end at the end of a run."""
 STOP_NOTICE_S = 30.0
-"""Seconds after which a run warns that it was stopped and still works on what was in flight."""
+"""Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Seconds before a replacement starts: after the second death over the same item, and at most."""
+"""Pause before a replacement starts, in seconds: after two deaths over the same item, and at most."""
 
 HOPELESS = 4
-"""Deaths of a worker in a row before it begins to work that end the run."""
+"""Number of times that a worker may die before it starts to work; the last death ends the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """No worker can ever move again. The failure says which worker waits for which channel."""
+    """No worker can ever move again. ``failure`` reports which worker is waiting for which channel."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Broke:
-    """A channel of the run was aborted. The failure names the channel, the worker and the cause."""
+    """A channel of the run was aborted. ``failure`` names the channel, the worker and the cause."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """``run.stop()``, the first Ctrl-C, or SIGTERM.
+    """Request to stop the run, from ``run.stop()``, the first Ctrl-C or SIGTERM.
 
     Attributes:
-        timeout: Seconds after which the run is aborted if it has not ended; None: no limit.
-        finish_queued: Whether items that wait in channels are finished, not only those that workers
-            are processing.
+        timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
+        finish_queued: Whether to finish the items that are waiting in channels too, or only those that
+            workers are processing.
     """
 
     timeout: float | None = None
@@ -106,12 +108,12 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequested:
-    """``run.abort()``, or the second Ctrl-C."""
+    """Request to abort the run, from ``run.abort()`` or the second Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed without an event."""
 
 
 SupervisorEvent = (
@@ -131,7 +133,7 @@ SupervisorEvent = (
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """One decision, as subscribers see it: the event, the states before and after it, and the actions."""
+    """One decision, as the feed reports it: the event, the states before and after it, and the actions."""
 
     event: SupervisorEvent
     before: PolicyState
@@ -144,7 +146,8 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Twice, because a gang that breaks the run off lets the gangs before it stop waiting for their peers.
+    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it no longer wait
+    # for their peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -179,7 +182,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Return the time at which the state changes if no event comes before."""
+    """Return the time at which the state changes if no event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
         return min(state.since + GRACE if state.alive <= state.sources else notice, state.stop_by)
@@ -191,7 +194,7 @@ def next_at(state: PolicyState) -> float:
 
 
 def _stop(state: PolicyState, asked: StopRequested, now: float) -> Decision:
-    """Stop the sources. A later stop of the same run may set another time limit, or drop what is queued."""
+    """Stop the sources. A later call may set another time limit or discard the queued items."""
     if not state.goes_on:
         return dataclasses.replace(state, stopped=True), ()
     stop_by = state.stop_by if asked.timeout is None else now + asked.timeout
@@ -209,7 +212,7 @@ def _ended(state: PolicyState, ended: Ended, now: float) -> Decision:
 
 
 def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
-    """Set the number of a stage's workers. Do nothing once the stage or the run comes to its end."""
+    """Change the number of a stage's workers, unless the stage or the run is ending."""
     peers = frozenset(worker for worker in state.alive - state.leaving if worker.stage == scale.stage)
     if not state.goes_on or not peers:
         return state, ()
@@ -228,13 +231,14 @@ def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
 
 def _died(state: PolicyState, death: Death, now: float) -> Decision:
     worker, stage = death.worker, death.worker.stage
-    if worker not in state.alive:  # abandoned, or its channels broke before it could report its end
+    if worker not in state.alive:  # it was abandoned, or its channels broke before it could report its end
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()
     replaceable = _is_replaceable(state, death, now)
     if not (state.goes_on and replaceable):
-        # A death that would have been survived is not a failure of a run that ends anyway.
+        # If the run is ending anyway, a death after which the worker could have been replaced is not a
+        # failure.
         expected = replaceable or state.terminated or state.phase == "finishing"
         return worker_failed(state, _failure_of(state, death, now), now, expected)
     replace = Replace(worker, _pause_before(death))
@@ -260,13 +264,13 @@ def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -
 
 
 def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
-    """Warn if what a worker had stored in its callable object is lost with it."""
+    """Warn if a dead worker's callable object may have held state, which is now lost."""
     name = state.stateful.get(death.worker.stage)
     if name is None or death.unbegun > 0:
         return ()
     text = (
-        f"worker {death.worker} was replaced and has a new {name}, without anything that the old one had "
-        "stored since it was built; if results depend on that, set restarts=0, so that a death ends the run"
+        f"worker {death.worker} was replaced and has a new {name}; everything that the old one had "
+        "stored is lost; if results depend on that, set restarts=0, so that a death ends the run"
     )
     return (Warn(death.worker.stage, "state", text),)
 
@@ -281,9 +285,9 @@ def _is_replaceable(state: PolicyState, death: Death, now: float) -> bool:
 
 
 def _is_hopeless(state: PolicyState, death: Death) -> bool:
-    """Return whether a worker has died too often before it began to work.
+    """Return whether a worker has died too often before it started to work.
 
-    That does not depend on the period, because each start may take longer than a period.
+    Restarts are not counted per period here, because each start may take longer than a period.
     """
     if death.worker.stage in state.explicit:
         return death.unbegun > state.limits.get(death.worker.stage, 0)
@@ -291,33 +295,33 @@ def _is_hopeless(state: PolicyState, death: Death) -> bool:
 
 
 def _pause_before(death: Death) -> float:
-    """Return the seconds before the replacement starts."""
+    """Return the pause before the replacement starts, in seconds."""
     return 0.0 if death.deaths < 2 else min(FIRST_PAUSE * 2 ** min(death.deaths - 2, 30), LONGEST_PAUSE)
 
 
 def _failure_of(state: PolicyState, death: Death, now: float) -> Failure:
-    """Make the failure of a run whose dead worker is not replaced."""
+    """Return the failure of the run for a dead worker that is not replaced."""
     if death.error is not None:
         return Failure(death.worker, death.error, None, death.pid, host=death.host)
     stage = death.worker.stage
     used, limit = restarts_used(state, stage, now), state.limits.get(stage, 0)
-    why = f"{used} of {limit} restarts are used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
+    why = f"{used} of {limit} restarts were used" + (f" in {RESTART_PERIOD_S:g} s" if used else "")
     if death.irreplaceable:
         why = death.irreplaceable
     elif used < limit or (_is_hopeless(state, death) and stage not in state.explicit):
-        why = f"it dies before it begins to work{death.hint}"
+        why = f"it keeps dying before it starts to work{death.hint}"
     text = f"the process of worker {death.worker} {death.how}; it is not replaced: {why}"
     error = WorkerDied(text, exitcode=death.exitcode, pid=death.pid)
     return Failure(death.worker, error, None, death.pid, host=death.host)
 
 
 def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """Decide about the error of a worker.
+    """Decide what to do about the error of a worker.
 
-    In a gang the error may mean that a peer is missing, and is then not a failure of this worker.
+    In a gang, the error may mean that a peer is missing. In that case this worker has not failed.
     """
     stage, missed = failure.worker.stage, misses_peer(state, failure)
-    # peers on other hosts may have reported the loss of this worker earlier
+    # this worker did fail: drop earlier reports from its peers that they miss a member
     if stage in state.gangs and not missed:
         own = tuple(one for one in state.failures if one.worker.stage != stage or not misses_peer(state, one))
         state = dataclasses.replace(state, failures=own)
@@ -335,7 +339,7 @@ def _raised(state: PolicyState, failure: Failure, now: float) -> Decision:
 def _tick(state: PolicyState, now: float) -> Decision:
     waited = now - state.since
     if state.phase == "stopping":
-        # the other stages have drained; only blocked sources are left
+        # all other stages have finished; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
         if now >= state.stop_by:
@@ -354,10 +358,10 @@ def _tick(state: PolicyState, now: float) -> Decision:
 
 
 def _notify(state: PolicyState) -> Decision:
-    """Warn that a stopped run still works on what was in flight."""
+    """Warn that a stopped run is still processing items that were in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
-        f"the run was stopped {STOP_NOTICE_S:g} s ago and still works on what was in flight, in {stages}; "
-        "abort() discards that"
+        f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; "
+        "abort() discards them"
     )
     return dataclasses.replace(state, notified=True), (Warn("", "stop", text),)

@@ -1,6 +1,6 @@
 """Events that workers and the crew report to the supervisor of a run.
 
-Most of them cross between processes.
+Most of them are sent from one process to another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker's process has been started. ``host`` is its host, empty for this machine."""
+    """The worker's process has been started on ``host``, or on this machine if ``host`` is empty."""
 
     worker: WorkerId
     pid: int
@@ -31,17 +31,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The worker has built what the user declared and begins its loop."""
+    """The worker has built its callable and enters its loop."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The worker has ended cleanly.
+    """The worker has ended without an error.
 
-    ``unwanted`` is the number of its items whose readers had left. ``early`` means that its outputs have no
-    readers.
+    ``unwanted`` counts the items that it took although no reader of its outputs was left. ``early`` means
+    that it ended because its outputs had no readers.
     """
 
     worker: WorkerId
@@ -51,16 +51,16 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The worker has ended by ``error``, which the user's code raised.
+    """The worker has ended because of ``error``, which the user's code raised.
 
     Attributes:
-        worker: The worker. Number 0 means that it is unknown.
-        error: The exception. On its way between processes it is a ``Portable``, which arrives as the
+        worker: The worker. Number 0 means that the number is unknown.
+        error: The exception. It is sent to another process as a ``Portable``, which is unpickled as the
             exception.
-        item: The text of the item that the worker held.
-        pid: Its process.
-        channel: The name of the channel that was aborted with the error, if one was.
-        host: The host on which it ran, empty for this machine.
+        item: Text that describes the item that the worker was processing.
+        pid: Process of the worker.
+        channel: Name of the channel that was aborted with the error, if there was one.
+        host: Host of the worker; empty for this machine.
     """
 
     worker: WorkerId
@@ -75,12 +75,12 @@ class Failure:
 class Aborted:
     """The worker is about to abort one of its channels.
 
-    ``at`` is the time in ns by the machine's monotonic clock.
+    ``at`` is the time on the machine's monotonic clock, in nanoseconds.
     """
 
     worker: WorkerId
     channel: str
-    error: Any  # like that of a Failure; None: no cause was given
+    error: Any  # see Failure; None if no cause was given
     pid: int
     at: int
     host: str = ""
@@ -88,7 +88,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The worker has found these channels broken, and is about to break all its others."""
+    """The worker has found these channels broken and is about to break all its other channels."""
 
     worker: WorkerId
     channels: tuple[str, ...]
@@ -96,9 +96,9 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class TriesMember:
-    """A worker is about to call the function with members of a batch over which workers have died.
+    """The worker is about to call the function with members of a batch that has killed workers.
 
-    The number of the member, or None for several of them. Only the crew receives this event.
+    ``member`` is the number of the member, or None for several members. Only the crew receives this event.
     """
 
     worker: WorkerId
@@ -107,7 +107,7 @@ class TriesMember:
 
 @dataclass(frozen=True, slots=True)
 class MembersTried:
-    """A worker has tried all members of such a batch and is about to put its outputs.
+    """The worker has tried all members of a batch that has killed workers, and is about to put its outputs.
 
     Only the crew receives this event.
     """
@@ -117,16 +117,16 @@ class MembersTried:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """The worker tries an item again."""
+    """The worker is about to process an item again after an error."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorSent:
-    """An item has failed and went to the errors stream.
+    """An item has failed and was sent to the errors stream.
 
-    ``text`` gives the reason in one line. Not every such item is reported.
+    ``text`` gives the reason in one line. Not every failed item is reported.
     """
 
     worker: WorkerId
@@ -135,23 +135,23 @@ class ErrorSent:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer to a request: a ``value``, or the ``error`` by which the item failed.
+    """The answer to a request: its ``value``, or the ``error`` that made the item fail.
 
-    ``failed`` is how many items of the stage then count as failed.
+    ``failed`` is how many items this adds to the failed items of the stage.
     """
 
     worker: WorkerId
     question: int
     value: Any
-    error: Any  # like that of a Failure
+    error: Any  # see Failure
     failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """No caller waits for the answer to this request any more.
+    """No caller is waiting for the answer to this request any more.
 
-    Agents receive this event too, so that the next worker drops the item.
+    Agents also receive this event, so that the next worker drops the item.
     """
 
     question: int
@@ -159,7 +159,7 @@ class RequestCancelled:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A stage has the value that is a result of the run."""
+    """A stage has produced a value that is a result of the run."""
 
     stage: str
     value: Any
@@ -167,9 +167,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class GroupLost:
-    """The worker of an elastic gang waits for a group.
+    """The worker of an elastic gang is waiting for a group.
 
-    ``failure`` ended its last group; None: the worker has just begun.
+    ``failure`` ended its last group, or is None if the worker has just started.
     """
 
     worker: WorkerId
@@ -178,9 +178,9 @@ class GroupLost:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The process of a worker has ended after the worker had reported its end.
+    """The process of a worker has ended, after the worker had reported its own end.
 
-    All its other reports come first.
+    All reports from the worker precede this event.
     """
 
     worker: WorkerId
@@ -188,28 +188,29 @@ class ProcessEnded:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The process of a worker has ended without a report of how the worker ended.
+    """The process of a worker has ended, but the worker had not reported its end.
 
-    All reports of the worker come first. The event holds everything that decisions need.
+    All reports from the worker precede this event. It contains everything that the decisions need.
 
     Attributes:
         worker: The worker.
-        how: Its end in words.
-        pid: Its process; 0 if unknown.
-        exitcode: Its exit code, negative for a signal, if known.
-        host: The host on which it ran, empty for this machine.
-        over_item: How many workers, including this one, have died over its item; 0 if it died outside the
-            user's code.
-        deaths: The same number, without members of a batch that were found to kill. Without an item, how many
-            have died in quick succession.
-        unbegun: How many, including this one, have died in a row before they began to work.
-        counts: Whether it uses one of the restarts of its stage. The death of a host does not.
-        retired: Whether the worker asked for a fresh process (``Retires``), which is not reported.
-        always: Whether it is replaced whatever the limit of its stage, because an item exceeded its time
-            limit.
-        irreplaceable: Why its stage can't continue with a replacement; empty if it can.
-        hint: A possible cause, for the message.
-        error: The error of the run, if a replacement would fail as well.
+        how: Description of how the process ended.
+        pid: Process of the worker; 0 if unknown.
+        exitcode: Exit code of the process, negative for a signal; None if unknown.
+        host: Host of the worker; empty for this machine.
+        over_item: Number of workers, including this one, that died while processing the same item; 0 if the
+            worker died outside the user's code.
+        deaths: The same number, without deaths over batch members that are known to kill workers. If the
+            worker had no item: the number of deaths in quick succession.
+        unbegun: Number of workers, including this one, that died one after another before they started to
+            work.
+        counts: Whether the death uses one of the stage's restarts. The death of a host does not.
+        retired: Whether the worker asked for a new process (``Retires``). This is not reported to the user.
+        always: Whether to replace the worker regardless of the stage's limit, because an item exceeded its
+            time limit.
+        irreplaceable: Why the stage can't continue with a replacement; empty if it can.
+        hint: A possible cause, for the error message.
+        error: Error that ends the run because a replacement would fail in the same way.
     """
 
     worker: WorkerId
@@ -229,18 +230,18 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """The end in words, with the known facts about the item; empty if there is nothing to report."""
+        """Describe the death and the item, or return an empty string if there is nothing to report."""
         if self.retired:
             return ""
         if not self.over_item:
             return self.how
-        others = "" if self.over_item == 1 else f", like {self.over_item - 1} before it on the same item"
-        return f"{self.how} while it worked on an item{others}"
+        repeated = "" if self.over_item == 1 else f" (death {self.over_item} over this item)"
+        return f"{self.how} while it was processing an item{repeated}"
 
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself failed: workers can no longer report."""
+    """The crew itself failed, so workers can no longer report events."""
 
     error: BaseException
 
@@ -271,7 +272,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
-    """The run has begun with this number of workers."""
+    """The run has started with this number of workers."""
 
     workers: int
     seed: int
@@ -279,7 +280,7 @@ class RunBegan:
 
 @dataclass(frozen=True, slots=True)
 class NotAdded:
-    """An additional worker of a stage could not be started. ``text`` gives the reason."""
+    """An additional worker of a stage could not be started, for the reason in ``text``."""
 
     worker: WorkerId
     text: str
@@ -287,7 +288,7 @@ class NotAdded:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """The run continues, but the user should know this about a stage."""
+    """A warning about a stage. The run continues."""
 
     stage: str
     text: str
@@ -295,7 +296,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """The run has ended in this state, except for threads that are ``stuck`` in the user's code."""
+    """The run has ended in ``state``. Threads in ``stuck`` are still running the user's code."""
 
     state: str
     seconds: float

@@ -1,4 +1,4 @@
-"""Explain which worker waits for which, and detect that all wait, from the statistics of a run."""
+"""Explain from a run's statistics which stage is waiting for which, and detect that all are waiting."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 
 def explain(stats: RunStats) -> str:
-    """Describe each stage with live workers: its wait, the duration, and the stage that can end the wait.
+    """Describe what each stage with live workers is doing, in one line for each stage.
 
-    The text has one line for each stage.
+    If the stage is waiting, the line names the channel, the time so far and the stage on the other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
@@ -20,13 +20,14 @@ def explain(stats: RunStats) -> str:
 
 
 def all_wait(stats: RunStats) -> bool:
-    """Return whether every live worker waits for a channel of this graph.
+    """Return whether every live worker is waiting for a channel of this graph.
 
-    If so, only something outside the graph can wake one. The channels are read one after the other, so a
-    single call proves nothing. The result is false if a worker selects, which looks like several waiting
-    workers. It is also false if a wait has a timeout and will end, or if a woken worker may continue.
-    Coroutines count as waiting; ``async_worker.only_wait_for`` checks whether their event loops have other
-    work.
+    If so, only something outside the graph can wake one of them. The channels are read one at a time, so a
+    single call proves nothing.
+
+    The result is false if a worker selects from several channels, because it would be counted several times.
+    It is also false if a waiting worker has a timeout, or has been woken but not yet run. Waiting coroutines
+    are counted; ``async_worker.only_wait_for`` checks whether their event loops have other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False

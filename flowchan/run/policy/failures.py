@@ -1,4 +1,4 @@
-"""Failures of items, deaths over items, and exceptions that cross to another process."""
+"""Failed items, deaths over items, and exceptions that are sent to another process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""Exit code of a worker's process that asks to be replaced and does not count as dead (Retires)."""
+"""Exit code of a worker process that asks to be replaced, which does not count as a death (Retires)."""
 
 
 class ItemFailed(FlowchanError):
     """Signal inside a worker that the function failed for ``item``.
 
-    A worker raises it if no errors stream receives the failure.
+    A worker raises it if its stage has no errors stream.
     """
 
     def __init__(self, item: Any) -> None:
@@ -28,25 +28,25 @@ class ItemFailed(FlowchanError):
 
 
 class Retires(BaseException):
-    """Signal that a process should end and be replaced instead of working on an item.
+    """Signal that a process should end and be replaced before it processes an item.
 
-    The function of a stage on processes raises it, and the replacement begins with the same item. That counts
-    neither as a death of the item nor as a restart.
+    The function of a stage with worker processes raises it, and the replacement starts with the same item.
+    This counts neither as a death over the item nor as a restart.
     """
 
 
 class LostError(FlowchanError):
-    """Replacement for an exception that cannot be sent to another process, with its text and traceback."""
+    """Substitute for an exception that cannot be sent to another process, with its text and traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Deaths over the first item of a replacement.
+    """Earlier deaths over the first item of a replacement.
 
     Attributes:
-        deaths: How earlier workers died over the item, each in words.
-        members: How a worker died over one member of the batch alone, by the number of the member.
-        tried: Whether a worker has tried all other members of the batch without dying.
+        deaths: Descriptions of how earlier workers died over the item.
+        members: Descriptions of how a worker died over one batch member alone, by the number of the member.
+        tried: Whether a worker has survived trying all other members of the batch.
     """
 
     deaths: tuple[str, ...] = ()
@@ -55,31 +55,35 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""No worker has died over the first item."""
+"""Used if no worker has died over the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:
-    """Return the error of an item over which workers died in these ways, one after the other."""
+    """Return the error for an item over which workers died one after another.
+
+    ``deaths`` describes how each of them died.
+    """
     ends = Counter(deaths)
     if len(ends) == 1 and len(deaths) > 1:
         how = f"each {deaths[0]}"
     else:
         how = "; ".join(f"{end} ({count} times)" if count > 1 else end for end, count in ends.items())
-    many = f"{len(deaths)} workers died while they worked on this item, one after the other"
-    one = "1 worker died while it worked on this item"
+    many = f"{len(deaths)} workers died one after another while processing this item"
+    one = "1 worker died while it was processing this item"
     return WorkerDied(f"{one if len(deaths) == 1 else many}: {how}")
 
 
 class Portable:
-    """Exception on its way to another process.
+    """Picklable form of an exception.
 
-    It arrives as the exception itself, with worker and traceback in a note. If it cannot be pickled here or
-    rebuilt there, it arrives as a :class:`LostError` with the same text.
+    It is unpickled as the exception itself, with the worker and the traceback in a note. If the exception
+    cannot be pickled or unpickled, a :class:`LostError` with the same text takes its place.
     """
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # Kept outside the pickle, because an exception's __reduce__ may omit its notes (json's does).
+        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as in json's
+        # errors.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()
@@ -101,7 +105,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
     if data is not None:
         try:
             error = pickle.loads(data)
-        # The user's class decides which exception this is; the failure must not get lost.
+        # The user's class may raise anything here, but the failure must not get lost.
         except BaseException:
             error = None
     if not isinstance(error, BaseException):
@@ -116,5 +120,5 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except BaseException as bad:
-        text = f"<its text raises {type(bad).__name__}>"
+        text = f"<str() raised {type(bad).__name__}>"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

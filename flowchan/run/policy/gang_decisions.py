@@ -1,15 +1,17 @@
 """Decisions about gangs: stages whose workers form a group.
 
-The workers of a gang restart together. When one has died, the others are ended, and once all have ended, all
-are started. A worker that misses a peer in an operation may report that before the death of the peer is
-known. Its report is not a failure. If no worker died, there are two cases. One worker may have ended because
-its outputs have no readers; then its peers also end. Otherwise connections between their hosts broke; then
-all restart as long as their stage has restarts left.
+The workers of a gang restart together. When one dies, the others are terminated, and once all have ended, all
+are started again. A worker that misses a peer in a group operation may report this before the death of the
+peer is known. Such a report is not a failure.
 
-In an elastic gang only the worker that died is replaced. A worker whose group has ended waits for another
-one. Once no working member has a group, all of them get a new one. A replacement ends their group when it
-begins, so that the next group includes it. A group that ends although no worker died or joined counts as a
-restart.
+If no worker died, there are two cases. Either one worker ended because its outputs have no readers; then its
+peers end too. Or connections between the hosts of the gang broke; then all workers restart as long as their
+stage has restarts left.
+
+In an elastic gang, only the worker that died is replaced. A worker whose group has ended waits for a new one.
+Once all working members are waiting, a new group is formed. When a replacement starts to work, it ends the
+current group, so that the next one includes it. If a group ends although no worker died or joined, this
+counts as a restart.
 """
 
 from __future__ import annotations
@@ -24,20 +26,20 @@ from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, wo
 
 
 def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Note that the process of a gang's worker has ended as expected."""
+    """Record that the process of a gang's worker has ended as expected."""
     return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
 
 
 def misses_peer(state: PolicyState, failure: Failure) -> bool:
-    """Tell whether a worker of a gang failed because a peer is missing."""
+    """Return whether a worker of a gang failed because a peer is missing."""
     return failure.worker.stage in state.gangs and isinstance(failure.error, MemberDied)
 
 
 def settle_gangs(state: PolicyState, now: float) -> Decision:
     """Restart each gang whose workers have all ended.
 
-    If none died and the gang has no restart left, their reports of a missing peer are failures. A run that is
-    ending does not wait for gangs.
+    If none of them died and the gang has no restart left, the run fails with a worker's report of a missing
+    peer. If the run is ending, workers that have ended do not wait for their peers.
     """
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.ended_peers}):
@@ -50,7 +52,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
 
 
 def _ends_early(state: PolicyState, stage: str) -> bool:
-    """Tell whether the workers of a gang end because their outputs have no readers."""
+    """Return whether the workers of a gang end because their outputs have no readers."""
     return stage in state.no_readers and stage not in state.restarting
 
 
@@ -80,7 +82,7 @@ def _settled(state: PolicyState, stage: str, ended: list[WorkerId], now: float) 
 
 
 def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
-    """Note that a worker of an elastic gang waits for a group."""
+    """Record that a worker of an elastic gang is waiting for a group."""
     worker = lost.worker
     if worker not in state.alive:
         return state, ()
@@ -93,7 +95,7 @@ def group_lost(state: PolicyState, lost: GroupLost) -> Decision:
 
 
 def form_groups(state: PolicyState, now: float) -> Decision:
-    """Form a group for each elastic gang whose working members all wait for one."""
+    """Form a group for each elastic gang whose working members are all waiting for one."""
     actions: tuple[Action, ...] = ()
     for stage in sorted({worker.stage for worker in state.without_group}):
         peers = {worker for worker in state.alive - state.joining if worker.stage == stage}

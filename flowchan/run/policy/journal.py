@@ -1,10 +1,10 @@
-"""The log of a run, written by the standard ``logging`` to the logger ``flowchan.run``.
+"""The log of a run, written with the standard ``logging`` module to the logger ``flowchan.run``.
 
-The log covers the start and end of the run, and worker processes that start, die or are replaced. It also
-covers warnings about stages, blamed items and workers that do not end in time. Start and end are INFO, starts
-of processes DEBUG, problems WARNING, and blamed items ERROR. Records about a worker have its ``stage`` and
-``number``, and those about a stage have its ``stage``. Nothing is shown unless the program configures
-logging. Exceptions that the run raises at its end are not logged.
+It records the start and end of the run, and each worker process that starts, dies or is replaced. It also
+records warnings about stages, items blamed for deaths, and workers that do not end in time. The start and end
+of the run are INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records about a worker
+have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing is shown unless
+the program configures logging. Exceptions that the run raises are not logged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """The log of one run. It subscribes to the run's feed.
+    """The log of one run, written from the events of the run's feed.
 
-    It never raises. The error of a logging filter of the program is shown like the error of a handler.
+    No method raises. If a logging filter of the program raises, ``logging`` reports it like the error of a
+    handler.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -34,10 +35,10 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event of the feed, if it deserves a record."""
+        """Log an event of the feed if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
-                self._log(logging.INFO, f"{self._graph} begins with {workers} workers, seed {seed}")
+                self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
             case Started(worker, pid, host):
                 self._log(logging.DEBUG, f"worker {worker} starts as {_where(pid, host)}", worker)
             case Decided():
@@ -48,7 +49,7 @@ class Journal:
                 self._log(logging.WARNING, text, stage=stage)
             case RunEnded(state, seconds, stuck):
                 for worker in sorted(stuck, key=str):
-                    text = f"worker {worker} still runs code that cannot be interrupted"
+                    text = f"worker {worker} is still running code that cannot be interrupted"
                     self._log(logging.WARNING, text, worker)
                 self._log(logging.INFO, f"{self._graph} is {state} after {seconds:.2f} s")
 
@@ -57,12 +58,12 @@ class Journal:
         if isinstance(event, Death):
             self._died(event, decided)
         elif isinstance(event, StopRequested) and before.phase == "running":
-            kept = "the items in flight" if event.finish_queued else "the items that workers process"
-            self._log(logging.INFO, f"{self._graph} stops: {kept} are being finished")
+            kept = "the items in flight" if event.finish_queued else "the items that workers are processing"
+            self._log(logging.INFO, f"{self._graph} is stopping: {kept} are being finished")
         elif isinstance(event, AbortRequested) and after.phase != before.phase:
             self._log(logging.INFO, f"{self._graph} is aborted")
         elif isinstance(event, Tick) and (before.phase, after.phase) == ("stopping", "aborting"):
-            text = "has not ended within the timeout of its stop, so it is aborted"
+            text = "did not end within the timeout of stop(), so it is aborted"
             self._log(logging.WARNING, f"{self._graph} {text}")
         if not after.goes_on:
             for action in decided.actions:
@@ -101,13 +102,13 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item counts as failed because workers have died over it.
+    """Log that an item counts as failed because workers died while processing it.
 
-    The worker that holds the item calls this.
+    The worker that holds the item calls this function.
     """
     worker = seeds.worker()
     about = {"stage": worker.stage, "number": worker.number}
-    log.error("stage %r gave up item %s: %s", worker.stage, item, why, extra=about)
+    log.error("stage %r gave up on item %s: %s", worker.stage, item, why, extra=about)
 
 
 def _where(pid: int, host: str) -> str:

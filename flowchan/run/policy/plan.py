@@ -1,6 +1,6 @@
 """Plan a run: turn a declared graph into data about channels, workers and their ports.
 
-Nothing is opened here; ``opening`` opens the plan on one machine.
+Nothing is opened here; ``opening`` opens the channels and ports of a plan on one machine.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Sta
 from flowchan.run.policy.events import WorkerId
 
 Taken = Counter[tuple[Any, str]]
-"""Number of workers assigned to each host so far: all of them, and those of placements with equal shares."""
+"""Number of workers assigned to each host so far, in total and for each placement with shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWorker:
     """One worker to start.
 
-    ``inputs``, ``outputs`` and ``errors`` map its ports to channel names. ``host`` is the host on which it
-    runs, empty for this machine.
+    ``inputs``, ``outputs`` and ``errors`` map its ports to channel names. ``host`` is the name of its host,
+    empty for this machine.
     """
 
     id: WorkerId
@@ -39,19 +39,19 @@ class PlannedWorker:
 
     @property
     def is_task(self) -> bool:
-        """Return whether it runs as a task of its stage's event loop, next to the other workers."""
+        """Return whether the worker is a task in the event loop that all workers of its stage share."""
         return is_async(self.stage.function) and not self.stage.placement.own_process
 
     @property
     def gathers(self) -> bool:
-        """Return whether it collects results only for the program.
+        """Return whether the worker only collects results for the program.
 
-        Such a worker starts when the program waits for the results.
+        Such a worker starts when the program begins to read the results.
         """
         return self.stage.operator.gathers and not self.outputs
 
     def channels(self) -> Iterator[str]:
-        """Yield the names of all channels of its ports."""
+        """Yield the names of the channels of all its ports."""
         yield from self.inputs.values()
         yield from self.outputs.values()
         if self.errors is not None:
@@ -62,9 +62,9 @@ class PlannedWorker:
 class Plan:
     """Plan of one run.
 
-    Its channels, one for each of ``edges``, share ``memory`` bytes. ``inputs`` are the channels that the user
-    fills, by stage name: one, or one for each worker of the reader. All random numbers of the workers derive
-    from ``seed``.
+    It has one channel for each of ``edges``; together they may use ``memory`` bytes. ``inputs`` maps the name
+    of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
+    random numbers of the workers derive from ``seed``.
     """
 
     graph: Blueprint
@@ -76,14 +76,14 @@ class Plan:
 
     @property
     def share(self) -> int:
-        """Return the number of bytes that each channel may take."""
+        """Return how many bytes each channel may use."""
         return max(1, self.memory // max(1, len(self.edges)))
 
     def limits(self) -> dict[str, int]:
         """Return how many dead workers of each stage may be replaced.
 
-        Workers of a stage with its own state are replaced only if the stage is restartable. Threads do not
-        die.
+        Stages that keep their own state have no restarts unless they are restartable. Threads are left out
+        because they do not die.
         """
         return {
             stage.name: stage.restarts if stage.restartable or stage.operator.per_item else 0
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The names of the stages whose limit of restarts the user has set."""
+        """Return the names of the stages for which the user has set the number of restarts."""
         return frozenset(
             stage.name
             for stage in self.graph.stages
@@ -102,9 +102,10 @@ class Plan:
 
     @property
     def stateful(self) -> dict[str, str]:
-        """Map stages to the class of their callable objects, whose state is lost with a worker.
+        """Map each stage with a stateful callable object to the name of the object's class.
 
-        A stage with ports is restartable only if the user has declared that it keeps no state.
+        The state is lost with the worker. Stages with ports are left out: they are restartable only if the
+        user has declared that they keep no state.
         """
         classes = {
             stage.name: class_with_state(stage.function)
@@ -116,7 +117,7 @@ class Plan:
     def worker(self, id: WorkerId) -> PlannedWorker:
         """Return the planned worker with this id.
 
-        A worker added to an elastic stage has the same channels as the others.
+        A worker added to an elastic stage gets the same channels as the stage's other workers.
         """
         first = next(worker for worker in self.workers if worker.id.stage == id.stage)
         return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
@@ -124,7 +125,8 @@ class Plan:
     def is_fixed(self, stage: Stage) -> str:
         """Explain why the number of the stage's workers cannot change during the run.
 
-        Returns an empty string if it can change.
+        Returns:
+            A description of the stage, such as "a map on hosts"; empty if the number can change.
         """
         if not stage.operator.per_item:
             return f"a {stage.kind}"
@@ -138,14 +140,18 @@ class Plan:
 
     @property
     def elastic(self) -> frozenset[str]:
-        """Return the gangs that continue while a worker is replaced; threads do not die."""
+        """Return the stages with elastic gangs, which continue while a worker is replaced.
+
+        Gangs of threads are left out, because threads do not die.
+        """
         stages = (stage for stage in self.graph.stages if stage.placement.own_process)
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """Yield the channels into and out of each stage that only passes items on.
+        """Yield the input and output channels of each stage that does nothing but turn inputs into outputs.
 
-        Such a stage needs no inputs once its outputs have no reader. A general stage decides for itself.
+        Such a stage needs no more inputs once its outputs have no readers. Stages with ports are left out,
+        because they decide for themselves.
         """
         into: dict[str, set[str]] = {}
         out: dict[str, set[str]] = {}
@@ -156,10 +162,11 @@ class Plan:
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
 
     def queues(self) -> tuple[str, ...]:
-        """Return the channels whose items may be discarded without harm to other items.
+        """Return the channels whose items can be discarded without harm to other items.
 
-        Results and failures are kept, and so is each item on its way to a worker with several inputs. Such a
-        worker, of a ``zip`` for example, would otherwise join items that do not belong together.
+        Channels with results or failures are left out. So are all channels that lead to a worker with several
+        inputs, such as ``zip``. If items were missing there, it would combine items that do not belong
+        together.
         """
         kept = {worker.id.stage for worker in self.workers if len(worker.inputs) > 1}
         before = len(kept) - 1
@@ -171,12 +178,12 @@ class Plan:
 
     @property
     def sources(self) -> frozenset[str]:
-        """Return the names of the stages that begin the graph."""
+        """Return the names of the stages at the beginning of the graph."""
         return frozenset(stage.name for stage in self.graph.stages if stage.begins)
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the names of the stages without readers, whose end the user waits for."""
+        """Return the names of the stages without readers; the run is complete once they have ended."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
 
@@ -198,9 +205,10 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers, the first of several.
+    """Assign each worker of a stage to the host with the fewest workers so far.
 
-    A placement with shares counts only its own workers, so that other placements do not affect them.
+    If there are several such hosts, the first is chosen. For a placement with shares, only its own workers
+    are counted, so other placements do not affect it.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     shares = dict(zip(placement.hosts, placement.shares, strict=True)) if placement.shares else {}
@@ -231,7 +239,7 @@ def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:
 def _inputs(stage: Stage, number: int, edges: tuple[Edge, ...]) -> dict[str, str]:
     """Return the channels of a worker's input ports.
 
-    An operator with one worker per input gives each worker one of the stage's ports.
+    An operator with one worker per input gives each worker one of the stage's input ports.
     """
     own = stage.input_ports[number - 1 : number] if stage.operator.worker_per_input else stage.input_ports
     read = [edge for edge in edges if edge.reader == stage.name and edge.to_worker in (0, number)]

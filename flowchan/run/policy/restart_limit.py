@@ -1,12 +1,12 @@
 """Count the restarts of a stage against its limit.
 
-The limit holds for a period, like the intensity and period of a supervisor in Erlang/OTP, or
-``StartLimitBurst`` and ``StartLimitIntervalSec`` of systemd. So a service may run for years, and a stage that
-dies again and again still ends its run.
+The limit applies to a period, like the intensity and period of an Erlang/OTP supervisor, or
+``StartLimitBurst`` and ``StartLimitIntervalSec`` in systemd. A service can therefore run for years, but a
+stage that keeps dying still ends its run.
 
-A restart counts from its death until ``RESTART_PERIOD_S`` seconds of work later. The pauses before
-replacements do not count as work. Otherwise long pauses would hide a stage that always dies. A death over an
-item uses no restart, because ``max_deaths`` limits how often the same item is tried.
+A restart counts until ``RESTART_PERIOD_S`` seconds of work after the death. The pauses before replacements do
+not count as work; otherwise long pauses would hide a stage that dies again and again. A death over an item
+does not use a restart, because ``max_deaths`` limits how often the same item is tried.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ RESTART_PERIOD_S = 60.0
 
 
 def uses_restart(death: Death) -> bool:
-    """Tell whether a replacement after this death uses one of the stage's restarts."""
+    """Return whether replacing the worker after this death uses one of the stage's restarts."""
     return death.counts and not death.over_item
 
 
 def restarts_used(state: PolicyState, stage: str, now: float) -> int:
-    """Return how many restarts of a stage count at present."""
+    """Return how many restarts of a stage count at time ``now``."""
     return len(_counted(state, stage, now))
 
 
 def has_restart(state: PolicyState, stage: str, now: float) -> bool:
-    """Tell whether a stage has a restart left."""
+    """Return whether a stage has a restart left."""
     return restarts_used(state, stage, now) < state.limits.get(stage, 0)
 
 
 def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) -> Decision:
-    """Count one restart of a stage that begins after ``pause`` seconds. Warn once the limit is near."""
+    """Count a restart of a stage after ``pause`` seconds, and warn when the limit is near."""
     counted = _counted(state, stage, now)
     recent = (*(at + pause for at in counted), now + pause)
     state = dataclasses.replace(
@@ -50,7 +50,7 @@ def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) 
         return state, ()
     text = (
         f"stage {stage!r} has used {len(recent)} of {limit} restarts in {RESTART_PERIOD_S:g} s; "
-        "if they are used up, the next death ends the run"
+        "once all are used, the next death ends the run"
     )
     return state, (Warn(stage, "restarts", text),)
 
@@ -60,5 +60,5 @@ def _counted(state: PolicyState, stage: str, now: float) -> tuple[float, ...]:
 
 
 def _is_near(used: int, limit: int) -> bool:
-    """Tell whether a fifth of the restarts, and at least one, is left at most."""
+    """Return whether only a fifth of the restarts is left, or only one."""
     return used > 0 and limit - used <= max(1, limit // 5)

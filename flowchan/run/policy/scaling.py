@@ -1,7 +1,7 @@
-"""Changes to the number of a stage's workers while its graph runs (R13).
+"""Changes to the number of a stage's workers during a run (R13).
 
-New workers get numbers that no worker of the stage has had. The workers with the highest numbers are removed,
-each after its current item. Workers that are about to leave do not count.
+New workers get numbers that no earlier worker of the stage has had. The workers with the highest numbers are
+removed, each after its current item. Workers that are being removed are not counted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of an elastic stage.
+    """Size of an elastic stage.
 
     Attributes:
-        workers: Its number of workers.
-        since: When it got this number, in seconds of the run's clock.
-        last: The highest number given to a worker.
-        spent: The worker time before ``since``, in seconds.
+        workers: Number of workers.
+        since: When the number last changed, in seconds of the run's clock.
+        last: Highest number that a worker has had.
+        spent: Worker time before ``since``, in seconds.
     """
 
     workers: int
@@ -29,13 +29,13 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """Return the worker time until ``now``, in seconds. Two workers take two seconds per second."""
+        """Return the worker time until ``now``, in seconds: two workers use two seconds per second."""
         return self.spent + self.workers * (now - self.since)
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A request for this number of workers of a stage, by ``run.scale()``."""
+    """Request from ``run.scale()`` to change a stage's number of workers to ``workers``."""
 
     stage: str
     workers: int
@@ -43,14 +43,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class AddWorker:
-    """Open the ports of an additional worker of a stage, and start it."""
+    """Open the ports of an additional worker, and start it."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveWorker:
-    """Let a worker end after its present item."""
+    """Let a worker end after its current item."""
 
     worker: WorkerId
 
@@ -58,9 +58,9 @@ class RemoveWorker:
 def scaled(
     size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:
-    """Return the stage's next size, and the workers to add and to remove.
+    """Return the new size of a stage, and the workers to add and to remove.
 
-    ``peers`` are its present workers.
+    ``peers`` are the stage's current workers.
     """
     more = max(0, scale.workers - len(peers))
     new = [WorkerId(scale.stage, size.last + number) for number in range(1, more + 1)]

@@ -1,13 +1,13 @@
 """Random seeds of workers (R9).
 
-Each worker has its own seed, and its process draws random numbers from that seed. The seed is a hash of the
-run's seed, the stage, the worker's number and its incarnation. So a run with an equal seed draws the same
-numbers, and a replacement draws other numbers than the dead worker.
+Each worker has its own seed, and random numbers in its process derive from it. The seed is a hash of the
+run's seed, the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal
+numbers, but a replacement draws different numbers from the worker that died.
 
 :func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
-Modules that are already imported are seeded at once, because a fork inherits the state of its parent. The
-others are seeded on import. Worker threads share the generators with the whole program, so their generators
-are left alone.
+Modules that are already imported are seeded at once, because a forked process inherits their state. Other
+modules are seeded on import. Worker threads share the generators with the whole program, so nothing is seeded
+for them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Worker:
     Attributes:
         stage: Name of its stage.
         number: Number of the worker in the stage, from 1.
-        workers: Number of workers of the stage.
-        seed: Random seed below 2 ** 63, different for each worker and incarnation, and reproducible with the
-            run's seed.
-        incarnation: Number of processes that had this worker's work before.
-        host: Name of the host; empty on the program's machine.
+        workers: Number of workers in the stage.
+        seed: Random seed below 2 ** 63. It differs for each worker and incarnation, and is the same in runs
+            with equal seeds.
+        incarnation: Number of earlier processes that had this worker's number.
+        host: Name of its host; empty on the program's machine.
 
     Example:
         >>> from flowchan import Graph, worker
@@ -53,17 +53,17 @@ class Worker:
 
 
 _current: ContextVar[Worker] = ContextVar("flowchan worker")
-_of_process: Worker | None = None  # for threads that user code starts in a worker's process
+_of_process: Worker | None = None  # for threads that the user's code starts in a worker process
 
 
 def worker() -> Worker:
-    """Return the worker whose code is running.
+    """Return the worker that is running the calling code.
 
     Returns:
         Its stage, number, seed and host.
 
     Raises:
-        RuntimeError: The caller does not run in a worker.
+        RuntimeError: The caller is not running in a worker.
 
     Example:
         >>> from flowchan import Graph, worker
@@ -75,13 +75,13 @@ def worker() -> Worker:
     found = _current.get(_of_process)
     if found is None:
         raise RuntimeError(
-            "flowchan.worker() must be called in the function or class of a stage; no worker runs here"
+            "flowchan.worker() must be called in the function or class of a stage; no worker is running here"
         )
     return found
 
 
 def worker_text() -> str:
-    """Name the current worker for messages, such as ``the worker map 2 on host 'gpu1'``."""
+    """Describe the current worker for messages, as in ``the worker map 2 on host 'gpu1'``."""
     info = _current.get(_of_process)
     if info is None:
         return "the worker"
@@ -91,20 +91,20 @@ def worker_text() -> str:
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     """Return the seed of one worker in a run with the seed ``run``."""
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
-    # It must fit into a signed 64-bit number.
+    # The seed must fit into a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1
 
 
 def enter(info: Worker) -> None:
-    """Set the worker of this thread or task."""
+    """Set the current worker of this thread or task."""
     _current.set(info)
 
 
 def begin(info: Worker) -> None:
-    """Set the worker of this process, before any user code is loaded."""
+    """Set the worker of this process and seed its generators, before any user code is loaded."""
     global _of_process
     _of_process = info
-    # A fork has copied the finder of its parent.
+    # A forked process has inherited the finder of its parent.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:
@@ -113,26 +113,26 @@ def begin(info: Worker) -> None:
 
 
 def _seed_numpy(module: Any, seed: int) -> None:
-    # Set a new bit generator instead of calling numpy.random.seed(): another thread may have held the lock of
-    # the old one during the fork.
+    # Replace the bit generator instead of calling numpy.random.seed(): another thread may have held the old
+    # generator's lock during the fork.
     module.set_bit_generator(module.MT19937(seed))
 
 
 SEEDED: dict[str, Callable[[Any, int], object]] = {
     "random": lambda module, seed: module.seed(seed),
     "numpy.random": _seed_numpy,
-    # Leaves CUDA alone if the parent of a fork used it.
+    # Does not touch CUDA if the parent process used it before the fork.
     "torch": lambda module, seed: module.manual_seed(seed),
 }
 
 
 def _seed(module: ModuleType, seed: int) -> None:
-    with contextlib.suppress(AttributeError):  # partly imported, or the user's own module of that name
+    with contextlib.suppress(AttributeError):  # partly imported, or a module of the user with the same name
         SEEDED[module.__name__](module, seed)
 
 
 class _SeedOnImport:
-    """Module finder that delegates to the other finders and seeds the module after its execution."""
+    """Module finder that delegates to the other finders, and seeds each module after executing it."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,6 +1,6 @@
 """Statistics of a run at one moment, as frozen values (R8).
 
-:meth:`Run.stats` creates them. The live view, the report and the tests read them.
+:meth:`Run.stats` creates them. The live view, the report and the tests use them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WorkSeconds:
     """Time spent by one worker, or by all workers of a stage, in seconds since the start of the run.
 
     Attributes:
-        working: Time since the worker built its callable, until its end or until now.
+        working: Time since the worker built its callable, until it ended or until now.
         input: Part of ``working`` spent waiting for an item.
         place: Part of ``working`` spent waiting for room in an output channel.
-        turn: Part of ``working`` spent waiting until earlier items are out, while the channel has nothing for
-            a reader.
+        turn: Part of ``working`` in which a finished output was waiting for earlier items, while the readers
+            had nothing to take.
         cpu: CPU time; ``None`` if unknown, for example for workers on other hosts.
         ready: Time spent waiting for a core; ``None`` if unknown.
 
@@ -51,11 +51,11 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
-        """Return the part of ``working`` in which it did not wait, in seconds."""
+        """Return the part of ``working`` that was not spent waiting, in seconds."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
-        """Return the time that was added after an earlier measurement.
+        """Return the time spent since an earlier measurement.
 
         Args:
             earlier: An earlier value for the same worker or stage.
@@ -80,13 +80,13 @@ class WorkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One current worker of a stage.
+    """Statistics of one current worker of a stage.
 
-    Time of workers that it has replaced counts only for the stage.
+    The time of dead workers that it replaced is included only in the statistics of the stage.
 
     Attributes:
         number: Number of the worker in its stage.
-        working: Whether it has begun and not ended.
+        working: Whether it has started to work and has not ended.
         seconds: Time that it has spent.
 
     Example:
@@ -105,7 +105,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Cause that limits a run.
+    """Cause that limits the speed of a run.
 
     Attributes:
         kind: One of
@@ -113,13 +113,13 @@ class Cause:
             - "bottleneck": ``stage`` is the slowest;
             - "input": the program puts items slowly;
             - "consumer": the program reads results slowly;
-            - "order": the workers of ``stage`` wait for their turns;
-            - "gil": threads share one interpreter lock;
+            - "order": the workers of ``stage`` are waiting for earlier items;
+            - "gil": threads share one global interpreter lock;
             - "cores": the workers use all cores;
             - "memory": a channel is short of bytes;
             - "in_flight": a loop admits too few items at a time;
-            - "starting": no worker of ``stage`` has begun yet.
-        stage: Name of the stage, if the cause is one.
+            - "starting": no worker of ``stage`` has started to work yet.
+        stage: Name of the stage, if the cause is a stage.
         why: Explanation in words.
 
     Example:
@@ -142,32 +142,32 @@ class StageStats:
     """Statistics of one stage.
 
     The rate and the shares (0 to 1) refer to the window of :class:`RunStats`. Shares are fractions of the
-    time of the working workers. All counts start at the start of the run.
+    total time of the working workers. All counts begin at the start of the run.
 
     Attributes:
         name: Name of the stage.
         kind: Name of the operator.
         on: Placement of the workers, such as "thread" or "process".
-        workers: Number of workers the stage should have.
+        workers: Number of workers that the stage should have.
         alive: Number of workers that have not ended.
-        items_in: Items taken from the inputs.
-        items_out: Items put into the outputs.
-        failed: Items that failed.
-        retried: Retries of items.
-        restarts: Replaced workers.
-        unwanted: Items taken whose output had no reader left (R2).
-        discarded: Items taken whose work was cut off when the run failed or was aborted.
-        in_hand: Items that workers have taken and not finished.
+        items_in: Number of items taken from the inputs.
+        items_out: Number of items put into the outputs.
+        failed: Number of items that failed.
+        retried: Number of retries.
+        restarts: Number of workers that were replaced.
+        unwanted: Number of items taken whose output had no reader left (R2).
+        discarded: Number of items that were being processed when the run failed or was aborted.
+        in_hand: Number of items that workers have taken but not finished.
         rate: Items finished per second.
         busy: Share of the time spent working.
         waiting_input: Share of the time spent waiting for an item.
         waiting_output: Share of the time spent waiting to put, including ``waiting_turn``.
         hosts: Hosts on which its workers may run.
-        pids: Process ids of its live workers, in the order of their numbers.
-        members_failed: Failed members of batches that continued without them.
-        waiting_turn: Share of the time in which an ordered stage waited for earlier items.
+        pids: Process ids of its live workers, in the order of the workers' numbers.
+        members_failed: Number of failed batch members whose batches continued without them.
+        waiting_turn: Share of the time in which outputs of an ordered stage were waiting for earlier items.
         cores: CPU seconds per second; ``None`` if unknown.
-        working: Number of workers that have begun and not ended.
+        working: Number of workers that have started to work and have not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
 
@@ -219,22 +219,22 @@ class EdgeStats:
         writer: Stage that puts items.
         reader: Stage that takes items, or ``None``.
         transport: Name of the transport.
-        inside: Items in the channel now.
+        inside: Number of items in the channel now.
         capacity: Maximum number of items.
-        passed: Items taken since the start of the run.
+        passed: Number of items taken since the start of the run.
         rate: Items taken per second in the window of :class:`RunStats`.
-        waiting_readers: Workers that wait for an item.
-        waiting_writers: Workers that wait to put.
-        readers_waiting_for: Longest current wait of a reader, in seconds.
-        writers_waiting_for: Longest current wait of a writer, in seconds.
-        selecting: Waiters that something else may also wake.
-        woken: Waiters that were woken and do not run yet.
-        awaiting: Those of ``selecting`` that are coroutines of this process.
-        bytes: Bytes in the channel now.
+        waiting_readers: Number of workers that are waiting for an item.
+        waiting_writers: Number of workers that are waiting to put.
+        readers_waiting_for: How long readers have been waiting at most, in seconds.
+        writers_waiting_for: How long writers have been waiting at most, in seconds.
+        selecting: Number of waiters that something else may also wake.
+        woken: Number of waiters that have been woken but have not run yet.
+        awaiting: Number of waiters in ``selecting`` that are coroutines in this process.
+        bytes: Number of bytes in the channel now.
         share: The channel's share of the run's memory, in bytes.
-        short_of_bytes: Whether a writer waits for bytes instead of a place.
+        short_of_bytes: Whether a writer is waiting for bytes although the channel has room for another item.
         holders: Processes that keep blocks of the channel's memory.
-        put: Items put since the start of the run.
+        put: Number of items put since the start of the run.
 
     Example:
         >>> from flowchan import Graph
@@ -269,7 +269,7 @@ class EdgeStats:
 
     @property
     def left(self) -> int:
-        """Return the number of items that were put and not taken: inside, or discarded at the end."""
+        """Return how many items were put but not taken. They are in the channel or were discarded."""
         return self.put - self.passed
 
 
@@ -283,9 +283,9 @@ class HostStats:
         workers: Number of workers on the host.
         agents: Number of agents started so far.
         deaths: Descriptions of how agents died.
-        breaks: Number of broken connections to an agent that were made again.
-        sent: Bytes sent to the host.
-        received: Bytes received from the host.
+        breaks: Number of connections to an agent that broke and were restored.
+        sent: Number of bytes sent to the host.
+        received: Number of bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.
 
     Example:
@@ -316,18 +316,18 @@ class RunStats:
     Attributes:
         graph: Name of the graph.
         state: "running", "stopping", "done", "failed", "stopped" or "aborted".
-        elapsed: Seconds since the start of the run, until now or its end.
+        elapsed: Seconds from the start of the run until now, or until it ended.
         stages: Statistics of each stage.
         edges: Statistics of each channel.
-        bottleneck: Name of the stage that limits the run, if a stage does.
-        seed: Random seed; with an equal seed, workers draw equal random numbers (R9).
-        memory: Bytes that its channels share.
+        bottleneck: Name of the stage that limits the run, if there is one.
+        seed: Random seed; in runs with equal seeds, workers draw equal random numbers (R9).
+        memory: Number of bytes that all channels together may use.
         hosts: Statistics of the other hosts with workers of the run.
         last_error: One line about the last failed item or dead worker.
-        window: Length of the window of rates and shares, in seconds.
+        window: Length of the window for rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
-        warnings: Warnings about stages, such as a stage that has nearly used up its restarts. The last one of
-            each kind for each stage.
+        warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
+            last warning of each kind for each stage.
 
     Example:
         >>> from flowchan import Graph

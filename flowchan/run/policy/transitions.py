@@ -1,7 +1,7 @@
 """The state of a run on which decisions depend, and the transitions that several decisions share.
 
-All functions are pure: a state gives the next state and the actions to take. ``policy/decisions.py`` has the
-phases of a run.
+All functions are pure: they map a state to the next state and the actions to take. ``policy/decisions.py``
+describes the phases of a run.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ class PolicyState:
     Attributes:
         alive: Workers that have not ended.
         processes: Workers that have their own process.
-        sources: Workers of the stages that begin the graph.
-        ends: Workers of the stages whose end the user waits for.
-        limits: How many restarts a stage has in each period.
-        restarts: How many workers of a stage have been replaced.
-        recent_restarts: When those restarts of a stage took place that count against its limit.
-        explicit: Stages whose limit the user has set.
-        stateful: The classes of callable objects by stage. A replacement begins with a new object.
+        sources: Workers of the stages at the beginning of the graph.
+        ends: Workers of the stages at the ends of the graph; the run is complete once they have ended.
+        limits: Maximum number of restarts of each stage per period.
+        restarts: Number of replaced workers of each stage.
+        recent_restarts: Times of the restarts of each stage that count against its limit.
+        explicit: Stages for which the user has set the limit.
+        stateful: Class names of stateful callable objects, by stage. A replacement starts with a new object.
         phase: The phase of the run.
-        since: When the phase began, in seconds of a monotonic clock.
-        failures: The failures of the run, the first one first.
+        since: When the phase began, in seconds on a monotonic clock.
+        failures: The failures of the run, in order.
         stopped: Whether a stop was requested.
         stop_by: When a stopped run is aborted.
-        notified: Whether the run has warned that its stop takes long.
+        notified: Whether the user was warned that stopping takes long.
         aborted: Whether the run was aborted.
         terminated: Whether late processes have been terminated.
         killed: Whether late processes have been killed.
         abandoned: Workers that were still alive when the run ended.
         gangs: Stages whose workers form a group and restart together.
-        missing_peer: Workers of gangs that reported that a peer is missing, with their reports.
-        restarting: The gangs that are being ended because of a death, with their restart.
+        missing_peer: Reports of workers of gangs that a peer is missing.
+        restarting: Gangs that are being ended because of a death, with the replacement of the dead worker.
         ended_peers: Workers of gangs whose processes have ended and have not been replaced.
-        no_readers: Gangs of which one worker has ended because its outputs have no readers.
+        no_readers: Gangs in which a worker has ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is replaced.
-        without_group: Workers of elastic gangs that wait for a group, with the failure that ended the last
-            one.
-        joining: Workers of elastic gangs that are replaced and have not begun.
-        changed: Elastic gangs of which a worker died, ended or began since their group was formed.
+        without_group: Workers of elastic gangs that are waiting for a group, with the failure that ended
+            their last group.
+        joining: Workers of elastic gangs whose replacement has not started to work.
+        changed: Elastic gangs in which a worker died, ended or joined after the current group was formed.
         began: When the run began.
-        sizes: The sizes of the stages that can be scaled.
-        leaving: Workers that must end after their item.
+        sizes: Sizes of the stages that can be scaled.
+        leaving: Workers that must end after their current item.
     """
 
     alive: frozenset[WorkerId]
@@ -93,13 +93,13 @@ class PolicyState:
 
     @property
     def goes_on(self) -> bool:
-        """Whether dead workers are still replaced."""
+        """Return whether dead workers are still replaced."""
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Tell whether the end of a worker's process is expected.
+        """Return whether the end of a worker's process is expected.
 
-        It is if the worker reported that a peer is missing, or if its gang is being restarted.
+        It is expected if the worker reported that a peer is missing, or if its gang is being restarted.
         """
         return worker in self.missing_peer or worker.stage in self.restarting
 
@@ -109,7 +109,7 @@ Decision = tuple[PolicyState, tuple[Action, ...]]
 
 
 def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
-    """Note that a worker has ended and is not replaced."""
+    """Record that a worker has ended and is not replaced."""
     alive = state.alive - {worker}
     state = without_member(state, worker)
     phase, since = state.phase, state.since
@@ -117,7 +117,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
     if not alive:
         phase = "ended"
     elif state.goes_on and state.ends and not (alive & state.ends):
-        # a stage that waits for an item does not notice that its outputs have no readers
+        # a stage that is waiting for an item does not notice that its outputs have no readers
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now
@@ -126,9 +126,9 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 
 
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
-    """Note that a worker has ended by an error.
+    """Record that a worker has ended with an error.
 
-    An ``expected`` error, such as that of a terminated worker, is not a failure of the run.
+    An ``expected`` error, for example from a terminated worker, is not a failure of the run.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:
@@ -140,7 +140,7 @@ def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bo
 
 
 def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run that can't continue although no worker has ended by an error."""
+    """End a run that cannot continue although no worker has failed."""
     if not state.goes_on:
         return state, ()
     failures = (*state.failures, failure)
@@ -148,7 +148,7 @@ def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
 
 
 def channel_broken(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run of which a channel was aborted, but not by the supervisor."""
+    """End a run because one of its channels was aborted by something other than the supervisor."""
     breaking = state.phase in ("running", "stopping", "finishing")
     state = dataclasses.replace(state, failures=with_failure(state.failures, failure))
     if not breaking:
@@ -166,7 +166,7 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
     """Return the state without a worker of an elastic gang that has ended.
 
-    Its peers get a group without it.
+    The other workers of the gang get a group without this worker.
     """
     if worker.stage not in state.elastic:
         return state
@@ -178,9 +178,9 @@ def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
 
 
 def with_failure(failures: tuple[Failure, ...], new: Failure) -> tuple[Failure, ...]:
-    """Return the failures with a new one.
+    """Return the failures with a new one added.
 
-    A stage may raise the same error with which it has aborted its channel: that is one failure.
+    A stage may abort its channel with an error and then raise the same error. This counts as one failure.
     """
     for index, old in enumerate(failures):
         if (
@@ -197,5 +197,5 @@ def _same(one: Failure, other: Failure) -> bool:
 
 
 def terminate(workers: frozenset[WorkerId], force: bool) -> tuple[Action, ...]:
-    """End these workers' processes."""
+    """Return the actions that terminate or kill the processes of these workers."""
     return tuple(Terminate(worker, force) for worker in sorted(workers, key=str))

@@ -1,1 +1,1 @@
-"""Run one worker: its callable, the loop of its operator, its requests and its logs."""
+"""Run one worker: its callable, the loop of its operator, its requests and its log records."""

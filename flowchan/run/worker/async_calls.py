@@ -1,6 +1,6 @@
 """Call ``async def`` functions in worker processes.
 
-A worker in its own process has its own event loop, which runs only while the function runs.
+Each worker process has its own event loop, which runs only while the function is running.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _END = object()
 
 
 class Driven:
-    """Runner of the async functions of one worker."""
+    """Event loop that runs the async functions of one worker."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._begun: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a plain function that runs ``function`` and returns its result.
+        """Return a synchronous function that runs ``function`` and returns its result.
 
-        For an async generator, the plain function returns an iterator over the elements.
+        For an async generator, the synchronous function returns an iterator over the elements.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,8 @@ class Driven:
 
     def _next(self, elements: AsyncIterator[Any]) -> Any:
         async def wait() -> Any:
-            return await anext(elements, _END)  # must run in the loop, which then owns the generator
+            # must be called in the event loop, which then tracks the generator
+            return await anext(elements, _END)
 
         return self._runner.run(wait())
 
@@ -61,7 +62,7 @@ class Driven:
                 self._result(elements.aclose())
 
     def close(self, close: Callable[[], Any]) -> None:
-        """Run ``close``, which may be async, close unfinished generators and end the event loop."""
+        """Run ``close``, which may be async, then close unfinished generators and the event loop."""
 
         async def end() -> None:
             try:

@@ -1,8 +1,8 @@
-"""Loops of the operators for an ``async def`` function.
+"""Loops of the operators for ``async def`` functions.
 
-They match the loops of ``operator_loops.py``, with ``await`` at each wait. The ``workers=n`` of such a stage
-are n tasks of one event loop. Each task has its own ports, so order, errors, retries and ends match those of
-n threads.
+They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, such a
+stage consists of n tasks in one event loop. Each task has its own ports, so order, errors, retries and ends
+are the same as for n threads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
-    """Call the function with ``item``, and again for each retry that the stage allows.
+    """Call the function with ``item``, and repeat the call after an error as often as the stage allows.
 
-    Return the result, or SKIPPED if the item was given up.
+    Return the result, or SKIPPED if the item has failed.
     """
     for attempt in range(1, job.retries + 2):
         try:
@@ -56,7 +56,7 @@ async def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 
 async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put the awaited result of the function for each item."""
+    """Put the result of awaiting the function for each item."""
     async for item in items:
         result = await _call(job, item)
         if "members" in job.options and result is not SKIPPED:
@@ -67,7 +67,7 @@ async def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put each item for which the awaited result of the function is true."""
+    """Put each item for which the awaited result is true."""
     async for item in items:
         wanted = await _call(job, item)
         if wanted is not SKIPPED and wanted:
@@ -76,9 +76,9 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put every element that the function returns for each item, once despite retries."""
+    """Put every element that the function returns for each item, but only once if the item is retried."""
     async for item in items:
-        emitted = 0  # a retry does not repeat earlier outputs
+        emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
             try:
                 async with (
@@ -107,7 +107,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
-    """Pause the time limit of the item while the worker waits for room."""
+    """Pause the time limit for the item while the worker waits for room in its output."""
     until, clock = limit.when(), asyncio.get_running_loop().time
     remaining = None if until is None else until - clock()
     limit.reschedule(None)
@@ -127,7 +127,7 @@ async def _put_or_end(out: Out[Any], output: Any) -> None:
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:
     """Yield the elements of an async iterator, or of the iterable that a coroutine returns.
 
-    An async generator is closed as soon as the consumer stops.
+    An async generator is closed as soon as the consumer stops iterating.
     """
     if not isinstance(called, AsyncIterable):
         for element in await called:
@@ -149,5 +149,5 @@ async def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 async def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
-    """Await the function of a general stage, with all ports."""
+    """Await the function of a general stage, called with all ports."""
     await job.function(**ports, **job.kwargs)

@@ -1,9 +1,10 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
-For its deadlock check, the supervisor asks whether these tasks can still make progress. The selector gets no
-timeout if the loop has no timer, no socket and no callback that is due. If, in addition, each task awaits a
-channel of the graph, only a channel can wake the loop. Everything else counts as work: a task that awaits
-another task, an event or a future. Waits for a channel in the user's own event loop also count as work.
+For deadlock detection, the supervisor asks whether these tasks can still make progress. If the event loop has
+no timer, no socket and no callback that is due, it calls its selector without a timeout. If also every task
+is awaiting a channel of the graph, only a channel can wake the loop. Anything else counts as work: for
+example, a task that awaits another task, an event or a future. Waiting for a channel in the user's own event
+loop also counts as work.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_ab
 from flowchan.run.worker.worker_callable import built_async, nothing
 
 ANSWER_WITHIN_S = 0.05
-"""Time limit in seconds; an event loop that does not answer in this time has work."""
+"""Time limit for an answer from an event loop, in seconds. A loop that does not answer in time has work."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -40,14 +41,15 @@ class _Selector(selectors.DefaultSelector):
     is_idle = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        self.is_idle = timeout is None and len(self.get_map()) == 1  # the loop's own socket for wakeups
+        # the only socket is the one that wakes the loop
+        self.is_idle = timeout is None and len(self.get_map()) == 1
         return super().select(timeout)
 
 
 class StageLoop(asyncio.SelectorEventLoop):
     """Event loop that can report whether only channels can wake it.
 
-    ``starter`` is the task that waits for the workers.
+    ``starter`` is the task that started the workers and waits for them to end.
     """
 
     def __init__(self) -> None:
@@ -56,10 +58,10 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Return whether the loop waits and has only these tasks; call it on another thread."""
+        """Return whether the loop is waiting and has only these tasks. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
-        def check() -> None:  # runs in the loop: without a GIL, no other thread may read its tasks
+        def check() -> None:  # runs in the loop: without a GIL, no other thread may read the loop's tasks
             answer.set_result(self._waiting.is_idle and asyncio.all_tasks() <= {*tasks, self.starter})
 
         try:
@@ -70,7 +72,7 @@ class StageLoop(asyncio.SelectorEventLoop):
 
 
 def _stage_loop() -> asyncio.AbstractEventLoop:
-    """Return a loop of the program's event loop policy; instead of asyncio's own, a :class:`StageLoop`."""
+    """Return a new event loop: a :class:`StageLoop`, or the loop of the policy that the program has set."""
     loop = asyncio.new_event_loop()
     if type(loop) is not asyncio.SelectorEventLoop:
         return loop
@@ -79,7 +81,7 @@ def _stage_loop() -> asyncio.AbstractEventLoop:
 
 
 def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
-    """Return whether only these channels can wake each event loop that awaits one of them."""
+    """Return whether each event loop that awaits one of these channels can be woken only by them."""
     known = {id(channel) for channel in channels}
     for loop, waits in waits_of_loops():
         tasks = {task for task, channel in waits if id(channel) in known}
@@ -91,8 +93,8 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 class Tasks:
     """Tasks of one async stage, for use by other threads.
 
-    Unlike a thread, a task can be cancelled while it awaits. ``into`` is the input channel, without which the
-    tasks have no work.
+    Unlike a thread, a task can be cancelled while it is waiting. ``into`` is the input channel; without its
+    items the tasks have no work.
     """
 
     def __init__(self, into: Channel[Any] | None = None) -> None:
@@ -103,7 +105,7 @@ class Tasks:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the tasks once; later calls do not disturb their cleanup."""
+        """Cancel the tasks once. Later calls have no effect, so they do not disturb the tasks' cleanup."""
         with self._lock:
             loop, repeated, self._cancelled = self._loop, self._cancelled, True
         if loop is not None and not repeated:
@@ -111,7 +113,7 @@ class Tasks:
                 loop.call_soon_threadsafe(self._cancel)
 
     def leave_alone(self) -> None:
-        """Exclude the current task, which is cleaning up, from cancellation."""
+        """Exempt the current task, which is cleaning up, from cancellation."""
         self._tasks = [task for task in self._tasks if task is not asyncio.current_task()]
 
     def _cancel(self) -> None:
@@ -127,7 +129,7 @@ class Tasks:
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
-        await asyncio.sleep(0)  # a task cancelled before its first step would not report its end
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would not report its end
         if cancelled:
             self._cancel()
         await asyncio.gather(*running)
@@ -140,7 +142,7 @@ class Tasks:
 def work_together(
     workers: dict[Worker, Ports], stage: Stage, tell: Callable[[Event], None], tasks: Tasks
 ) -> None:
-    """Run the workers of an ``async def`` stage as tasks of one event loop on this thread."""
+    """Run the workers of an ``async def`` stage as tasks in one event loop on this thread."""
 
     async def run_worker(info: Worker, ports: Ports) -> None:
         worker = WorkerId(info.stage, info.number)
@@ -168,7 +170,8 @@ def work_together(
     try:
         with asyncio.Runner(loop_factory=_stage_loop) as runner:
             runner.run(work)
-    except BaseException as error:  # the loop failed: each worker must report, or the run waits forever
+    # the event loop failed: report each worker, otherwise the run waits forever
+    except BaseException as error:
         work.close()
         for worker in sorted(unreported, key=str):
             with contextlib.suppress(Closed):

@@ -1,4 +1,4 @@
-"""Membership of one gang worker in the group of its gang."""
+"""Membership of one worker in the group of its gang."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker.opening import Ports
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks of a waiting worker whether the run has broken off."""
+"""Seconds between two checks for broken channels while a worker is waiting for a group."""
 
 
 class Memberships(NamedTuple):
-    """Memberships of a gang's worker.
+    """Memberships of a worker in a gang.
 
     Attributes:
-        first: Its first membership, or ``None`` for a replacement worker.
-        later: The channel of the memberships of later groups, for an elastic gang only.
+        first: Membership in the first group, or ``None`` for a replacement worker.
+        later: Channel that delivers memberships in later groups; for elastic gangs only.
     """
 
     first: Any = None
@@ -53,7 +53,7 @@ class GangMembership:
         self._join_group()
 
     def work(self, call: Callable[[Any], None]) -> None:
-        """Call ``call`` with the group, and again with the next group each time a group ends."""
+        """Call ``call`` with the group. Each time the group ends, call it again with the next group."""
         while (over := self._run_in_group(call)) is not None:
             self._member._abandon()
             for reader in self._ports.inputs.values():
@@ -62,9 +62,9 @@ class GangMembership:
             self._join_group()
 
     def _run_in_group(self, call: Callable[[Any], None]) -> Failure | None:
-        """Run ``call`` and return the failure that ended the group, or ``None``.
+        """Run ``call``. Return the failure that ended the group, or ``None`` if the group did not fail.
 
-        The frame of ``call`` does not outlive this method.
+        The frame of ``call`` is released when this method returns.
         """
         try:
             call(self._group)
@@ -73,7 +73,7 @@ class GangMembership:
         return None
 
     def _join_group(self) -> None:
-        """Join the first group that all members join."""
+        """Join a group, and try the next one if a member dies before all have joined."""
         while True:
             try:
                 self._group = self._member.__enter__()
@@ -82,15 +82,15 @@ class GangMembership:
                 self._await_membership(self._failure_of(error))
 
     def _failure_of(self, error: MemberDied) -> Failure:
-        """Return the failure to report; raise ``error`` if no other group follows."""
+        """Return the failure to report, or raise ``error`` if there will be no other group."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
 
     def _await_membership(self, over: Failure | None) -> None:
-        """Report the lost group and wait for the next membership.
+        """Report that the group has ended, and wait for the next membership.
 
-        Raises :class:`Broken` if the run has broken off.
+        Raises :class:`Broken` if a channel of the worker is broken.
         """
         assert self._next is not None
         self._member = None
@@ -99,14 +99,14 @@ class GangMembership:
             with contextlib.suppress(Empty):
                 self._member = self._next.get(POLL_INTERVAL_S)
             if any(port.channel.broken for port in self._ports.everything()):
-                raise Broken("the run has broken off, so the worker gets no new group")
+                raise Broken("the run has failed or was aborted, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """Leave the group, and let the other members know how.
+        """Leave the group in a way that tells the other members whether this worker has failed.
 
         The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
-        is broken. In these cases it abandons the group: its agent may have died, and then the whole gang
-        starts again.
+        is broken. In these cases it abandons the group, because its agent may have died and the whole gang
+        will then restart.
         """
         if self._member is None:
             return

@@ -1,4 +1,4 @@
-"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n GPUs."""
+"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class Gpus:
     """Pool of the GPUs that this process may use.
 
-    A worker keeps its GPUs when its process dies and is replaced.
+    When the process of a worker dies, the worker's replacement gets the same GPUs.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class Gpus:
         self._held: dict[WorkerId, list[str]] = {}
 
     def take(self, id: WorkerId, number: int) -> str | None:
-        """Return the worker's ``CUDA_VISIBLE_DEVICES``, or ``None`` to leave it unchanged.
+        """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
 
-        Raises :class:`flowchan.HostError` if too few GPUs are free.
+        Raises :class:`flowchan.HostError` if not enough GPUs are free.
         """
         if not number:
             return None
@@ -35,8 +35,9 @@ class Gpus:
             if len(self._free) < number:
                 held = sum(map(len, self._held.values()))
                 raise HostError(
-                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but this host has only "
-                    f"{len(self._free)} of {held + len(self._free)} free; use fewer workers or more hosts"
+                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but only "
+                    f"{len(self._free)} of {held + len(self._free)} GPUs on this host are free; "
+                    "use fewer workers or more hosts"
                 )
             self._held[id], self._free = self._free[:number], self._free[number:]
         return ",".join(self._held[id])
@@ -50,7 +51,7 @@ class Gpus:
 def present() -> list[str]:
     """Return the GPUs that a process on this machine may use, as ``CUDA_VISIBLE_DEVICES`` names them.
 
-    Without that variable, these are all GPUs that the driver lists.
+    If that variable is not set, these are all GPUs that the driver lists.
     """
     visible = os.environ.get(VISIBLE)
     if visible is not None:
@@ -65,6 +66,6 @@ def present() -> list[str]:
 
 
 def see_only(devices: str | None) -> None:
-    """Set ``CUDA_VISIBLE_DEVICES`` in a worker's process, before any user code is loaded."""
+    """Set ``CUDA_VISIBLE_DEVICES`` in a worker process, before any user code is loaded."""
     if devices is not None:
         os.environ[VISIBLE] = devices

@@ -1,8 +1,8 @@
 """Time limit for one item in a worker process: ``timeout=``.
 
-A kernel timer ends the process, even inside C code that holds the GIL. So a timeout is a death over that
-item. The supervisor replaces the worker, and the replacement gives the item up, or tries it again if the
-stage has retries left.
+A kernel timer kills the process, even inside C code that holds the GIL. A timeout is therefore a death over
+that item. The supervisor replaces the worker. The replacement tries the item again if the stage has retries
+left; otherwise the item fails.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_TIMEOUT_S = 1e-6
-"""Shortest time limit in seconds; zero would stop the timer."""
+"""Shortest time limit in seconds, because zero would turn the timer off."""
 
 
 def exceeded(stage: Stage) -> str:
-    """Describe the end of a worker that exceeded the time limit."""
+    """Describe the death of a worker that exceeded the time limit."""
     return f"took longer than timeout={stage.timeout:g} s"
 
 
 def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """Set ``words`` as the message if ``limit`` raised the error without one."""
+    """Set the message of ``error`` to ``words`` if ``limit`` raised it without a message."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
@@ -40,7 +40,7 @@ def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
 def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
     """Return whether the item has timed out more often than its retries allow.
 
-    ``predecessors`` describes how the workers that had this item ended.
+    ``predecessors`` describes how the workers that had this item died.
     """
     if stage.timeout is None:
         return False
@@ -49,10 +49,10 @@ def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
 
 
 def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
-    """Return ``function`` with the time limit of the stage, for a worker's process."""
+    """Return ``function`` with the time limit of the stage, for a worker process."""
     assert stage.timeout is not None
     seconds = stage.timeout
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a fork has copied the program's handler
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process has inherited the program's handler
 
     def call(*args: Any) -> Any:
         began = time.monotonic()
@@ -69,9 +69,9 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
 
 
 def _steps(elements: Iterable[Any], remaining: float) -> Iterator[Any]:
-    """Yield the elements, whose computation may take ``remaining`` seconds in total.
+    """Yield the elements, which must be computed within ``remaining`` seconds in total.
 
-    The time between two elements does not count, because the worker may wait for room then.
+    The time between two elements does not count, because the worker may be waiting for room in its output.
     """
     iterator = iter(elements)
     while True:

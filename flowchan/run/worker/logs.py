@@ -1,8 +1,8 @@
 """Forward log records from worker processes, local and remote, to the program.
 
-The program's loggers handle these records like their own. So the program's logging configuration applies
-under every start method. Each record has the attributes ``stage``, ``number`` and ``host`` of its worker;
-``processName`` contains the same in words.
+The program's loggers handle these records like the program's own records, so its logging configuration
+applies with every start method. Each record has its worker's ``stage``, ``number`` and ``host`` as
+attributes. ``processName`` contains the same information.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Log record of a worker, as the mapping of its attributes."""
+    """Log record from a worker, as a mapping of its attributes."""
 
     attributes: Mapping[str, Any]
 
 
 def levels() -> dict[str, int]:
-    """Return the level of each logger in this process that has its own level, by name.
+    """Return the names and levels of the loggers in this process that have their own level.
 
-    The name of the root logger is the empty string.
+    The root logger is included with an empty name.
     """
     own = {logger.name: logger.level for logger in _loggers() if logger.level}
     return {**own, "": logging.root.level}
 
 
 def set_levels(levels: Mapping[str, int]) -> None:
-    """Set the levels of loggers in this process by name."""
+    """Set the levels of loggers in this process. The keys are their names."""
     for name, level in levels.items():
         logging.getLogger(name or None).setLevel(level)
 
@@ -46,9 +46,9 @@ def _loggers() -> Iterator[logging.Logger]:
 
 
 class Sending(logging.Handler):
-    """Handler that sends the records of a worker's process to the program.
+    """Handler that sends the records of a worker process to the program.
 
-    It sends during a run and, in a process that lasts over several runs, at the end of the process.
+    It sends during a run. In a process of a pool, it also sends when the process is ending.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Sending(logging.Handler):
         self._installed = False
 
     def begin(self, info: Worker, levels: Mapping[str, int], put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` from now on, starting at the program's ``levels``."""
+        """Send records to ``put`` from now on, and set the loggers to the program's ``levels``."""
         self._worker_attributes = {"stage": info.stage, "number": info.number, "host": info.host}
         self._put = put
         if not self._installed:
@@ -66,7 +66,7 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove the handlers and filters that a fork copied or a re-imported main script set up.
+        """Remove handlers and filters that a fork has copied or a re-imported main script has set up.
 
         Otherwise each record would be handled twice.
         """
@@ -82,11 +82,11 @@ class Sending(logging.Handler):
         self._put = None
 
     def end(self, put: Callable[[Logged], None]) -> None:
-        """Send records to ``put`` until the process ends; no run follows."""
+        """Send records to ``put`` until the process ends, because no other run follows."""
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the record; like any handler, this one never raises."""
+        """Send the record. Like any handler, this method never raises."""
         put = self._put
         try:
             if put is not None:
@@ -98,7 +98,7 @@ class Sending(logging.Handler):
 
 
 def _plain(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the record's plain attributes, with message and traceback as text."""
+    """Return the record's attributes of plain types, with message and traceback as text."""
     found = {name: value for name, value in vars(record).items() if isinstance(value, _PLAIN)}
     if record.exc_info and not record.exc_text:
         found["exc_text"] = logging.Formatter().formatException(record.exc_info)
@@ -106,9 +106,9 @@ def _plain(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def log_locally(logged: Logged) -> None:
-    """Handle a worker's record in the program like a local one.
+    """Handle a worker's record in the program as if it were a local one.
 
-    An exception from a filter is shown like one from a handler; this function never raises.
+    If a filter raises, ``logging`` reports it like the error of a handler. This function never raises.
     """
     record = logging.makeLogRecord(dict(logged.attributes))
     if host := vars(record).get("host"):

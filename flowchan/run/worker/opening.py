@@ -1,6 +1,6 @@
-"""Open the channels of a plan, the ports of this machine's workers and the ends of the inputs.
+"""Open the channels of a plan, the ports of this machine's workers, and the inputs for the program.
 
-All of them are open before any worker starts. So a channel knows all its writers and readers from the
+All of them are open before any worker starts. A channel therefore knows all its writers and readers from the
 beginning and cannot close too early.
 """
 
@@ -21,22 +21,22 @@ Channels = Mapping[str, Channel[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports of one worker, by their names in the stage's declaration."""
+    """Ports of one worker, by their names in the declaration of the stage."""
 
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
-        """Yield all ports, readers first, so that taken items are finished before the outputs end."""
+        """Yield all ports, readers first, so that taken items are finished before the outputs close."""
         yield from self.inputs.values()
         yield from self.writers()
 
     def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
-        """Return the arguments for the operator's body.
+        """Return the arguments for the operator's loop.
 
-        Ports to the workers of one reader form one end. That end calls ``unwanted`` for each item to a worker
-        that has ended.
+        All ports to the workers of one reader are combined in one argument. It calls ``unwanted`` for each
+        item to a worker that has ended.
         """
         ends: dict[str, Any] = dict(self.inputs)
         addressed: dict[str, list[Out[Any]]] = {}
@@ -55,7 +55,7 @@ class Ports:
 
 
 class PortNames(Protocol):
-    """Channel names of a worker's ports, like those of a ``PlannedWorker``."""
+    """Channel names of a worker's ports, as in a ``PlannedWorker``."""
 
     @property
     def inputs(self) -> Mapping[str, str]: ...
@@ -69,7 +69,7 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Opened channels, ``ports`` by worker and ``inputs`` by stage name."""
+    """Open channels, ``ports`` by worker and ``inputs`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
@@ -77,9 +77,9 @@ class OpenedPlan:
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
-    """Open the channels of ``plan``, the ports of this machine's ``workers`` and the inputs.
+    """Open the channels of ``plan``, the ports of this machine's ``workers``, and the inputs.
 
-    Each channel gets the same share of the run's memory. Raises ``OSError`` if memory runs out.
+    Each channel gets the same share of the run's memory. Raises ``OSError`` if there is not enough memory.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
@@ -89,7 +89,7 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
 
 
 def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
-    """Open the end into which the user puts items."""
+    """Open the port or ports through which the program puts items into an input."""
     ports = [channels[name].writer() for name in names]
     addressed = any(edge.to_worker for edge in plan.edges if edge.name in names)
     return Addressed(ports) if addressed else ports[0]
@@ -98,8 +98,8 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
 def open_ports(worker: PortNames, channels: Channels) -> Ports:
     """Open the ports of one worker.
 
-    Open the ports of a replacement before the old ports are closed. Otherwise a channel may conclude that
-    its last writer or reader has gone.
+    The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
+    conclude that its last writer or reader has gone.
     """
 
     def supervised(port: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Loops of the operators: each runs over ports, like a general stage that a user writes.
+"""Loops of the operators. Each loop works with ports, like a general stage that a user writes.
 
-Each function is the body of one operator and gets an :class:`OperatorJob` and its ports. It returns when its
-input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A body takes
-the next item only after all work for the current one is done. Taking the next item finishes the current one.
+Each function is the loop of one operator and receives an :class:`OperatorJob` and its ports. It returns when
+its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A loop
+takes the next item only after it has done all work for the current one, because this marks the current one as
+finished.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_
 
 SKIPPED: Any = object()
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks whether the run has broken off."""
+"""Seconds between two checks for broken channels while an item is waiting for its retry."""
 FAILED_ITEM_INTERVAL_S = 0.5
-"""Minimum number of seconds between two reports of failed items by a worker."""
+"""Minimum number of seconds between two reports of failed items from one worker."""
 
 
 @dataclass
 class OperatorJob:
-    """Inputs of an operator's body besides its ports: the user's function, options and failure handling."""
+    """Inputs of an operator's loop apart from its ports: the function, options and failure handling."""
 
     kind: str
     function: Callable[..., Any]
@@ -45,22 +46,22 @@ class OperatorJob:
     retries: int = 0
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
-    timeout: float | None = None  # of an async function; in a process, the function has its own timer
+    timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
     errors: Out[Failed[Any]] | None = None
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
-    on_clean_up: Callable[[], None] = lambda: None  # called when a task starts its cleanup
-    unwanted: int = 0  # items without a reader (partition), or of cancelled requests
-    predecessors: tuple[str, ...] = ()  # how earlier workers with the first item died
-    too_late: bool = False  # the first item has timed out too often
-    is_over: Callable[[], bool] = lambda: False  # True once the run has broken off
+    on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
+    unwanted: int = 0  # items whose branch has no reader, or whose request was cancelled
+    predecessors: tuple[str, ...] = ()  # how earlier workers died over the first item
+    too_late: bool = False  # whether the first item has timed out too often
+    is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
-        """Retry ``call(item)`` after ``error``; without a result, give the item up and return SKIPPED."""
-        if isinstance(error, ItemFailed):  # a member of the batch, which was given up
+        """Retry ``call(item)`` after ``error`` and return its result, or fail the item and return SKIPPED."""
+        if isinstance(error, ItemFailed):  # raised for a batch member that has already failed
             raise error
         attempts = 1
         while isinstance(error, self.retry_on) and attempts <= self.retries:
@@ -75,18 +76,18 @@ class OperatorJob:
         return SKIPPED
 
     def _pause(self) -> None:
-        """Wait before a retry; raise ``Broken`` if the run breaks off during the wait."""
+        """Wait before a retry. Raise ``Broken`` if the run is aborted or fails before the wait is over."""
         until = time.monotonic() + (self.retry_delay or 0.0)
         while (remaining := until - time.monotonic()) > 0:
             if self.is_over():
-                raise Broken("the run broke off while an item waited for its retry")
+                raise Broken("the run failed or was aborted while an item was waiting for its retry")
             time.sleep(min(remaining, POLL_INTERVAL_S))
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Return the results of a batch without the members that failed.
+        """Return the results of a batch without those of members that failed.
 
-        An exception in the place of a member is the failure of that member. The whole batch fails if
-        exceptions cannot be matched to members.
+        An exception in place of a result is the failure of that member. If the results cannot be matched to
+        the members, the whole batch fails.
         """
         if not (isinstance(items, list) and isinstance(results, list | tuple)):
             return results
@@ -107,8 +108,7 @@ class OperatorJob:
     def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
         """Send the failure of ``item`` to the errors stream, or to the caller of ``ask``.
 
-        Raises :class:`ItemFailed` if no errors stream receives the failure, or if ``error`` is not an
-        ``Exception``.
+        Raises :class:`ItemFailed` if the stage has no errors stream, or if ``error`` is not an ``Exception``.
         """
         if isinstance(error, Dropped):
             self.unwanted += 1
@@ -135,7 +135,8 @@ class OperatorJob:
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
         """Handle an error from putting the output for ``item``.
 
-        The end of ``out`` is raised; any other error counts as a failure of the item.
+        If the error means that ``out`` has closed or broken, it is raised. Any other error is a failure of
+        the item.
         """
         if is_end_of(out, error):
             if isinstance(error, Closed):
@@ -144,7 +145,7 @@ class OperatorJob:
         self.give_up(item, error)
 
     def pass_on(self, out: Out[Any], item: Any) -> None:
-        """Put ``item`` unchanged."""
+        """Put ``item`` unchanged into ``out``."""
         try:
             out.put(item)
         except Closed:
@@ -152,22 +153,20 @@ class OperatorJob:
             raise
 
     def drop_item(self, item: Any) -> None:
-        """Drop ``item``, and report that to the caller of ``ask``."""
+        """Drop ``item``. If it came from ``ask``, its caller receives an error."""
         if self.answering is not None:
             self.answering.drop_item(item)
 
     def drop_remaining(self, items: In[Any]) -> int:
-        """Drop the remaining items when their outputs have no reader, and return their number.
+        """Drop the remaining input items, whose outputs would have no reader, and return their number.
 
-        Each caller of ``ask`` whose item was dropped gets an error.
+        Each caller of ``ask`` whose item was dropped receives an error.
         """
         number = 0
         if self.answering is not None:
             items.channel.close()
             items._on_poison(1, lambda *_: None)
-            with contextlib.suppress(
-                ChannelError, ValueError
-            ):  # drained, or the port was closed from outside
+            with contextlib.suppress(ChannelError, ValueError):  # drained, or closed by another thread
                 while True:
                     item = items.get_nowait()
                     number += 1
@@ -179,10 +178,10 @@ class OperatorJob:
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Give up an item that cannot be used, so that the items around it are spared.
+        """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``error`` says why it cannot be unpickled, and ``item`` is an :class:`Unreadable`. Or
-        ``deaths`` workers have died while they had it.
+        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason that it cannot be unpickled. Or
+        ``deaths`` workers have died while they were processing it.
         """
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
@@ -193,9 +192,9 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any], error: BaseException) -> bool:
-    """Return whether ``error`` from a put into ``out`` is the end of that channel.
+    """Return whether ``error`` from a put into ``out`` means that the channel of ``out`` has ended.
 
-    Code that pickles an item may raise the same exceptions for a channel of the user's.
+    When an item is pickled, its own code may raise the same exceptions for another channel.
     """
     return isinstance(error, Closed | Broken) and bool(out.channel.closed)
 
@@ -207,7 +206,7 @@ def source(job: OperatorJob, *, out: Out[Any]) -> None:
 
 
 def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put the result of the function for each item."""
+    """Put the function's result for each item."""
     function, put, members = job.function, out.put, "members" in job.options
     for item in items:
         try:
@@ -221,7 +220,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                 put(result)
             except Exception as error:
                 job.not_sent(out, item, error)
-        del item, result  # free both before waiting for the next item
+        del item, result  # release both before waiting for the next item
 
 
 def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -241,10 +240,10 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put every element that the function returns for each item, once despite retries."""
+    """Put every element that the function returns for each item, but only once if the item is retried."""
     function = job.function
     for item in items:
-        emitted = 0  # a retry does not repeat earlier outputs
+        emitted = 0  # number of outputs that a retry must not repeat
 
         def emit(item: Any) -> None:
             nonlocal emitted
@@ -258,7 +257,7 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put the elements of each item one by one."""
+    """Put the elements of each item one at a time."""
     for item in items:
 
         def emit(item: Any) -> None:
@@ -275,14 +274,14 @@ def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 class OwnEnd(BaseException):
-    """Signal that the worker's own output has closed or broken; the cause has the details.
+    """Signal that the worker's own output has closed or broken. The cause has the details.
 
-    It differs from exceptions of the user's code, which may report the end of another channel.
+    A separate class is needed because the user's code may raise the same exceptions for another channel.
     """
 
 
 def put_or_end(out: Out[Any], output: Any) -> None:
-    """Put an output while the user's iterator runs; raise OwnEnd if ``out`` has ended."""
+    """Put an output while the user's iterator is running. Raise OwnEnd if ``out`` has ended."""
     try:
         out.put(output)
     except Exception as error:
@@ -299,7 +298,7 @@ def _elements(function: Callable[[Any], Iterable[Any]], item: Any) -> Iterable[A
 
 
 def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> None:
-    """Call ``emit(item)``, which puts outputs while the user's iterator runs."""
+    """Call ``emit(item)``, which puts outputs while the user's iterator is running, and handle its errors."""
     try:
         emit(item)
     except OwnEnd as end:
@@ -325,7 +324,7 @@ def sink(job: OperatorJob, *, items: In[Any]) -> None:
 
 
 def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = None) -> None:
-    """Gather all items in one list, and report the list as a result."""
+    """Collect all items in one list, and report the list as a result."""
     gathered: list[Any] = []
     with contextlib.suppress(Drained):
         while True:
@@ -360,7 +359,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
-    """Put lists of ``size`` items, or of fewer after the timeout or at the end."""
+    """Put lists of ``size`` items. After the timeout or at the end, a list may be shorter."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:
@@ -379,7 +378,7 @@ def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
 
 
 def take(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Pass on the first ``n`` items, and leave the rest."""
+    """Pass on the first ``n`` items, and do not take any more."""
     remaining = job.options["n"]
     if remaining == 0:
         return
@@ -395,10 +394,11 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     branches = list(outs.values())
     for item in items:
         for out in list(branches):
-            own = job.answering is not None and has_requests(item)  # each branch drops its own members
+            # each branch removes requests from its own list
+            own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else item)
-            except Closed:  # this branch has no reader left; others do
+            except Closed:  # this branch has no reader left, but others may
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -406,7 +406,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
-    """Put each item into the branch that its key selects."""
+    """Put each item into the branch for its key."""
     branches: dict[int, Out[Any]] = {int(port): out for port, out in outs.items()}
     n = job.options["n"]
     for item in items:
@@ -424,7 +424,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # this branch has no reader left; others do
+            # this branch has no reader left, but others may
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)
@@ -436,9 +436,9 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
 
 
 def bucket_of(key: Any) -> int:
-    """Return an integer for ``key``, equal for equal keys.
+    """Return an integer for ``key`` that is equal for equal keys.
 
-    It is the same in every process for built-in types of keys, unlike ``hash`` of a string.
+    For built-in types it is the same in every process, unlike the ``hash`` of a string.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
@@ -459,7 +459,7 @@ def bucket_of(key: Any) -> int:
 
 
 def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:
-    """Put tuples of one item from each input until one input ends."""
+    """Put tuples with one item from each input until an input ends."""
     ports = list(inputs.values())
     while True:
         try:
@@ -470,7 +470,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Put the combination of one item from each input that still has items."""
+    """Put the combination of one item from each input that has not ended."""
     ports = dict(enumerate(inputs.values(), 1))
     op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():
@@ -494,12 +494,12 @@ def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
 
 
 def merge(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Pass on the items of one input; each input has its own worker."""
+    """Pass on the items from one input. Each input has its own worker."""
     (items,) = inputs.values()
     for item in items:
         job.pass_on(out, item)
 
 
 def stage(job: OperatorJob, **ports: In[Any] | Out[Any]) -> None:
-    """Call the function of a general stage with all ports."""
+    """Call the function of a general stage with all its ports."""
     job.function(**ports, **job.kwargs)

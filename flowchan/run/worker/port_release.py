@@ -1,10 +1,10 @@
-"""Release the ports of a worker so that no reader takes a part of the output for the whole (R3).
+"""Release the ports of a worker so that no reader mistakes partial output for complete output (R3).
 
-A closed writing end means that the output is complete, so only a worker that ended cleanly closes it. If one
-channel of a worker is broken, the run has broken off. The worker then breaks its other channels before it
-leaves any. The supervisor ends the ports of a failed worker after it has broken the channels. These rules
-also hold for ports that the user's code closes. An error that ends a ``with`` block closes no port of the
-worker.
+A closed channel means that the output is complete, so only a worker that ended cleanly may close its outputs.
+If a channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other
+channels before it releases any port. For a failed worker, the supervisor closes the ports after it has broken
+the channels. These rules also apply to ports that the user's code closes. If an error ends a ``with`` block,
+this does not close a port of the worker.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from flowchan.run.worker.opening import Ports
 class PortRelease:
     """Release of one worker's ports.
 
-    Until ``done``, the ports ask it before they close.
+    Until :meth:`done` is called, each port asks this object whether it may close.
     """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:
         self._worker, self._ports, self._tell = worker, ports, tell
         self._pid = os.getpid()
         self._over = False
-        # Each close looks at all of them, and a source of addressed items has one for each reader.
+        # Computed once, because every close checks all channels, and a source of addressed items may have
+        # many ports.
         self._channels = list(dict.fromkeys(port.channel for port in ports.everything()))
         for port in ports.everything():
             port._may_close = self._may_close
 
     def _may_close(self, _: Any, error: BaseException | None) -> bool:
-        if os.getpid() != self._pid:  # a child forked by user code, without the supervisor's channel
+        if os.getpid() != self._pid:  # a child forked by user code; it must not use the worker's channels
             return True
-        self.break_off()
+        self.pass_on_break()
         return error is None or isinstance(error, Closed)
 
-    def break_off(self) -> None:
-        """Report the broken channels to the supervisor, then break the worker's other channels."""
+    def pass_on_break(self) -> None:
+        """If a channel is broken, report this to the supervisor, then break the worker's other channels."""
         broken = [channel for channel in self._channels if channel.broken]
         if self._over or not broken:
             return
@@ -55,24 +56,24 @@ class PortRelease:
             _core.Channel.abort(port.channel, cause)
 
     def close(self) -> None:
-        """Close the ports of a worker that did not fail."""
-        self.break_off()
+        """Close the ports of a worker that has not failed."""
+        self.pass_on_break()
         for port in self._ports.everything():
             port.close()
 
     def leave_open(self) -> None:
-        """Leave the ports open at the end of a process; another process that has them ends them."""
+        """Leave the ports open when the process ends, because another process also has them."""
         for port in self._ports.everything():
             port._leave_open()
 
     def done(self) -> None:
-        """Stop checking closes: the worker has ended and its end is reported."""
+        """Stop controlling the ports, because the worker has ended and its end is reported."""
         for port in self._ports.everything():
             port._may_close = None
 
 
 def broken_by(channel: Channel[Any]) -> Broken:
-    """Return the exception that a call on a broken channel raises."""
+    """Return the exception that calls on a broken channel raise."""
     try:
         channel.get_nowait()
     except Broken as error:

@@ -1,4 +1,4 @@
-"""Main functions of a worker's process, for one run or for the runs of a pool."""
+"""Main functions of a worker process: for one run, or for the runs of a pool."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from flowchan.transport.device import transfer
 class Order:
     """Order to a process to work as ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``suspicion`` describes deaths over its first item.
-    ``memberships`` are those of a gang's worker. ``levels`` are the log levels of the program. ``terminals``
-    are the terminals to print to during the run, for a process that outlasts it.
+    The process reports to ``mail``. ``suspicion`` describes earlier deaths over the first item.
+    ``memberships`` are used by a worker in a gang. ``levels`` are the log levels of the program.
+    ``terminals`` are the terminals to print to during the run, for a process of a pool.
     """
 
     info: seeds.Worker
@@ -53,9 +53,9 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class WorkEnded:
-    """Last message of a pool process, with the ``error`` of closing its callable."""
+    """Last message from a process of a pool, with the ``error`` raised by closing its callable."""
 
-    error: Any = None  # in the form of Failure.error
+    error: Any = None  # see Failure
 
 
 def process_main(
@@ -63,8 +63,8 @@ def process_main(
 ) -> None:
     """Work in one run.
 
-    ``stage`` is pickled. The process ends with the process ``parent``. ``devices`` are the GPUs it may see,
-    and ``streams`` its standard output and error.
+    ``stage`` is pickled. The process is killed when the process ``parent`` ends. ``devices`` are the GPUs
+    that it may use, and ``streams`` its standard output and error.
     """
     streams.take()
     _prepare(id, parent, devices)
@@ -82,8 +82,8 @@ def pooled_main(
 ) -> None:
     """Work in one run for each order.
 
-    The process sends ``None`` through ``reports`` when it is ready for another order. It ends after the last
-    order or after a failure. After its last run, ``reports`` also carries its log records.
+    The process sends ``None`` to ``reports`` when it is ready for another order. It ends after the last order
+    or after a failure. After the last run, its log records also go to ``reports``.
     """
     _prepare(id, parent, devices)
     pooled = PooledCallable()
@@ -92,11 +92,11 @@ def pooled_main(
     for order in orders:
         with printing_to(order.terminals):
             outcome = runs.do(order)
-        del order  # free all that belongs to the run
+        del order  # release everything that belongs to the run
         if outcome != "done":
             break
         runs.rest()
-        with contextlib.suppress(Closed, Broken):  # the pool is gone, so no order follows
+        with contextlib.suppress(Closed, Broken):  # the pool has ended, so no order follows
             reports.put(None)
     else:
         runs.end(reports.put)
@@ -112,16 +112,16 @@ def pooled_main(
 
 
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
-    """Set up the process for its worker, before any user code is loaded."""
+    """Prepare the process for its worker, before any user code is loaded."""
     _core._die_with(parent)
     worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
-    # The terminal sends Ctrl-C to the whole process group; the supervisor decides about it.
+    # The terminal sends Ctrl-C to the whole process group, but only the supervisor reacts to it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    # A fork does not copy OpenMP's threads, and torch would wait for them forever.
+    # A forked process does not have OpenMP's threads, and torch would wait for them forever.
     if (torch := sys.modules.get("torch")) and multiprocessing.get_start_method() == "fork":
         torch.set_num_threads(1)
 
@@ -129,8 +129,8 @@ def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
 def show_name(name: str, end: str = "") -> None:
     """Set the name of this process in ``ps``, ``top`` and debuggers: for a worker, its stage and number.
 
-    The kernel keeps 15 bytes, of which ``end`` is never cut off. The command line stays that of the program,
-    by which users find and end it.
+    The kernel keeps 15 bytes; ``end`` is never cut off. The command line is left unchanged, because users
+    find the processes of their program by it.
     """
     name = name.encode()[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc on this system
@@ -138,10 +138,10 @@ def show_name(name: str, end: str = "") -> None:
 
 
 class _Work:
-    """Work of the process in its runs.
+    """Work of this process in one or more runs.
 
-    The stage is unpickled in the first run. It is unpickled in every run if a run may use up a part of it:
-    the iterable of a source, or arguments.
+    The stage is unpickled in the first run and then reused. If a run may use up part of it (the iterable of a
+    source, or arguments), it is unpickled for every run.
     """
 
     def __init__(
@@ -174,9 +174,9 @@ class _Work:
         return outcome
 
     def rest(self) -> None:
-        """Keep nothing of the run that has ended."""
+        """Stop sending log records, because the run has ended."""
         self._logs.rest()
 
     def end(self, tell: Callable[[logs.Logged], None]) -> None:
-        """Send later log records to ``tell``; no run follows."""
+        """Send later log records to ``tell``, because no other run follows."""
         self._logs.end(tell)

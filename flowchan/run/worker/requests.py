@@ -1,10 +1,10 @@
 """Send requests through a running graph: ``await run.ask(stream, item)``.
 
-An item from ``ask`` travels in a :class:`Request` with its number. The wrapper around the user's functions
-unwraps the item and wraps the result. The end of the graph delivers the answer by its number. The failure of
-an item reaches the caller of ``ask`` on the channel for the workers' events.
+An item from ``ask`` is sent in a :class:`Request` with a number. A wrapper around the user's functions
+unwraps the item and wraps the result. At the end of the graph, the result is delivered to the caller with
+that number. If an item fails, the error reaches the caller as a worker event.
 
-A cancelled request is marked on a board. The next worker that takes its item drops it.
+A cancelled request is marked on a board, and the next worker that takes its item drops it.
 """
 
 from __future__ import annotations
@@ -33,22 +33,19 @@ if TYPE_CHECKING:
 
 NOTHING: Any = object()
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
-"""Types whose pickles can always be read."""
+"""Types whose pickles can be loaded in every process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Item of a request with its number, ``question``, and the path of the program's ``board``."""
+    """Item sent as a request, with the request's number, ``question``, and the path of the ``board``."""
 
     question: int
     item: Any
     board: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the item separately.
-
-        So the receiver knows the request even if it cannot unpickle the item.
-        """
+        """Pack the item separately, so that an item that cannot be unpickled does not hide its request."""
         if type(self.item) in _PLAIN:
             return Request, (self.question, self.item, self.board)
         return _arrived, (self.question, pack(self.item), self.board)
@@ -66,7 +63,7 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
 
 
 class _Unknown:
-    """Placeholder for any other object in a pickle that is searched for requests."""
+    """Placeholder for any other object while a pickle is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -77,7 +74,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that builds only the requests in a pickle, so that searching it is safe."""
+    """Unpickler that builds only the requests in a pickle, so that searching it does not run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         requests = module == __name__ and name in (Request.__name__, _arrived.__name__)
@@ -89,7 +86,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return the content of an unreadable item with its requests, or ``None`` if it cannot be searched."""
+    """Return the contents of an unreadable item with its requests, or ``None`` if it cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -110,16 +107,16 @@ class NotRead:
 
 
 class Dropped(BaseException):
-    """Signal that no caller waits for the result of an item."""
+    """Signal that no caller is waiting for the result of an item."""
 
 
 # --- in the workers ---
 
 
 class Answering:
-    """Answer the requests among the items of one worker.
+    """Answers the requests among the items of one worker.
 
-    ``sends`` is true if events cross to another process.
+    ``sends`` is true if events are sent to another process.
     """
 
     def __init__(self, stage: Stage, worker: WorkerId, tell: Callable[[Event], None], sends: bool) -> None:
@@ -129,7 +126,7 @@ class Answering:
         self._sends = sends
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the user's function with a wrapper, so that it receives plain items."""
+        """Return a wrapper for the user's function that passes plain items to it."""
         if self._stage.operator.calls != "item":
             return function
 
@@ -144,9 +141,9 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item, or the members of a batch that are still wanted.
+        """Return the item if its caller is still waiting; for a batch, only the members still wanted.
 
-        Raises ``Dropped`` if no caller waits for it, or the error of its unpickling.
+        Raises ``Dropped`` if nothing is left, or the error from unpickling the item.
         """
         if type(item) is Request:
             if is_cancelled(item.question, item.board):
@@ -160,13 +157,13 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a member of a batch is readable and wanted; refuse an unreadable one."""
+        """Return whether a batch member is readable and wanted. An unreadable member is refused."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
 
     def _forwarded(self, item: Any, result: Any) -> Any:
-        """Return the result for the next stage, and answer requests that end in this stage."""
+        """Return the result for the next stage, and answer the requests that end in this stage."""
         operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
@@ -182,7 +179,8 @@ class Answering:
     def _wrapped(self, item: Any, result: Any) -> Any:
         """Return the result of an operator with one output per item, wrapped in the request.
 
-        For a batch, each member's result is wrapped; an exception goes to the caller of that member.
+        In a batch, each member's result is wrapped. If it is an exception, it is sent to the caller for that
+        member.
         """
         if type(item) is Request:
             return Request(item.question, result, item.board)
@@ -206,19 +204,20 @@ class Answering:
         return given
 
     def answer(self, item: Request, value: Any) -> None:
-        """Send ``value`` to the caller."""
+        """Send ``value`` to the caller as the answer."""
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Send ``error`` to the caller; ``failed`` items of the stage count as failed."""
+        """Send ``error`` to the caller, and add ``failed`` to the stage's failed items."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
     def give_up(self, item: Any, error: BaseException) -> Any:
-        """Report a failed item to its callers, and return what is left of it.
+        """Report a failed item to its callers, and return the rest of the item, which has no caller.
 
-        For a batch, the members without a caller are left. If none is left, the result is ``NOTHING`` and the
-        item counts as failed once. An unreadable item is left whole unless all its members have callers.
+        The rest of a batch consists of the members without a caller. If none is left, the result is
+        ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
+        members have callers.
         """
         requests: list[Request] = []
         if type(item) is Unreadable:
@@ -231,15 +230,16 @@ class Answering:
         return remaining
 
     def drop_item(self, item: Any) -> None:
-        """Report an item without an answer to its callers."""
+        """Report to the callers that the item was dropped without an answer."""
         error = LookupError(f"stage {self._stage.name!r} dropped the item, so it has no answer")
         without_requests(item, lambda one: self.refuse(one, error))
 
 
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
-    """Deliver the answers that have reached an end of the graph.
+    """Deliver the answers in an item that has reached an end of the graph.
 
-    Return what is left of the item: the members without a caller, or ``NOTHING``.
+    Returns:
+        The rest of the item: the members without a caller, or ``NOTHING``.
     """
 
     def answer(one: Request) -> None:
@@ -252,7 +252,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
 
 def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
-    """Call ``found`` with each request in an item, and return the rest or ``NOTHING``."""
+    """Call ``found`` with each request in an item, and return the other members or ``NOTHING``."""
     if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item
@@ -268,12 +268,12 @@ def has_requests(item: Any) -> bool:
 
 
 def _fits(result: Any, item: Any, batch: bool) -> bool:
-    """Return whether the result of a batch has one entry for each member."""
+    """Return whether the item is a batch and the result has one entry for each of its members."""
     return batch and isinstance(result, list) and len(result) == len(item)
 
 
 def bare(item: Any) -> Any:
-    """Return the item without its requests, as the user knows it."""
+    """Return the item as the program put it, without the requests around it."""
     if type(item) is Request:
         return item.item
     return [one.item if type(one) is Request else one for one in item] if has_requests(item) else item
@@ -283,9 +283,9 @@ def bare(item: Any) -> Any:
 
 
 class Requests:
-    """Open requests of one run.
+    """Unanswered requests of one run.
 
-    ``failure`` returns why the run failed, if it did. ``on_cancelled`` is called with the number of each
+    ``failure`` returns why the run failed, or None. ``on_cancelled`` is called with the number of each
     cancelled request.
     """
 
@@ -301,7 +301,7 @@ class Requests:
         self._over = False
 
     def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
-        """Open a request, and return it with the future of its answer."""
+        """Start a request, and return it with the future for its answer."""
         import asyncio
 
         future = asyncio.get_running_loop().create_future()
@@ -314,7 +314,7 @@ class Requests:
             return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
-        """Cancel a request whose caller has stopped waiting."""
+        """Cancel a request whose caller is no longer waiting."""
         with self._lock:
             if self._open.pop(question, None) is None or self._cancelled is None:
                 return
@@ -322,15 +322,15 @@ class Requests:
         self._on_cancelled(question)
 
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
-        """Deliver an answer, from any thread; the first of several counts."""
+        """Deliver the first answer to a request, from any thread. Later answers are ignored."""
         with self._lock:
             future = self._open.pop(question, None)
         if future is not None:
-            with contextlib.suppress(RuntimeError):  # its event loop is closed
+            with contextlib.suppress(RuntimeError):  # the caller's event loop is closed
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
 
     def end(self) -> None:
-        """Fail all open requests at the end of the run."""
+        """Fail all unanswered requests at the end of the run."""
         with self._lock:
             self._over = True
             remaining, board, self._cancelled = list(self._open), self._cancelled, None
@@ -348,17 +348,17 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         return
     if error is None:
         future.set_result(value)
-    elif isinstance(error, StopIteration):  # a future does not accept it
+    elif isinstance(error, StopIteration):  # set_exception() does not accept StopIteration
         future.set_exception(RuntimeError(f"the item failed with {text_of(error)}"))
     else:
         future.set_exception(error)
 
 
 def answering_ends(plan: Plan, stage: str) -> list[str]:
-    """Return the results that receive the answers to requests at input ``stage``.
+    """Return the names of the results that deliver the answers to requests at input ``stage``.
 
-    Raises ``ValueError`` if such an item reaches a stage that does not work item by item, or if no answer
-    arrives.
+    Raises ``ValueError`` if the items reach a stage that does not process single items, or if they cannot be
+    answered.
     """
     stages = {one.name: one for one in plan.graph.stages}
     found, now, seen = [], [stage], {stage}
@@ -369,8 +369,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: the items of input {stage!r} must not reach {name!r}, because {operator.name} "
-                "has no single output per item; use other operators, or number the items"
+                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} "
+                "has no single output per item; use other operators, or tag items with IDs"
             )
         if operator.gathers:
             found.append(name)
@@ -379,6 +379,6 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         seen.update(now)
     if not found and not sinks:
         raise ValueError(
-            f"ask: the items of input {stage!r} must reach a collect() or sink(), which return the answers"
+            f"ask: items from input {stage!r} must reach a collect() or sink(), which return the answers"
         )
     return found

@@ -1,16 +1,17 @@
-"""Try the members of a batch one at a time, because workers have died over the whole batch (R10).
+"""Try the members of a batch one at a time, after workers have died over the whole batch (R10).
 
-A batch is one item of its stage. So a member that kills its worker would take all other members with it. When
-one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of one.
+A batch is one item of its stage, so a member that kills its worker would make all other members fail too.
+When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
+one.
 
 Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member over
 which a worker dies is known. The replacement skips that member and tries the others. At the end, the members
-that killed fail, and the results of the others are the result of the batch. If these are not lists of one
-result, the function is called once more, with all other members together.
+that killed a worker fail, and the results of the others form the result of the batch. If a call with one
+member did not return a list of one result, the function is called again with all remaining members together.
 
-Invariant. Once outputs may be out, another try puts the same outputs in the same order, because a replacement
-skips as many as are out. So the worker reports that all members were tried (``MembersTried``), and later
-deaths then find no further members.
+Invariant. Once outputs may have been put, a further attempt must put the same outputs in the same order. The
+reason is that a replacement skips those that were already put. The worker therefore reports that all members
+were tried (``MembersTried``), and later deaths do not exclude further members.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from flowchan.run.worker.requests import Dropped, bare
 
 
 def can_try_members(stage: Stage) -> bool:
-    """Tell whether the stage works on batches whose members can be tried alone."""
+    """Return whether the stage processes batches whose members can be tried one at a time."""
     return "members" in stage.options and stage.operator.one_output and stage.max_deaths > 1
 
 
 class SuspectBatch:
     """The function of a worker whose first item may be a batch over which other workers have died.
 
-    ``tell`` reports each step to the crew.
+    The steps are reported to the crew with ``tell``.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SuspectBatch:
         self._batch: Any = None
 
     def __call__(self, batch: Any) -> Any:
-        """Call the function, for a suspect batch with one member at a time. A retry does that again."""
+        """Call the function; for a suspect batch, with one member at a time. A retry does the same."""
         if self._first:
             self._first = False
             self._batch = batch if self._is_suspect(batch) else None
@@ -89,11 +90,11 @@ class SuspectBatch:
         self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
-        batch[:] = done  # the results belong to these members
+        batch[:] = done  # keep only the members to which the results belong
         return result if done else SKIPPED
 
     def _give_up(self, member: Any, how: str) -> None:
-        """Give up a member over which a worker has died, alone and in its batch."""
+        """Fail a member that has killed a worker both in its batch and alone."""
         tries = self._stage.max_deaths
         if self._stage.timeout is not None and how == item_timeout.exceeded(self._stage):
             error: Exception = TimeoutError(f"the worker {how}")

@@ -1,6 +1,6 @@
 """Run one worker: build its callable, run the operator's loop over its ports and report its end.
 
-The same :func:`work` runs on a thread of the program and in a worker's process (``process_main``).
+:func:`work` is used for threads of the program and for worker processes (``process_main``).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
-"""End of a worker: clean, with an error, or with a process that is replaced without a report."""
+"""How a worker ended: without an error, with an error, or by asking to be replaced."""
 
 
 def join_ports(ports: Ports, stage: Stage) -> None:
-    """Connect the outputs to the items of the single input.
+    """Connect the output ports of a worker to its input port, if it has only one.
 
-    This keeps order, and recovery knows which outputs of an item exist. All outputs of a restartable source
-    belong to one item.
+    This keeps items in order, and lets a replacement know which outputs of an item exist. All outputs of a
+    restartable source count as outputs of one item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
@@ -76,11 +76,11 @@ def work(
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Run one worker to its end and return how it ended.
+    """Run one worker until it ends, and return how it ended.
 
-    It never raises: ``tell`` gets the event of any end before the ports close. ``sends`` is true if events
-    cross to another process. ``suspicion`` describes deaths of earlier workers over the first item.
-    ``memberships`` are those of a gang's worker. ``build`` makes the callable.
+    This function never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true
+    if events are sent to another process. ``suspicion`` describes deaths of earlier workers over the first
+    item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -111,18 +111,18 @@ def work(
     outcome: Outcome = "failed"
     try:
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
-    except BaseException as error:  # each worker must report its end, or the run waits forever
+    except BaseException as error:  # each worker must report its end, otherwise the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    hears_aborts.set(None)  # from Python 3.14 on, an ended thread keeps its context
+    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it has ended
     release.done()
-    if membership is not None:  # the other members learn it after the supervisor
+    if membership is not None:  # the supervisor must learn of the end before the other members
         membership.close(ended_by)
     return outcome
 
 
 def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembership | None) -> None:
-    """Run the operator's body, for a gang in each of its groups."""
+    """Run the operator's loop once; in a gang, once for each of its groups."""
     body, ends = stage.operator.run(), ends_of(job, stage, ports)
     if membership is None:
         body(job, **ends)
@@ -138,22 +138,23 @@ def run_body(job: OperatorJob, stage: Stage, ports: Ports, membership: GangMembe
 
 
 def ends_of(job: OperatorJob, stage: Stage, ports: Ports) -> dict[str, Any]:
-    """Return the ports for the operator's body.
+    """Return the ports for the operator's loop.
 
-    In a general stage, the user's code itself gets the error when a worker takes no more items.
+    The function of a general stage receives an error if it puts an item to a worker that has ended. For other
+    operators, such items are counted.
     """
     return ports.by_parameter(None if stage.operator.calls == "ports" else job.count_unwanted)
 
 
 def tell_aborts(worker: WorkerId, ports: Ports, tell: Callable[[Event], None], sends: bool) -> None:
-    """Report the aborts of a worker's channels by this thread or task to the supervisor.
+    """Report to the supervisor when this thread or task aborts a channel of the worker.
 
-    Each report precedes the abort.
+    Each report is sent before the channel is aborted.
     """
     pid = os.getpid()
 
     def aborting(channel: Channel[Any], cause: BaseException | None) -> None:
-        forked = os.getpid() != pid  # by user code; this child cannot reach the supervisor
+        forked = os.getpid() != pid  # in a child forked by user code, which cannot reach the supervisor
         if not forked and any(port.channel is channel for port in ports.everything()):
             error = Portable(cause) if sends and cause is not None else cause
             with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -170,7 +171,7 @@ def job_of(
     tell: Callable[[Event], None],
     sends: bool,
 ) -> OperatorJob:
-    """Make the job that a worker's operator loop runs."""
+    """Create the job for a worker's operator loop."""
     job = OperatorJob(
         kind=stage.kind, function=function, args=stage.args, kwargs=stage.kwargs, options=stage.options,
         retries=stage.retries, retry_delay=stage.retry_delay, retry_on=stage.retry_on, errors=ports.errors,
@@ -199,10 +200,10 @@ def job_of(
 def _try_again(
     job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
 ) -> None:
-    """Decide whether to try the first item again, over which earlier workers died.
+    """Decide whether to try the first item again, after earlier workers have died over it.
 
-    An item that timed out too often is given up. Its timeouts do not count as deaths. A batch is tried again
-    as long as each death shows which of its members kills.
+    An item that timed out too often fails. Its timeouts do not count as deaths. A batch is tried again as
+    long as each death reveals another member that kills its worker.
     """
     job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
     late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
@@ -226,7 +227,8 @@ def end(
 ) -> Outcome:
     """Report how the worker ended, then close its ports."""
     for reader in ports.inputs.values():
-        reader._on_poison(0, None)  # it refers to the job and so to the run; this breaks the cycle
+        # The callback refers to the job, which refers to the run; this breaks the reference cycle.
+        reader._on_poison(0, None)
     failed = error is not None and not _clean_end(error, ports)
     if not failed and not seeds.worker().host:
         unretired = [reader for reader in ports.inputs.values() if not reader._retired]
@@ -243,9 +245,9 @@ def end(
         tell(last)
     except (Closed, Broken):  # the run has ended
         reported = False
-    # The supervisor ends the ports of a failed worker after it has broken the channels. If they ended now,
-    # later stages would see a clean end after half of the items, and another worker would repeat the failed
-    # item.
+    # The supervisor closes the ports of a failed worker after it has broken the channels. If they were closed
+    # now, later stages would take the partial output for a clean end, and another worker would repeat the
+    # failed item.
     if not (failed and reported):
         release.close()
     elif sends:
@@ -254,9 +256,9 @@ def end(
 
 
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
-    """Return ``error``, after a clean end without its traceback, else with that of the user's code.
+    """Return ``error`` with its traceback shortened to the user's code, or removed after a clean end.
 
-    After a clean end, the generator of a source is thus cleaned up at once.
+    Without the traceback, the generator of a source is released and cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:
@@ -269,14 +271,15 @@ def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
 
 
 def _clean_end(error: BaseException, ports: Ports) -> bool:
-    """Return whether the error only reports the end of one of the worker's own channels.
+    """Return whether the error only reports that one of the worker's own channels has ended.
 
-    flowchan cancels a task whose channels have ended. Tasks of the user's code report their ends in an
-    exception group.
+    flowchan cancels a task whose channels have ended. If tasks of the user's code find a channel ended, they
+    report this in an exception group.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)
-    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())  # empty without asyncio
+    # empty if asyncio has not been imported
+    cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
     if isinstance(error, ItemFailed) and isinstance(error.__cause__, cancelled):
         error = error.__cause__
     if isinstance(error, cancelled):

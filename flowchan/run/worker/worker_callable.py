@@ -1,6 +1,6 @@
 """Build the callable of a worker: the user's function, or an instance of a callable class.
 
-An instance is built once for each worker and closed at its end.
+Each worker builds one instance and closes it when the worker ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def _made(function: Function | None) -> tuple[Function, Callable[[], Any]]:
 
 
 def _made_to_call(function: Function | None) -> tuple[Function, Callable[[], Any]]:
-    """Return the same for a worker that calls synchronously.
+    """Return the callable as a synchronous function, and the function that closes it.
 
-    Only a worker in its own process has an async function here.
+    Only a worker in its own process may have an async function here.
     """
     call, close = _made(function)
     if not is_async(call):
@@ -56,7 +56,7 @@ def built(function: Function | None) -> Iterator[Function]:
 
 @contextlib.asynccontextmanager
 async def built_async(function: Function | None) -> AsyncIterator[Function]:
-    """Build the callable of an async worker, whose ``close`` may be async."""
+    """Build the callable of an async worker. Its ``close`` method may be async."""
     call, close = _made(function)
     try:
         yield call
@@ -66,7 +66,7 @@ async def built_async(function: Function | None) -> AsyncIterator[Function]:
 
 
 class PooledCallable:
-    """Callable of a worker for several runs, built in the first one.
+    """Callable of a worker that is used in several runs. It is built in the first one.
 
     It is closed after the last run or after a failure.
     """
@@ -76,7 +76,7 @@ class PooledCallable:
 
     @contextlib.contextmanager
     def built(self, function: Function | None) -> Iterator[Function]:
-        """Provide the callable for one run."""
+        """Return the callable for one run, as a context manager."""
         if self._made is None:
             self._made = _made_to_call(function)
         try:
