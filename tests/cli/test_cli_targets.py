@@ -147,7 +147,7 @@ def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> N
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^'ab' is a single text, but a \w+ is needed; annotate the parameter as str"
+        ValueError, match=r"^'ab' is a single string, but a \w+ is needed; annotate the parameter as str"
     ):
         converted("ab", annotation)
 
