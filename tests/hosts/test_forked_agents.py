@@ -87,7 +87,7 @@ def test_run_continues_when_the_fork_server_is_killed() -> None:
     assert run.wait()[result] == [0, 1, 2, 3]
     deaths = [death for host in run.stats().hosts for death in host.deaths]
     assert [death.partition(" was ")[2] for death in deaths] == [
-        "lost with the server process that forks agents, which was killed by SIGKILL"
+        "lost with the fork server, which was killed by SIGKILL"
     ] * 2
     assert seed() != lost
 
@@ -315,7 +315,7 @@ def test_python_that_fails_to_start_is_reported_with_its_error(tmp_path: Path) -
     """
     with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
         out, err = process.communicate()
-    assert "lost with the server process that forks agents, which exited with code 1" in out
+    assert "lost with the fork server, which exited with code 1" in out
     assert "encodings" in err
 
 

@@ -29,7 +29,7 @@ def test_agent_takes_one_core_by_default():
 
 @pytest.mark.parametrize("amount", [-1, "1", True, None])
 def test_invalid_resource_amount_is_refused(amount):
-    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a number of at least 0, got"):
+    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a non-negative number, got"):
         ray(1, resources={"GPU": amount})
 
 

@@ -89,7 +89,7 @@ def test_refusal_by_srun_is_reported_with_the_node():
     with Driver(slurm()) as driver:
         subprocess.run(("scancel", "--name=flowchan-test"), check=True)
         why = end_of(driver.start(1))
-        assert why.startswith("node2 could not start the agent: srun ended with code 1 first (srun: ")
+        assert why.startswith("node2 could not start the agent: srun ended with code 1 (srun: ")
 
 
 @pytest.mark.usefixtures("allocation")

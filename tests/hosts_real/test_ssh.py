@@ -99,7 +99,7 @@ UNREACHED = {
         "denied (publickey).); make 'ssh -oBatchMode=yes wrongkey true' work"
     ),
     "stranger": (
-        "stranger has no known or a changed host key (Host key verification failed.); run "
+        "stranger has an unknown or changed host key (Host key verification failed.); run "
         "'ssh stranger' once to check it"
     ),
 }
