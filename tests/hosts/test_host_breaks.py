@@ -1,4 +1,4 @@
-"""Test that a broken connection is made again without lost or repeated items."""
+"""Test that a broken connection is reestablished without lost or repeated items."""
 
 from __future__ import annotations
 
@@ -65,13 +65,14 @@ def test_worker_continues_when_its_link_breaks() -> None:
 def test_agent_with_a_broken_link_hears_the_runs_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The agent connects once more and hears that it may leave, so the run does not wait out its grace."""
+    """The agent connects once more and learns that the run is over, so the run does not wait for its whole
+    grace period."""
     monkeypatch.setattr(decisions, "GRACE", 60.0)
     ended: list[bool] = []
     leave, join = AgentHandle.leave, AgentHandle.join
 
     def break_and_leave(agent: AgentHandle) -> None:
-        with agent._lock:  # it can't come back before the run has ended
+        with agent._lock:  # the agent can't reconnect before the run has ended
             assert cut() == 1
             wait_until(lambda: not agent.link.state()["connected"])
             agent._closed = True

@@ -1,7 +1,7 @@
-"""Complaints of users of other systems whose work spans machines, and the tests that answer them.
+"""Complaints from users of other multi-machine systems, and the tests that answer them.
 
-Each complaint maps to tests by ``file::name``, which must exist. The tests at the end cover what no other
-test covers.
+Each complaint maps to tests by ``file::name``, which must exist. The tests at the end of this file cover
+complaints that no other test covers.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_each_complaint_has_its_tests(source: str) -> None:
 
 
 def incarnations_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Return for each host its number of agents, its number of breaks, and the deaths."""
+    """Return, for each host, its number of agents, its number of broken connections, and its deaths."""
     return [(host.agents, host.breaks, host.deaths) for host in run.stats().hosts]
 
 
@@ -108,8 +108,8 @@ def blocks() -> Iterator[bytes]:
 
 
 def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
-    """Capacity and ``max_bytes`` bound the items in transit: with the agent and its worker, memory grows by
-    less than half of all items."""
+    """Capacity and ``max_bytes`` bound the items in transit: in total, the memory of the agent and its worker
+    grows by less than half of all items."""
     graph = Graph("slow")
     result = graph.source(blocks, on=local(1)).collect()
     before, most, numbers = memory_of(psutil.Process()), 0, []
@@ -118,7 +118,7 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
             numbers.append(int.from_bytes(block[:4], "little"))
             assert len(block) == SIZE
             del block
-            if len(numbers) % 100 == 1:  # measuring takes longer than those items
+            if len(numbers) % 100 == 1:  # measuring takes longer than these items
                 processes = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
                 most = max(most, sum(map(memory_of, (psutil.Process(), *processes))))
     assert numbers == list(range(ITEMS))
@@ -139,7 +139,7 @@ def hold_the_gil(seconds: float) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "program"])
 def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
-    """It holds the GIL for three times the ``peer_timeout``."""
+    """The process holds the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
         if number == 5 and role == "worker":

@@ -1,4 +1,4 @@
-"""Test that a run over hosts leaves no agent, worker or other resource, however it ends."""
+"""Test that a run over hosts leaves no agent, worker or other resource behind, however it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowchan.transport import versions
 
 @pytest.fixture(autouse=True)
 def all_ended() -> Iterator[list[psutil.Process]]:
-    """Check that the processes that a test puts here have ended after it."""
+    """Yield a list, and check after the test that all processes in the list have ended."""
     seen: list[psutil.Process] = []
     yield seen
     assert not agents()
@@ -54,7 +54,7 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     run.stop()
     found = run.wait()[result]
     assert found == given[: len(found)]
-    assert len(given) - len(found) <= 1  # the item whose put the stop interrupted
+    assert len(given) - len(found) <= 1  # the item whose put was interrupted by the stop
     assert run.stats().state == "stopped"
 
 
@@ -207,7 +207,7 @@ def test_version_mismatch_is_reported_on_one_line(monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True)
 class Faulty(Local):
-    """Provider whose agents end at once."""
+    """Provider whose agents end immediately."""
 
     def start(self, number: int, launch: Launch) -> Any:
         return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
@@ -237,7 +237,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
 
 
 def test_worker_may_finish_its_threads(tmp_path: Path) -> None:
-    """The worker is not killed because its run is over, like a local worker process."""
+    """When the run is over, the worker is not killed but may finish, just like a local worker process."""
 
     def at_the_end() -> None:
         threading.main_thread().join()

@@ -1,4 +1,4 @@
-"""Test that commands and pictures show where stages run."""
+"""Test that commands and pictures show on which hosts stages run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Test Slurm providers outside an allocation: they are values, and their use names what is missing."""
+"""Test Slurm providers outside an allocation: they are values, and using one raises an error that names the
+remedy."""
 
 from __future__ import annotations
 

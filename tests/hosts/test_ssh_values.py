@@ -1,4 +1,5 @@
-"""Test ssh providers before they contact a host: their values, their command, and the driver's address."""
+"""Test ssh providers that have not contacted a host: their values, their command, and the driver's
+address."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ ENDS = [
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
-    """The end of ssh says nothing about the agent unless the wrapper script has reported it."""
+    """When ssh ends, this says nothing about the agent unless the wrapper script has reported the agent's
+    end."""
     message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
         255, ProcessOutput(lines, marks)
     )
@@ -116,7 +118,7 @@ def towards(*hosts: str) -> str:
 
 @pytest.mark.usefixtures("routes")
 def test_driver_listens_where_all_hosts_reach_it():
-    """A host on this machine reaches all addresses of this machine."""
+    """A host on this machine can reach all addresses of this machine."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"
     assert towards("here", "near", "near2") == "10.0.0.1"

@@ -1,4 +1,4 @@
-"""Test graphs over hosts that ssh and Slurm reach: results are exact, even if an agent or its connection is
+"""Test graphs over hosts that ssh and Slurm reach: results are exact even if an agent or its connection is
 lost."""
 
 from __future__ import annotations

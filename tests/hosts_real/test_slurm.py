@@ -21,7 +21,7 @@ from flowchan.hosts.providers.slurm import slurm
 
 
 def steps(job: str) -> list[str]:
-    """Return the ids of the job steps that Slurm still knows."""
+    """Return the ids of the job steps that Slurm still lists."""
     command = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 

@@ -60,7 +60,8 @@ def test_output_reaches_stderr_with_the_host_name(capfd):
 
 
 def test_agent_outlives_a_killed_ssh():
-    """Only its ``peer_timeout`` ends an agent without ssh; this test ends it by an order of the driver."""
+    """An agent without ssh ends only when its ``peer_timeout`` expires; this test ends it by an order from
+    the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.receive()["pid"])
