@@ -47,7 +47,7 @@ def test_recent_break_does_not_end_the_agent(monkeypatch):
         one.close(0)
 
 
-def test_agent_that_has_not_connected_does_not_delay_the_end():
+def test_agent_that_never_connected_does_not_delay_exit():
     """The agent has nothing to finish, so pressing Ctrl-C while agents are starting ends the program
     immediately."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)

@@ -92,7 +92,7 @@ def test_run_continues_when_the_fork_server_is_killed() -> None:
     assert seed() != lost
 
 
-def test_start_after_a_killed_fork_server_begins_another() -> None:
+def test_killed_fork_server_is_replaced_at_the_next_start() -> None:
     ran(abs)
     lost = seed()
     lost.kill()
@@ -101,7 +101,7 @@ def test_start_after_a_killed_fork_server_begins_another() -> None:
     assert seed() != lost
 
 
-def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_see_the_programs_current_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD", "first")
     assert ran(lambda _: os.environ.get("WORD")) == "first"
     before = seed()

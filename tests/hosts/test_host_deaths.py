@@ -71,7 +71,7 @@ def test_killed_worker_is_replaced_on_its_host(tmp_path: Path, ordered: bool) ->
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_worker_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
+def test_worker_killed_after_reporting_its_end_counts_as_ended(deed: Callable[[], Any]) -> None:
     """The worker has already reported that it is done. If its agent dies with it, the worker restarts and
     finds no items."""
 
@@ -172,7 +172,7 @@ def test_run_without_any_host_left_ends_with_the_reason(tmp_path: Path) -> None:
     assert "there is no other" in str(caught.value.exceptions[0])
 
 
-def test_stage_without_restarts_fails_with_its_host() -> None:
+def test_stage_without_restarts_fails_when_its_agent_is_killed() -> None:
     graph = Graph("unique")
     graph.source(range(9)).map(lambda _: kill_agent(), on=local(1), restarts=0, name="work").sink(abs)
     with pytest.raises(RunError) as caught:

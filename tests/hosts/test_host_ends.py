@@ -58,7 +58,7 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     assert run.stats().state == "stopped"
 
 
-def test_abort_ends_workers_that_never_end(all_ended: list[psutil.Process]) -> None:
+def test_abort_ends_workers_that_would_run_forever(all_ended: list[psutil.Process]) -> None:
     gate = Gate()
     graph = Graph("aborted")
     graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
@@ -101,7 +101,7 @@ def test_failure_on_this_host_ends_remote_workers(all_ended: list[psutil.Process
         graph.run()
 
 
-def test_readers_that_stop_end_a_stage_on_hosts() -> None:
+def test_stage_on_hosts_ends_when_its_readers_stop() -> None:
     graph = Graph("enough")
     result = graph.source(itertools.count).map(abs, on=local(2), workers=2).take(5).collect()
     run = graph.start()
@@ -236,7 +236,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
         graph.run()
 
 
-def test_worker_may_finish_its_threads(tmp_path: Path) -> None:
+def test_remote_worker_finishes_its_threads_after_the_run(tmp_path: Path) -> None:
     """When the run is over, the worker is not killed but may finish, just like a local worker process."""
 
     def at_the_end() -> None:

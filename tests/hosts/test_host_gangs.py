@@ -40,7 +40,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_each_worker_has_its_member_of_one_group() -> None:
+def test_each_remote_worker_is_a_member_of_one_group() -> None:
     """Members on one host share memory, and hosts are connected. This also holds for a subset of a pool's
     hosts."""
 
@@ -65,7 +65,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
         pass
 
 
-def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_dead_workers_items_are_blamed_in_remote_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
     usual = AgentHandle.send

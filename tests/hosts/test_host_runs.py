@@ -117,7 +117,7 @@ def test_module_missing_on_a_host_is_named() -> None:
     assert "local-1" in str(error)
 
 
-def test_error_names_its_host_and_has_the_remote_traceback() -> None:
+def test_remote_error_contains_the_host_and_remote_traceback() -> None:
     def fail(item: int) -> int:
         if item == 3:
             raise ValueError("not this one")
@@ -259,7 +259,7 @@ def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
     assert "channel 'made' can't be sent from host 'local-1'" in str(caught.value.exceptions[0])
 
 
-def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:
+def test_greeting_lists_only_hosts_that_had_an_earlier_agent(monkeypatch: Any) -> None:
     """A greeting has room for about a hundred hosts."""
     hellos = []
 

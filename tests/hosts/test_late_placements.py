@@ -74,7 +74,7 @@ def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pyte
         graph.run()
 
 
-def test_ctrl_c_ends_the_wait_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_waiting_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interrupted start leaves no resources behind."""
 
     def interrupt(queued: Queued) -> bool:

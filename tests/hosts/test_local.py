@@ -116,14 +116,14 @@ def test_secret_is_absent_from_command_lines_and_environments(start, processes, 
     assert "a secret" not in str(child.environ())
 
 
-def test_agents_report_how_each_of_them_ended(start):
+def test_each_agent_reports_how_it_ended(start):
     killed = start(launch("import os; os.kill(os.getpid(), 9)"))
     failed = start(launch("raise SystemExit(3)"), 1)
     assert end_of(killed) == "the agent local-1 was killed by SIGKILL"
     assert end_of(failed) == "the agent local-2 exited with code 3 without finishing"
 
 
-def test_running_agent_has_not_ended_until_killed(start, tmp_path):
+def test_running_agent_is_not_reported_as_ended_until_killed(start, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     assert one.ended() is None
@@ -214,7 +214,7 @@ def test_agent_end_is_reported_when_the_program_ignores_sigchld(how, message, ou
     assert done.stderr == f"{output}\n"
 
 
-def test_agent_killed_by_a_signal_names_the_signal(start, processes, tmp_path):
+def test_report_of_a_killed_agent_names_the_signal(start, processes, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()

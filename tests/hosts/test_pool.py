@@ -83,7 +83,7 @@ def test_peer_timeout_must_be_a_number_of_seconds(peer_timeout: object, error: t
     assert "None:" not in str(raised.value)
 
 
-def test_declaring_and_checking_a_graph_starts_no_agent() -> None:
+def test_declaring_and_checking_a_graph_does_not_start_agents() -> None:
     graph = Graph("declared")
     graph.source(range(3)).map(abs, on=local(2), workers=4).sink(abs)
     assert graph.check() == ()

@@ -39,7 +39,7 @@ def test_invalid_count_is_refused(count, error):
         ray(count)
 
 
-def test_use_without_ray_names_the_remedy(monkeypatch):
+def test_ray_provider_without_ray_raises_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HostError, match=r"Ray can't be imported here .*; pip install 'flowchan"):
         ray(2).listen_at()

@@ -33,7 +33,7 @@ def test_given_address_is_used():
     assert slurm(address="10.0.0.1").listen_at() == "10.0.0.1"
 
 
-def test_use_outside_an_allocation_names_the_remedy():
+def test_slurm_provider_outside_an_allocation_raises_with_the_remedy():
     for use in (lambda: slurm().hosts, slurm().listen_at):
         with pytest.raises(
             HostError,

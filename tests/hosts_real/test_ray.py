@@ -36,7 +36,7 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
     return run
 
 
-def test_use_without_a_cluster_names_the_remedy(tmp_path):
+def test_ray_provider_without_a_cluster_raises_with_the_remedy(tmp_path):
     """This test is the first in the file, because Ray finds any cluster that is running on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     output = tmp_path / "said"

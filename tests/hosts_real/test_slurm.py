@@ -76,7 +76,7 @@ def test_agent_ends_when_its_job_step_is_cancelled(allocation):
         assert driver.has_ended(0)
 
 
-def test_close_leaves_no_job_step(allocation):
+def test_close_ends_all_job_steps(allocation):
     with Driver(slurm(), STAYING) as driver:
         for number in (0, 1):
             driver.start(number)
