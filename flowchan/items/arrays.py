@@ -223,7 +223,7 @@ def loan(  # noqa: D417 - a method of channels and ports
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
             raise TypeError(
-                f"loan: dtype must be a type of plain values, got {dtype!r}; objects can't be in "
+                f"loan: dtype must not contain Python objects, got {dtype!r}; objects can't be in "
                 "shared memory"
             )
     channel = getattr(self, "channel", self)

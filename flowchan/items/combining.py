@@ -65,7 +65,7 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
             raise ValueError(
                 "values must have the same keys, got "
                 f"{', '.join(sorted(map(repr, a.keys() ^ b.keys())))} only in "
-                f"some{f' in {path}' if path else ''}"
+                f"some of them{f' (in {path})' if path else ''}"
             )
         return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):

@@ -29,7 +29,7 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
                     host,
                 ) from None
             raise HostError(
-                f"{call}: no address of this machine is known that {host} can reach "
+                f"{call}: can't find an address of this machine that {host} can reach "
                 f"({error.strerror}); set address=",
                 host,
             ) from error

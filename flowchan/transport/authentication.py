@@ -244,7 +244,7 @@ def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) 
     written_hello = written(hello)
     if len(secret) < SECRET:
         raise ValueError(
-            f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
+            f"secret must have at least {SECRET} bytes, got {len(secret)}; use secrets.token_bytes(32)"
         )
     certified = certificate() if tls and not dialled else None
     ours = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)

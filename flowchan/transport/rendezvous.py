@@ -23,7 +23,7 @@ AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
 """Last line from a participant that stays connected. Once all have sent it, a participant that leaves no
 longer ends the rendezvous."""
-LATE = "some other members sent nothing in time during the rendezvous"
+LATE = "some other members did not send anything in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 

@@ -131,7 +131,7 @@ def test_error_for_missing_common_address_names_the_remedy():
     assert raised.value.host == ""
     with pytest.raises(
         HostError,
-        match=r"ssh: no address of this machine is known that lost .*not known.*; set address=",
+        match=r"ssh: can't find an address of this machine that lost .*not known.*; set address=",
     ):
         towards("near", "lost")
 

@@ -100,13 +100,13 @@ class _Reservation:
         )
         infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
         why = (
-            "Ray calls this infeasible, and it waits for the cluster to grow"
+            "Ray considers this infeasible, and waits for the cluster to grow"
             if infeasible
-            else "it waits until other jobs free their resources"
+            else "Ray waits until other jobs free their resources"
         )
         _log.warning(
             "%r is waiting for resources: it needs %s on each of %d different nodes; of the %d "
-            "nodes in the cluster %s; %s",
+            "nodes in the cluster, %s; %s",
             *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 

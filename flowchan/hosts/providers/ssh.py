@@ -27,7 +27,7 @@ OPTIONS = (
     "-oRemoteCommand=none",
 )
 FAILED = 255
-REMEDY = "set python= to one that has flowchan"
+REMEDY = "set python= to a Python that has flowchan"
 
 
 @dataclass(frozen=True, slots=True, repr=False)

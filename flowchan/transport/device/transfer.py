@@ -252,7 +252,7 @@ def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
 def _rebuild(buffer: Any, form: Any) -> Any:
     if not isinstance(buffer, Arrived):
         raise TypeError(
-            "a tensor on a device can be sent through a channel only; otherwise pickle tensor.cpu()"
+            "a tensor on a device can only be sent through a channel; otherwise, pickle tensor.cpu()"
         )
     settle()
     place = DeviceKind(*pickle.loads(buffer[len(MAGIC) :]))
@@ -296,8 +296,8 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
         return device
     raise ChannelError(
         f"the item contains a tensor on {kind} device {identity} of process {pid}, but process "
-        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set one "
-        "CUDA_VISIBLE_DEVICES, or put tensor.cpu()"
+        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set the "
+        "same CUDA_VISIBLE_DEVICES for both, or put tensor.cpu()"
     )
 
 
@@ -415,7 +415,7 @@ def _wait_at_exit() -> None:
     for kept in _state.kept.values():
         print(
             f"flowchan: process {os.getpid()} ends with {len(kept.blocks)} items in "
-            f"{kept.channel!r}, device tensors that no process has read for {limit:g} s "
+            f"{kept.channel!r} whose device tensors no process has read for {limit:g} s "
             f"({EXIT_WAIT}); their contents are lost. Set {SWITCH}=0 to send them through host "
             "memory.",
             file=sys.stderr,
