@@ -73,7 +73,7 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Report an item whose channel has ended."""
-        # the error concerns another channel, and was raised while the item was being pickled
+        # pickling the item raised this error, which concerns another channel
         of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end

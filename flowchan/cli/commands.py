@@ -180,7 +180,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
 
 def _width() -> int:
     """Return the width of the terminal, or a very large number if standard output is not a terminal."""
-    shown = sys.stdout is not None and sys.stdout.isatty()  # None if standard output is closed
+    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
     return shutil.get_terminal_size().columns if shown else 10**6
 
 

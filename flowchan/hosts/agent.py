@@ -122,7 +122,7 @@ class Agent:
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        # the ends that the link uses
+        # the ends of both channels that the link uses
         self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
         # channels that carry memberships to elastic workers

@@ -67,12 +67,12 @@ class AgentHandle:
         self.why = ""  # why the agent ended
         self.has_connected = False
         self.echoed = 0  # number of the last echo
-        self.waiting = Waiting(0, {})  # last report of its workers' waiting threads
-        self.is_decided = threading.Event()  # the agent has dialled or has ended
+        self.waiting = Waiting(0, {})  # last report of the waiting threads of the agent's workers
+        self.is_decided = threading.Event()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        self._closed = False  # the run is over, so reports and failures of the agent are ignored
+        self._closed = False  # whether the run is over, so that reports and failures of the agent are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None

@@ -43,7 +43,7 @@ class _Agent:
         self.pid = pid
         self.program = program
         self.has_ended = False
-        self.is_over = False  # the program has released the agent
+        self.is_over = False  # whether the program has released the agent
 
     def check(self) -> None:
         """Report how the agent ended, if it has. It stays a zombie so that its process id is not reused."""
@@ -102,7 +102,7 @@ class Seed:
         self._control = control
         self._pid = os.getpid()
         self._agents: dict[int, _Agent] = {}
-        self._woken, self._wakes = socket.socketpair()  # written whenever a child ends
+        self._woken, self._wakes = socket.socketpair()  # a byte is written whenever a child ends
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()

@@ -32,9 +32,9 @@ from flowchan.transport.versions import VERSION
 
 HOST_TIMEOUT_S = 30.0  # seconds for a host to start and dial, and for each answer
 ROUNDS = 50
-LONG_ENOUGH = 0.2  # seconds: minimum duration of the transfer that is measured
-LEAST, MOST = 1 << 20, 1 << 28  # bytes in a transfer
-SIZE = 8  # bytes in the size field
+LONG_ENOUGH = 0.2  # minimum duration of the transfer that is measured, in seconds
+LEAST, MOST = 1 << 20, 1 << 28  # minimum and maximum size of a transfer, in bytes
+SIZE = 8  # size of the size field, in bytes
 PIECE = bytes(1 << 20)
 
 
@@ -115,7 +115,7 @@ def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # no host will dial
+    return "127.0.0.1"  # no host will dial this address
 
 
 def _accepted(

@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "ssh": ("python", "address"),
     "slurm": ("address",),
-    "ray": ("address",),  # and any of Ray's resource names
+    "ray": ("address",),  # Ray's resource names are also accepted
 }
 """The options of each provider. Every pool also has the options ``tls`` and ``peer_timeout=``."""
 

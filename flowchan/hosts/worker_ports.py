@@ -58,12 +58,13 @@ class HostWorkers:
     agent: AgentHandle | None = None
     agents: int = 0  # number of agents that have been started
     starts: list[float] = field(default_factory=list)  # times of the most recent starts
-    unconnected: int = 0  # number of most recent agents in a row that never dialled
+    unconnected: int = 0  # number of agents in a row that never dialled
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
-    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # counts of dead agents
-    round_trip: float = 0.0  # seconds, for the last dead agent
+    # link counters of the agents that have died
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
     def agent_died(self, agent: AgentHandle) -> None:
         """Record the death of the agent, and give up on the host if too many agents have died."""

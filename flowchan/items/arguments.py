@@ -164,7 +164,7 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
                 return function(*args, **given)
             except Exception as error:
                 error.__traceback__ = shortened(error.__traceback__)
-                raise  # adds no entry for this frame
+                raise  # a bare raise adds no entry for this frame
 
         return cast(Function, checked)
 

@@ -83,7 +83,7 @@ def _digest_of_parts(function: Any) -> object:
         return ()
     try:
         cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    except ValueError:  # an empty cell
+    except ValueError:  # a cell of the closure is empty
         return None
     return digest_of((*parts[:2], *cells))
 
@@ -110,7 +110,7 @@ def _set_function_state(function: Any, state: Any) -> None:
     if worker_globals.shared and shares is not False:
         worker_globals.offer(function.__globals__, slots["__globals__"])
         slots["__globals__"] = {}
-    if shares is None:  # this process's own function
+    if shares is None:  # the function is this process's own
         if worker_globals.shared:
             worker_globals.offer(function.__dict__, attributes)
         return

@@ -102,9 +102,8 @@ def _is_constant_member(cls: type, name: str, value: Any) -> bool:
         value = value.__func__
     if isinstance(value, types.FunctionType):
         return _is_constant_function(cls, value)
-    if name == "_field_defaults" or (
-        name.startswith("_") and name.endswith("_")
-    ):  # of a named tuple, or of Python itself
+    # an attribute of named tuples, or of Python itself
+    if name == "_field_defaults" or (name.startswith("_") and name.endswith("_")):
         return True
     if isinstance(value, _DESCRIPTORS):
         return True

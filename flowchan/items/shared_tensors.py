@@ -18,7 +18,7 @@ from typing import Any
 from flowchan.errors import Broken
 from flowchan.transport.descriptors import Beside, Handle, hand_over, now, shortage, take_over
 
-_ancestors: dict[int, frozenset[int]] = {}  # by pid, because a forked child inherits this dictionary
+_ancestors: dict[int, frozenset[int]] = {}  # keyed by pid, because a forked child inherits this dictionary
 _arrived: set[int] = set()
 """Inodes of memory that came from another process."""
 
@@ -56,7 +56,7 @@ def _descriptor(storage: Any) -> int | None:
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return None  # asking for the descriptor would move the tensor to other memory
     fd = int(storage._share_fd_cpu_()[0])
-    if fd < 0:  # a mapped file
+    if fd < 0:  # the storage is a mapped file
         return None
     maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
     ours = maker is not None and int(maker[1]) in _pids_of_ancestry()

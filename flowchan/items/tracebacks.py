@@ -28,7 +28,7 @@ def ends_at_caller(function: Function) -> Function:
             return function(*args, **options)
         except Exception as error:
             error.__traceback__ = shortened(error.__traceback__)
-            raise  # adds no entry for this frame
+            raise  # a bare raise adds no entry for this frame
 
     return cast(Function, called)
 

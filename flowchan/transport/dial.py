@@ -54,7 +54,7 @@ def reach(
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
             sock = dial(address, remaining)
-            pause = SHORTEST  # the peer is present
+            pause = SHORTEST  # the peer is present, so the next retry may come soon
             remaining = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:

@@ -162,7 +162,7 @@ def _called(error: BaseException) -> Iterator[CodeType]:
 def _handler(number: int) -> Any:
     """Return the program's own handler for a signal."""
     handler = None
-    with contextlib.suppress(ValueError):  # some systems reserve a signal
+    with contextlib.suppress(ValueError):  # some systems reserve certain signals
         handler = signal.getsignal(number)
         while isinstance(handler, _Layer):
             handler = handler.below

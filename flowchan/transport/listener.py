@@ -132,9 +132,8 @@ class AuthenticatedListener:
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""
         sock = pending.sock
-        if (
-            pending not in self._pending
-        ):  # refused since it became ready, or still registered because of Ctrl-C
+        # refused after it became ready, or still registered because Ctrl-C ended an earlier call
+        if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False

@@ -142,7 +142,7 @@ class Coordinator:
             elif size in self.sockets:
                 self.end(f"each rank must be used once, got two processes with rank {rank}", True)
             if self.over:
-                while self.sockets:  # until they have received the reason
+                while self.sockets:  # wait until they have received the reason
                     self._receive_ready()
                 raise RendezvousEnded(self.over, True)
 

@@ -139,7 +139,7 @@ class Pump:
         self._local, self._net = local, net
         self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
-        self._give_up: float | None = None  # set when the proxy is about to end
+        self._give_up: float | None = None  # deadline, set when the proxy is about to end
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
         # bytes that arrived together with the last TLS handshake message

@@ -74,7 +74,7 @@ class Child:
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            self._process.wait()  # returns immediately
+            self._process.wait()  # returns immediately, because the process has been reaped elsewhere
             self._why = f"{self._host}: {UNKNOWN_EXIT}"
             return None
         if end is None:

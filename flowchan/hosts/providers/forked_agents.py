@@ -29,7 +29,7 @@ from flowchan.hosts.providers.provider import Launch
 from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.unfinished_runs import abort_unfinished
 
-LENGTH = 8  # bytes in the length field before the description of an agent
+LENGTH = 8  # size of the length field before the description of an agent, in bytes
 GENTLY = 5.0  # seconds that a fork server has to end without a signal
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "HOME", "GLIBC_", "MALLOC_", "OPENSSL_")
 """Prefixes of the environment variables that take effect when a process starts, or when it imports the
@@ -170,11 +170,11 @@ class Forked:
         """Request a fork, and wait until the agent has been forked."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that was lost may have read part of it
+        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that died may have read part of the file
         self._seed, self._socket = _request_agent(launch_fd)
         try:
             self._receive()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # for example Ctrl-C during the wait
             self.close()
             raise
 

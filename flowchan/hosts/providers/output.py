@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO
 
 LAST = 20
-LONGEST = 64 * 1024  # bytes in a line; a longer line is relayed in pieces of about this size
+LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
 """Text that begins the part of a line that is meant for the provider rather than the user."""
 

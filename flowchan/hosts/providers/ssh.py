@@ -20,7 +20,7 @@ from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
     "-T",
-    "-oBatchMode=yes",  # ssh can't ask for a password
+    "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
     "-oControlMaster=no",  # otherwise ending this ssh would also end others that share its connection
     "-oClearAllForwardings=yes",

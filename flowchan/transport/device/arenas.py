@@ -188,7 +188,7 @@ class ArenaPool:
         for _ in range(0 if idle else min(AT_ONCE, EVENTS - len(self.events))):
             try:
                 event = SharedEvent(*self._device.share_event(device))
-            except RuntimeError:  # other processes on this machine have used them up
+            except RuntimeError:  # other processes on this machine have used up the events
                 break
             self.events[event.handle] = event
             idle.append(event)

@@ -52,11 +52,9 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # items to keep before first asking the channel which ones still exist
-POLL_INTERVAL_S, IDLE_POLLS = (
-    0.02,
-    25,
-)  # seconds between two checks of running copies; number of idle checks before the checks end
+EVERY_FEW = 16  # number of items to keep before first asking the channel which ones still exist
+# seconds between two checks of running copies; number of checks without running copies before they stop
+POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
@@ -141,7 +139,8 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            if not self.pools:  # below zero: runs after joining the children, which may be the receivers
+            # a negative priority runs after the children are joined, because they may be the receivers
+            if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
         return self.pools[device.name]
@@ -158,7 +157,7 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                is_used = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
+                is_used = sys.getrefcount(kept.channel) > 2  # more references than ours and the argument
                 if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
 
