@@ -18,8 +18,7 @@ class Addressed:
 
     A sender has an ``Addressed`` in place of an ``Out`` if the reader's input is declared with
     ``per_worker``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended
-    receives no more items: ``put`` then calls ``unwanted``, or raises ``Closed`` if there is no such
-    callback.
+    receives no more items: ``put`` then calls ``unwanted``, or raises ``Closed`` without such a callback.
 
     Args:
         ports: Writing end of each worker's channel, in the order of the workers.

@@ -342,8 +342,9 @@ def hosts() -> None:
 def check_hosts(spec: str, debug: bool) -> None:
     """Check HOSTS, for example local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
-    For each host, this prints whether an agent starts and can connect to this machine, the versions of Python
-    and flowchan, the round-trip time and bandwidth, and the cores, memory and GPUs that the agent can use.
+    For each host, this shows whether an agent starts and can connect to this machine. It also shows the
+    versions of Python and flowchan, the round-trip time and bandwidth, and the available cores, memory and
+    GPUs.
     """
     from flowchan.cli import hosts
 

@@ -23,9 +23,9 @@ _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 def converted(text: str, annotation: Any) -> Any:
     """Return ``text`` as a value of the annotated type.
 
-    These types are supported: numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an
-    ``Enum`` by name, values of a ``Literal``, ``X | None``, and classes whose constructor takes one string.
-    For other annotations, return the text.
+    Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
+    by name and values of a ``Literal``. ``X | None`` and classes whose constructor takes one string are also
+    supported. For other annotations, return the text.
 
     Args:
         text: A word from the command line.

@@ -4,7 +4,7 @@
 starts each worker in its own process.
 
 Each port of a worker has its own ring, which the link fills or empties. A remote worker therefore recovers as
-a local one does: when it dies, its rings return the items that it held to its replacement.
+a local one does. When it dies, its rings return the items that it held, and its replacement receives them.
 
 The agent has three threads: one carries out the driver's commands, one maintains the link, and one watches
 the worker processes. If the agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with
@@ -258,7 +258,7 @@ class Agent:
     def _keep_link(self) -> None:
         """Watch the link, and dial again when the connection breaks.
 
-        The new connection then resends everything that did not arrive.
+        Everything that did not arrive is then sent again over the new connection.
         """
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
@@ -292,8 +292,8 @@ class Agent:
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
-        If that fails within the peer timeout, the agent ends. ``silent`` is the number of seconds that have
-        already passed without a message from the driver.
+        If that does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
+        that have already passed without a message from the driver.
         """
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}

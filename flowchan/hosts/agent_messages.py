@@ -29,11 +29,11 @@ class Start:
         info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        suspicion: Deaths over its first item.
+        suspicion: Earlier deaths that its first item may have caused.
         inputs: The channels of its input ports. The rings behind the ports outlive a worker's process.
         outputs: The channels of its output ports.
         errors: The channel for its errors, if the stage has one.
-        most: Number of bytes that the driver's channels accept.
+        most: Maximum size of the driver's channels, in bytes.
         share: Number of these bytes that a channel may hold when it has more than one item.
         gpus: Number of GPUs that are reserved for the worker.
         membership: Its membership in its gang's group, if it already has one.

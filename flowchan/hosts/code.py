@@ -1,7 +1,7 @@
 """Pickling of a stage's code for a host.
 
 Code is pickled by reference if the host has its module, and by value if the host lacks a module of the
-user's. Installed modules (with pip, or with Python itself) are always pickled by reference.
+user's. Modules that are installed, with pip or with Python itself, are always pickled by reference.
 """
 
 from __future__ import annotations

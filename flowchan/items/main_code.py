@@ -36,8 +36,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no ty
 
     Attributes:
         keeps_classes: Whether the pickle of a class may be kept and used for many objects. The pickle of such
-            a
-            class is nested, which hides the names of the modules that it refers to.
+            a class is nested, which hides the names of the modules that it refers to.
     """
 
     keeps_classes = True
@@ -77,7 +76,7 @@ def _reduce_function(function: Any, reduction: Any) -> Any:
 
 
 def _digest_of_parts(function: Any) -> object:
-    """Return a digest of what may differ between functions with the same code; ``()`` if nothing may."""
+    """Return a digest of the parts that differ between functions with the same code, or ``()``."""
     parts = (function.__defaults__, function.__kwdefaults__, function.__closure__)
     if parts == (None, None, None):
         return ()

@@ -84,14 +84,12 @@ def meet(
         tls: Whether to encrypt the connection.
 
     Returns:
-        The socket to use from now on, and the peer's hello. With ``tls``, the socket leads to a process of
-        ours
-        that encrypts (``tls.py``), and that ends when the socket is closed.
+        The socket to use from now on, and the peer's hello. With ``tls``, the socket leads to a proxy process
+        that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
         Refused: The peer does not know the secret, is silent, or speaks another protocol. The one-line
-            message
-            contains the peer's address.
+            message contains the peer's address.
     """
     try:
         pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)

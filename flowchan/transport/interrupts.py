@@ -7,9 +7,9 @@ point. Only this file knows how code stays correct in that case:
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
 - ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
-- ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors of the call itself but not those of
-  a
-  signal handler that ran during the call. ``is_interrupt(error)`` is the same test as a function.
+- ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raises,
+  but not those of a signal handler that ran during the call. ``is_interrupt(error)`` is the same test as a
+  function.
 - ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
 - ``terminate_as_interrupt()``: a block in which SIGTERM has the same effect as Ctrl-C.
 
@@ -88,8 +88,8 @@ def interrupts_allowed() -> Iterator[None]:
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
     """Call a native function and append its result in one step of the interpreter.
 
-    An interrupt takes effect either before the call or once ``results`` has its result. Nothing that the call
-    received or sent is therefore lost.
+    An interrupt takes effect either before the call or after its result is in ``results``. Therefore the call
+    never loses anything that it received or sent.
     """
     results.extend(itertools.starmap(call, (args,)))
 
@@ -186,8 +186,8 @@ def _code(handler: Any) -> CodeType | None:
 class InterruptWatch:
     """Notice a Ctrl-C while the watch is open.
 
-    If a loop over a generator is interrupted and the generator is closed, it can't notice the Ctrl-C in
-    another way. The watch may be opened several times, and ends after the same number of closes.
+    A generator that is closed because its loop was interrupted has no other way to notice the Ctrl-C. The
+    watch may be opened several times, and ends after the same number of closes.
 
     Attributes:
         seen: A Ctrl-C has raised ``KeyboardInterrupt``.
@@ -244,8 +244,7 @@ class DeferralBlock:
 
     Attributes:
         deferred: Number of signals that it has deferred. Only the first is delivered, so this reveals a
-            second
-            Ctrl-C.
+            second Ctrl-C.
         allows: Whether it is in a wait that may be interrupted.
     """
 

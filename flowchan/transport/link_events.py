@@ -58,8 +58,7 @@ class LinkIdle:
 
     Attributes:
         connected: Whether the link was connected when that time began. If it has broken since then, the next
-            event
-            reports the break.
+            event reports the break.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 

@@ -64,8 +64,7 @@ class AuthenticatedListener:
         Args:
             timeout: Seconds to wait. Default: no limit.
             take: Called with the connection and the hello before this call returns. If Ctrl-C arrives
-                earlier, the
-                next call returns the same connection, and ``take`` may be called with it twice.
+                earlier, the next call returns the same connection, and ``take`` may be called with it twice.
 
         Returns:
             The connection, and the peer's hello.

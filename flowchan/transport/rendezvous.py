@@ -45,8 +45,8 @@ class Coordinator:
     read while the kernel's send buffer is full. Connections stay open until the participants close them:
     closing one with unread data would destroy the last message to the peer.
 
-    Rank 0 may be the coordinator, until the time ``give_up``. It then calls :meth:`assemble` and
-    :meth:`gather`.
+    Rank 0 may be the coordinator. In that case it calls :meth:`assemble` and :meth:`gather`, which end at the
+    time ``give_up``.
 
     Args:
         size: Number of participants.
@@ -115,8 +115,7 @@ class Coordinator:
 
         Args:
             accept: Waits up to the given number of seconds. Returns a connection and a hello with ``rank``
-                and
-                ``size``.
+                and ``size``.
 
         Raises:
             TimeoutError: Some ranks have not connected in time; the message lists them.
@@ -193,7 +192,7 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Participant:
-    """Participant in a rendezvous. Error messages call the coordinator ``coordinator``."""
+    """Participant in a rendezvous. Error messages use the name ``coordinator``."""
 
     def __init__(self, sock: socket.socket, coordinator: str) -> None:
         self._sock, self._coordinator = sock, coordinator

@@ -166,7 +166,7 @@ def dial(address: str, timeout: float) -> socket.socket:
 def prepare(sock: socket.socket, peer: str) -> None:
     """Set the socket options that a link needs for its connection to ``peer``, an IP address.
 
-    Small frames are sent immediately, and a cut is noticed even if the peer sends nothing. Over loopback,
+    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback,
     sent bytes have already arrived, so the whole buffer is small. Over a network, the buffer has to hold the
     bytes in flight. The kernel grows it to match bandwidth and delay, but only if its size is not set.
     """

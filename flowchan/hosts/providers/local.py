@@ -14,7 +14,7 @@ from flowchan.items.arguments import whole
 class Local:
     """``count`` agents as processes on this machine, named ``local-1`` and so on.
 
-    They are forked with all modules imported by a fork server, which is a child of this process.
+    A fork server, which is a child of this process, forks them with all modules already imported.
     """
 
     count: int

@@ -22,8 +22,7 @@ class Launch:
     Attributes:
         arguments: The arguments for the Python executable on the host.
         stdin: The whole standard input: one line of a few hundred bytes. The line contains a secret, so it is
-            not
-            printed. A provider must never put it into a command line, an environment variable or a file.
+            not printed. A provider must never put it into a command line, an environment variable or a file.
     """
 
     arguments: tuple[str, ...]

@@ -317,8 +317,7 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
         resources: Resources that each agent reserves on its node, keyed by Ray's names (default: one
             ``"CPU"``).
         address: The address at which the nodes can reach this machine, without a port (default: the address
-            that
-            the kernel uses on its route to them).
+            that the kernel uses on its route to them).
 
     Returns:
         The provider.

@@ -100,8 +100,7 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
         hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``.
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: The address at which the hosts can reach this machine, without a port (default: the address
-            that
-            the kernel uses on its route to them).
+            that the kernel uses on its route to them).
 
     Returns:
         The provider.

@@ -6,9 +6,8 @@ The sender does not wait, and neither does the receiver: only its stream waits f
 receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
 new memory. An item is therefore a copy, as it always is between processes. The sender may write to its tensor
 immediately. The received tensor belongs to the receiver, which may write to it and keep it, even after the
-sender has ended. An item that returns to the channel because a worker died is intact, regardless of what that
-worker did with its copy. The cost is two copies at the speed of device memory, and as much memory as is in
-flight.
+sender has ended. If an item returns to the channel because a worker died, it is intact, even if that worker
+changed its copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is made. The item is
 PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item through a
@@ -424,7 +423,7 @@ def _wait_at_exit() -> None:
 def only_ports_read(channels: Iterable[Any]) -> None:
     """Declare that these channels are read only through ports.
 
-    At exit, this process does not keep items for those of these channels that have no reading port left.
+    At exit, this process does not keep items for such a channel if the channel has no reading port left.
     """
     _state.ported.update(channels)
 
