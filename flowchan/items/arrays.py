@@ -73,8 +73,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview must have one of the formats {', '.join(_CODES)}, got {view.format!r}; "
-            "send view.cast('B') or an array"
+            f"can't send a memoryview of format {view.format!r}, which must be one of "
+            f"{', '.join(_CODES)}; send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
