@@ -1,15 +1,15 @@
-"""Define every exception of flowchan, in one family under :class:`FlowchanError`.
+"""Define flowchan's exceptions, all derived from :class:`FlowchanError`.
 
 A channel call ends in one of five ways:
 
 - It succeeds.
-- It is not possible now: :class:`Full`, :class:`Empty`.
-- The channel was closed: :class:`Closed`, and :class:`Drained` at its clean end.
-- The channel ended by a failure: :class:`Broken`.
+- It is not possible at the moment: :class:`Full`, :class:`Empty`.
+- The channel is closed: :class:`Closed`, or :class:`Drained` if it ended cleanly.
+- The channel failed: :class:`Broken`.
 - An argument is wrong: ``TypeError``, ``ValueError``.
 
 A graph call may also raise :class:`GraphError` (the declaration is wrong) or :class:`RunError` (a stage
-failed). Ctrl-C raises :class:`Interrupted`, which keeps the results so far.
+failed). Ctrl-C raises :class:`Interrupted`, which holds the results so far.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class FlowchanError(Exception):
 
 
 class ChannelError(FlowchanError):
-    """Base class of the exceptions of channel calls, except those for wrong arguments."""
+    """Base class of the exceptions that channel calls raise, except for wrong arguments."""
 
 
 class Closed(ChannelError):
-    """The channel was closed, so it takes no more items.
+    """The channel is closed and accepts no more items.
 
-    A call of ``close()`` closes it, or the end of its last reader.
+    A channel closes when ``close()`` is called or its last reader ends.
 
     Example:
         >>> from flowchan import Channel, Closed
@@ -47,9 +47,9 @@ class Closed(ChannelError):
 
 
 class Drained(Closed):
-    """The channel ended cleanly: it is closed and empty, and no item is on lease.
+    """The channel ended cleanly: it is closed and empty, and no item is leased.
 
-    A ``for`` loop over the channel ends at this point and does not raise.
+    A ``for`` loop over the channel ends here instead of raising the exception.
 
     Example:
         >>> from flowchan import Channel, Drained
@@ -64,10 +64,10 @@ class Drained(Closed):
 
 
 class Broken(ChannelError):
-    """The channel ended by a failure, and ``__cause__`` is the cause.
+    """The channel failed; ``__cause__`` is the reason.
 
-    Causes are a call of ``abort(cause)``, the death of a process that held a counted writer, and damaged
-    shared memory.
+    A channel breaks if ``abort(cause)`` is called, if a process that held a counted writer dies, or if its
+    shared memory is damaged.
 
     Example:
         >>> from flowchan import Broken, Channel
@@ -82,7 +82,7 @@ class Broken(ChannelError):
 
 
 class Full(ChannelError, queue.Full, TimeoutError):
-    """The channel is full: the item could not be put now, or within ``timeout`` seconds.
+    """The channel is full: the item could not be put immediately, or within ``timeout`` seconds.
 
     Example:
         >>> from flowchan import Channel, Full
@@ -97,7 +97,7 @@ class Full(ChannelError, queue.Full, TimeoutError):
 
 
 class Empty(ChannelError, queue.Empty, TimeoutError):
-    """The channel is empty but not at its end: no item came now, or within ``timeout`` seconds.
+    """The channel is empty but still open: no item was available immediately, or within ``timeout`` seconds.
 
     Example:
         >>> from flowchan import Channel, Empty
@@ -145,7 +145,7 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
 
 
 class HostError(FlowchanError):
-    """A host cannot be used: its agent did not start, or does not answer.
+    """A host cannot be used because its agent did not start or does not answer.
 
     Attributes:
         host: Name of the host; empty if the error concerns all hosts.
@@ -169,15 +169,15 @@ class HostError(FlowchanError):
 
 
 class Refused(FlowchanError, ConnectionError):
-    """A connection between hosts failed during its handshake.
+    """A connection between hosts failed during the handshake.
 
     The peer did not prove that it knows the secret, did not answer, or spoke another protocol. The message
-    names the address of the peer.
+    contains the peer's address.
     """
 
 
 class GroupError(FlowchanError):
-    """Base class of the exceptions that group operations define.
+    """Base class of the exceptions that group operations raise.
 
     Example:
         >>> from flowchan import GroupError
@@ -195,11 +195,11 @@ class GroupError(FlowchanError):
 class MemberDied(GroupError):
     """A member of a group died or gave up during an operation, so the operation cannot complete.
 
-    All surviving members raise this exception, or none does.
+    Either all surviving members raise this exception, or none does.
 
     Attributes:
         ranks: Ranks of the members that are gone.
-        operation: Name of the operation that raised.
+        operation: Name of the operation that raised the exception.
 
     Example:
         >>> from flowchan import MemberDied
@@ -221,7 +221,7 @@ class MemberDied(GroupError):
 
 
 class MemberLeft(MemberDied):
-    """A member closed its group while other members still call operations.
+    """A member closed its group while other members were still calling operations.
 
     Example:
         >>> from flowchan import MemberLeft
@@ -238,9 +238,9 @@ class MemberLeft(MemberDied):
 
 
 class Mismatch(GroupError, ValueError):
-    """The members of a group called different operations, or one operation with arguments that do not match.
+    """The members of a group called different operations, or the same one with conflicting arguments.
 
-    All members raise this exception, and the message names every call. The group remains usable.
+    All members raise this exception, and the message lists their calls. The group remains usable.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -258,9 +258,9 @@ class Mismatch(GroupError, ValueError):
 
 
 class Deadlock(FlowchanError):
-    """Every worker of a run waited for a channel, and no item was in flight, so the run could not continue.
+    """All workers of a run were waiting for channels, no item was in flight, and the run could not continue.
 
-    The message names each waiting worker and its channel.
+    The message lists each waiting worker and its channel.
 
     Example:
         >>> from flowchan import Deadlock, Graph, In, RunError
@@ -278,7 +278,7 @@ class Deadlock(FlowchanError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Line of the user's source code."""
+    """Line in the user's source code."""
 
     file: str
     line: int
@@ -289,13 +289,13 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Problem of a graph that a check found.
+    """Problem that a check found in a graph.
 
     Attributes:
         rule: Stable short name of the rule, such as "cycle", "unread" or "pickle".
         stage: Name of the stage; empty if the problem concerns the whole graph.
         where: Source line of the declaration.
-        message: Description of the problem and its remedy.
+        message: Description of the problem and how to fix it.
 
     Example:
         >>> from flowchan import Graph
@@ -347,12 +347,12 @@ class GraphError(FlowchanError):
 class StageError(FlowchanError):
     """A stage failed.
 
-    ``__cause__`` is the exception of the user's function, with the worker's own traceback as a note.
+    ``__cause__`` is the exception that the user's function raised, with the worker's own traceback as a note.
 
     Attributes:
         stage: Name of the stage.
         worker: Name of the worker.
-        item: Text of the item that the worker processed, or ``None`` if there was none.
+        item: Text of the item that the worker was processing, or ``None`` if there was none.
 
     Example:
         >>> from flowchan import Graph, RunError
@@ -372,7 +372,7 @@ class StageError(FlowchanError):
         self.worker = worker
         self.item = item
 
-    # A run inside a worker process pickles its errors for the program.
+    # If a run takes place inside a worker process, its errors are pickled and sent to the program.
     def __reduce__(self) -> tuple[Any, ...]:
         return _stage_error, (str(self), self.stage, self.worker, self.item, self.__cause__), self.__dict__
 
@@ -392,8 +392,8 @@ class Interrupted(KeyboardInterrupt):
         results: The results that are complete, in the form that ``run.wait()`` returns, with the items that
             ``run.iter()`` had not yielded.
         report: The run's report as text.
-        signal: The number of the signal, ``signal.SIGINT`` or ``signal.SIGTERM``.
-        __cause__: The :class:`RunError` of a stage that failed before the run ended.
+        signal: Number of the signal: ``signal.SIGINT`` or ``signal.SIGTERM``.
+        __cause__: The :class:`RunError` if a stage failed before the run ended.
 
     Example:
         >>> import signal
@@ -418,21 +418,22 @@ class Interrupted(KeyboardInterrupt):
     ) -> None:
         super().__init__(message)
         self.signal = number
-        self._tell = tell  # the results and the report; waits for the end of a run that still goes on
+        # returns the results and the report; if the run is still going on, waits until it ends
+        self._tell = tell
 
     @property
     def results(self) -> Mapping[Any, Any]:
-        """Return the results that were complete."""
+        """Return the results that were complete when the run ended."""
         return self._tell(self)[0]
 
     @property
     def report(self) -> str:
-        """Return the report of the run."""
+        """Return the run's report."""
         return self._tell(self)[1]
 
 
 class RunError(ExceptionGroup[StageError], FlowchanError):
-    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, the first failure first.
+    """A run failed; ``exceptions`` holds one :class:`StageError` per failure, in the order of the failures.
 
     Example:
         >>> from flowchan import Graph, RunError
@@ -445,14 +446,14 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
         int
     """
 
-    if TYPE_CHECKING:  # Python declares that a group may hold other exceptions.
+    if TYPE_CHECKING:  # Typeshed declares that the group may also hold groups.
 
         @property
         def exceptions(self) -> tuple[StageError, ...]:
-            """One :class:`StageError` per failure, the first failure first."""
+            """One :class:`StageError` per failure, in the order of the failures."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
-        """Return a run error with the same message and other failures, for ``except*``.
+        """Return a run error with the same message and the given failures; ``except*`` calls this.
 
         Args:
             excs: The failures of the new error.

@@ -1,20 +1,20 @@
-"""Run every test under a watchdog that turns a hang into stacks and a failure, and check for leftovers.
+"""Run every test under a watchdog that turns a hang into stack dumps and a failure, and check for leftovers.
 
-*Watchdog.* pytest-timeout reports that a test hangs. Its action is extended: every child process dumps its
-stacks first and is killed afterwards. The log then shows a hang between processes. If the interpreter itself
-cannot run, because native code never releases the GIL, faulthandler's own thread does the same a little
-later.
+*Watchdog.* pytest-timeout reports that a test hangs. Its action is extended: every child process first dumps
+its stacks and is then killed. The log then shows which processes are waiting for each other. If the
+interpreter itself cannot run, because native code never releases the GIL, faulthandler's own thread does the
+same a little later.
 
 *Leftovers.* After each passed test, no new child process, thread, file descriptor or shared-memory mapping
-may remain. The check looks at the process that runs the tests, so several processes can run tests at the same
-time.
+may remain. The check looks only at the process that runs the tests, so several processes can run tests at the
+same time.
 
 *Skipped.* The last lines list the skipped tests, grouped by the reason, which names the missing requirement.
 
 *Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
-Therefore ``make test`` runs the files that load such libraries last, in other processes.
+``make test`` therefore runs the files that load such libraries last, in separate processes.
 
-*Outcomes.* With ``--outcomes`` a run writes its outcomes to a file for ``tools/run_tests.py``.
+*Outcomes.* With ``--outcomes``, a run writes its outcomes to a file for ``tools/run_tests.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from support.peers import LaunchedElsewhere
 from support.preloaded_programs import TORCH, OurTemplate, SharedTemplate, Template
 from support.waiting import wait_until
 
-GRACE = 20.0  # seconds after pytest-timeout's limit until faulthandler ends the process
+GRACE = 20.0  # seconds from pytest-timeout's limit until faulthandler ends the process
 REAL_HOSTS = Path(__file__).parent / "hosts_real"
 PIPES = Path(__file__).parent / "sequential"
 NAMES = "|".join(LARGE)
@@ -66,16 +66,26 @@ SHARED = pytest.StashKey[SharedTemplate]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="the longest walks too, and the others whole")
-    parser.addoption("--only-long", action="store_true", help="with --long: only what it changes")
     parser.addoption(
-        "--frames", type=int, default=3_000_000, help="so many from a peer of each kind, with --long"
+        "--long", action="store_true", help="also run the longest walks, and run the other walks in full"
     )
-    parser.addoption("--hosts", action="store_true", help="what needs sshd, Slurm, Ray or network namespaces")
     parser.addoption(
-        "--large", choices=["with", "without"], help="only files that load large libraries, or not"
+        "--only-long", action="store_true", help="with --long: run only the tests that --long changes"
     )
-    parser.addoption("--outcomes", help="file for what the run came to (see tools/run_tests.py)")
+    parser.addoption(
+        "--frames", type=int, default=3_000_000, help="with --long: number of frames from each kind of peer"
+    )
+    parser.addoption(
+        "--hosts",
+        action="store_true",
+        help="also run the tests that need sshd, Slurm, Ray or network namespaces",
+    )
+    parser.addoption(
+        "--large",
+        choices=["with", "without"],
+        help="run only the test files that load large libraries (with), or only the others (without)",
+    )
+    parser.addoption("--outcomes", help="file to write the outcome of the run to (see tools/run_tests.py)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -98,10 +108,10 @@ def loads_much(file: Path) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Import the test files before they are collected, in another order in each worker of pytest-xdist.
+    """Import the test files before collection, in a different order in each worker of pytest-xdist.
 
-    All workers collect the files in the same order at the same time. Different orders let one worker compile
-    a file that the others then load.
+    All workers collect the files in the same order at the same time. If the import orders
+    differ, one worker compiles a file that the others then load.
     """
     shares = getattr(session.config, "workerinput", None)
     if shares is None:
@@ -111,7 +121,7 @@ def pytest_collection(session: pytest.Session) -> None:
     for file in files[first:] + files[:first]:
         folder = str(file.parent)
         sys.path[:] = [folder, *(other for other in sys.path if other != folder)]
-        # the collection reports the error
+        # collecting the file reports the error
         with contextlib.suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
             importlib.import_module(file.stem)
 
@@ -143,7 +153,8 @@ def is_longer(item: pytest.Item) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let SIGUSR1 dump the stacks of this process and of every forked process, past pytest's capturing."""
+    """Let SIGUSR1 dump the stacks of this process and of every forked process, bypassing pytest's
+    capturing."""
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
     for marker in combinations.MARKERS:
         config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
@@ -155,7 +166,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Hide all objects that exist before the first test from the garbage collector, which makes collections
+    """Exclude all objects that exist before the first test from garbage collection, which makes collections
     cheap."""
     session.config.stash[LOADED] = [name for name in LARGE if name in sys.modules]
     gc.collect()
@@ -164,7 +175,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """Arm the watchdog for one test, instead of pytest-timeout's own timer."""
+    """Arm the watchdog for one test, in place of pytest-timeout's own timer."""
     stderr = item.config.stash[STDERR]
     timer = threading.Timer(settings.timeout, end_hang, (item, settings))
     timer.daemon = True
@@ -181,8 +192,8 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
 
 
 def end_hang(item: pytest.Item, settings: Any) -> None:
-    """Dump the stacks of every process of the test run, kill the children, and exit."""
-    stderr = item.config.stash[STDERR]  # pytest captures the usual one, and a worker of xdist discards it
+    """Dump the stacks of every process in the test run, kill the children, and exit."""
+    stderr = item.config.stash[STDERR]  # pytest captures the usual stderr, and a worker of xdist discards it
     parents = [psutil.Process(), *map(psutil.Process, OurTemplate.pids)]
     children = [child for parent in parents for child in parent.children(recursive=True)]
     for child in children:
@@ -190,7 +201,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
         if catches(child.pid, signal.SIGUSR1):
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.send_signal(signal.SIGUSR1)
-            threading.Event().wait(0.5)  # one after the other, so that the dumps do not mix
+            threading.Event().wait(0.5)  # one at a time, so that the dumps do not mix
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -200,7 +211,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether a process handles the signal; otherwise the signal would end it."""
+    """Return whether a process handles the signal; otherwise the signal would end the process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -211,7 +222,7 @@ def catches(pid: int, signum: int) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start the separate program whose children are a test's peers, before the check for leftovers begins."""
+    """Start the separate program that forks a test's peers, before the check for leftovers begins."""
     fixtures, module = getattr(item, "fixturenames", ()), getattr(item, "module", None)
     if "spawn_peer" in fixtures or hasattr(module, "HostPeer") or hasattr(module, "PEERS"):
         LaunchedElsewhere.begin()
@@ -219,7 +230,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End this program and the fork servers before the tests of another file, which may list all
+    """End that program and the fork servers before the tests in the next file, which may list all
     processes."""
     if nextitem is None or nextitem.path != item.path:
         LaunchedElsewhere.end()
@@ -229,7 +240,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session")
 def long_walk(pytestconfig: pytest.Config) -> bool:
-    """Return whether a test should do more. ``make soak`` runs the tests that use it and those marked
+    """Return whether a test should do more. ``make soak`` runs the tests that use this and those marked
     ``long``."""
     return bool(pytestconfig.getoption("--long"))
 
@@ -245,8 +256,8 @@ def by_fork() -> Iterator[None]:
 
 @pytest.fixture
 def impatient() -> Iterator[None]:
-    """Let channels across hosts give up a silent peer after two seconds."""
-    from flowchan.hosts import serve  # not every test needs it
+    """Let channels across hosts give up on a silent peer after two seconds."""
+    from flowchan.hosts import serve  # not needed by every test
 
     serve(peer_timeout=2)
     yield
@@ -255,9 +266,9 @@ def impatient() -> Iterator[None]:
 
 @pytest.fixture
 def no_agent_stays() -> Iterator[None]:
-    """Check that the agents of a test have ended with it."""
+    """Check that a test's agents have ended with the test."""
     yield
-    from hosted import agents  # not every test needs it
+    from hosted import agents  # not needed by every test
 
     assert not agents()
 
@@ -285,8 +296,8 @@ def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
 
 @pytest.fixture(scope="module")
 def forked_programs() -> Iterator[None]:
-    """Start the programs of scripts.py with flowchan already imported, which saves most of their time. This
-    is for files that do not test the start of a program."""
+    """Start the programs of scripts.py with flowchan already imported, which saves most of their start time.
+    This is for files that do not test how a program starts."""
     with scripts.forked():
         yield
 
@@ -295,7 +306,7 @@ def forked_programs() -> Iterator[None]:
 def one_compute_thread() -> Iterator[None]:
     """Let torch compute with one thread. Its additional threads would count as leftovers and do not survive a
     fork."""
-    torch = optional("torch")  # not every test needs it
+    torch = optional("torch")  # not needed by every test
     if not torch:
         yield
         return
@@ -321,35 +332,36 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(PASSED, False) or not leftovers(before):
         return
     gc.collect()  # an exception kept by pytest.raises forms a cycle that holds the test's locals
-    with contextlib.suppress(AssertionError):  # the check below reports what has not ended
-        # A joined thread's task ends a moment after its join, and a channel server checks dropped channels
+    with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
+        # A joined thread's task ends a moment after the join, and a channel server checks dropped channels
         # later.
         wait_until(
             lambda: not any(remaining.startswith(ENDING) for remaining in leftovers(before)) and not dropped()
         )
         if has_connection():
             wait_until(lambda: not leftovers(before), PORT_END_S)
-    gc.collect()  # a thread that ended only now may have held the last reference to such a cycle
+    gc.collect()  # a thread that has just ended may have held the last reference to such a cycle
     if remaining := leftovers(before):
         pytest.fail(f"left behind: {', '.join(sorted(remaining))}", pytrace=False)
 
 
 def holdings() -> set[str]:
-    """Describe what this process holds now, in readable words. This takes a fraction of a millisecond."""
+    """Describe the resources that this process holds, in readable words. This takes a fraction of a
+    millisecond."""
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 
 
 def leftovers(before: set[str]) -> set[str]:
-    """Return what this process holds now but did not hold before. The threads of Polars' allocator, which
-    start at any time and stay, and the helpers shared by all processes do not count."""
+    """Return the resources that this process has acquired since ``before``. The threads of Polars' allocator,
+    which start at any time and stay, and the helpers shared by all processes do not count."""
     helpers = helpers_of_all()
     return {one for one in holdings() - before if not is_an_allocators(one) and not one.startswith(helpers)}
 
 
 def helpers_of_all() -> tuple[str, ...]:
-    """Return the prefixes that describe the shared helpers and their pipes. From Python 3.14 on, the
-    forkserver is the default."""
+    """Return the prefixes that describe the shared helpers and their pipes. Since Python 3.14, the forkserver
+    is the default."""
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
     pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
     for seed in seeds_of_agents():
@@ -362,7 +374,7 @@ def helpers_of_all() -> tuple[str, ...]:
 
 
 def seeds_of_agents() -> list[Any]:
-    """Return the fork servers of ``local``, if this process has used it."""
+    """Return the fork servers of ``local``, if this process has used ``local``."""
     forked = sys.modules.get("flowchan.hosts.providers.forked_agents")
     return forked.seeds() if forked else []
 
@@ -384,7 +396,7 @@ def is_an_allocators(held: str) -> bool:
         return False
     try:
         return Path(f"/proc/self/task/{held.split()[1]}/comm").read_text() == "jemalloc_bg_thd\n"
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
 
 
@@ -393,14 +405,14 @@ def descriptors() -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             found.add(f"descriptor {number} ({os.readlink(f'/proc/self/fd/{number}')})")
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor that lists the folder itself
             continue
     return found
 
 
 def mappings() -> set[str]:
     maps = Path("/proc/self/maps").read_bytes()
-    if b"memfd:" not in maps:  # the usual case, which saves parsing hundreds of lines
+    if b"memfd:" not in maps:  # the usual case; skips parsing hundreds of lines
         return set()
     lines = os.fsdecode(maps).splitlines()
     return {f"mapping {line.split()[0]} ({line.split()[-1]})" for line in lines if "memfd:" in line}
@@ -413,12 +425,12 @@ def children() -> set[str]:
 def our_children() -> set[str]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # no child at all: the usual case, detected by one system call
+    except ChildProcessError:  # the usual case, no children, detected with one system call
         return set()
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # a kernel that keeps no such lists
+    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # the kernel keeps no such lists
         return {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
-    # A list may miss a child while another child ends, so it is read twice. Reading the lists is quicker than
-    # a scan of all processes.
+    # A list may miss a child if another child ends at that moment, so the lists are read twice. Reading them
+    # is quicker than a scan of all processes.
     return {f"process {child}" for _ in range(2) for child in children_of(os.getpid())}
 
 

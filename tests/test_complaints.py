@@ -1,8 +1,9 @@
-"""Complaints of users of other systems, and the tests that answer them.
+"""Complaints from users of other systems, and the tests that answer them.
 
-The list comes from the survey with which the project began: issues of Ray, Monarch, pypeln, CPython, PyTorch,
-joblib and others, with its numbers. Each complaint maps to tests by ``file::name``, which must exist, or to
-the reason why it does not apply yet. The tests at the end cover what no other test covers.
+The list comes from the survey with which the project began, and has the survey's numbers. It has issues from
+Ray, Monarch, pypeln, CPython, PyTorch, joblib and others. Each complaint maps to tests by ``file::name``,
+which must exist, or to the reason why it does not apply yet. The tests at the end of this file cover
+complaints that no other test covers.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     21: (
         "descriptors run out with an obscure message",
-        ("test_complaints.py::test_channel_names_descriptor_limit_when_none_is_left",),
+        ("test_complaints.py::test_channel_error_names_the_descriptor_limit_when_reached",),
     ),
     22: (
         "CUDA IPC memory is never freed",
@@ -292,7 +293,7 @@ def test_run_releases_its_memory_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_channel_names_descriptor_limit_when_none_is_left() -> None:
+def test_channel_error_names_the_descriptor_limit_when_reached() -> None:
     def used() -> int:
         return len(os.listdir("/proc/self/fd"))
 

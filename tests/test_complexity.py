@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-complexity = pytest.importorskip("tools.complexity")  # needs lizard
+complexity = pytest.importorskip("tools.complexity")  # the module needs lizard
 
 PRODUCT = {
     "flowchan/few.py": "class A:\n    def few(self, a, b, c, d, e, f, *g, h=0, i=0, **j):\n        pass\n",
@@ -17,7 +17,7 @@ PRODUCT = {
 
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a product in which two functions are above a limit."""
+    """Write product code in which two functions are above a limit."""
     for name, text in PRODUCT.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

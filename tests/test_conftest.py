@@ -1,4 +1,4 @@
-"""Test conftest.py on small tests of its own: it names leftovers and lists skipped tests."""
+"""Test conftest.py with small test files: it reports leftovers and lists skipped tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_TESTS = HERE.parent / "tools" / "run_tests.py"
 
 
 def run_tests(folder: Path, text: str, *options: str) -> str:
-    """Run these tests under this folder's conftest.py, and return the output of pytest."""
+    """Run these tests under this folder's conftest.py, and return pytest's output."""
     (folder / "test_small.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={folder}", *options, folder],
@@ -64,7 +64,7 @@ def test_leftovers_of_a_test_are_named(tmp_path: Path) -> None:
 
 
 def test_cycle_held_by_late_thread_is_not_a_leftover() -> None:
-    """The thread ends once the check has collected for the first time."""
+    """The thread ends after the check has run its first garbage collection."""
     collected = threading.Event()
 
     def note(phase: str, about: dict[str, int]) -> None:
@@ -112,7 +112,7 @@ def test_summary_lists_skipped_tests_with_counts(tmp_path: Path) -> None:
 
 
 def test_files_with_large_imports_are_recognised(pytestconfig: pytest.Config) -> None:
-    """Otherwise all tests of the first half of ``make test`` would fork at four times the cost."""
+    """Otherwise all tests in the first half of ``make test`` would fork at four times the cost."""
     assert pytestconfig.getoption("--large") != "without" or pytestconfig.stash[LOADED] == []
 
 
@@ -135,7 +135,7 @@ LARGE = "'''\n" + "import torch\n" + "'''\ndef test_passes_too(): ..."
 
 
 def run_all(folder: Path, *options: str) -> tuple[int, list[str]]:
-    """Run the files of the folder by tools/run_tests.py; return its exit status and the lines it prints."""
+    """Run the files in the folder with tools/run_tests.py; return its exit status and the lines it prints."""
     done = subprocess.run(
         [sys.executable, RUN_TESTS, "-n1", "-p", "conftest", f"--rootdir={folder}", "-q", *options],
         env={**os.environ, "PYTHONPATH": str(HERE)},
@@ -167,7 +167,7 @@ def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_failure_that_passes_alone_fails_no_run(tmp_path: Path) -> None:
+def test_failure_that_passes_alone_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
     status, said = run_all(tmp_path, "-k", "not always")
     assert status == 0
@@ -276,7 +276,7 @@ def test_one_parameter(number): ...
 """
 
 
-def test_few_combinations_have_each_value_and_long_runs_all(tmp_path: Path) -> None:
+def test_small_selections_cover_each_value_and_long_runs_all(tmp_path: Path) -> None:
     few = run_tests(tmp_path, COMBINES, "-s")
     assert "12 passed, 1 skipped, 6 deselected" in few
     assert "long False" in few
@@ -289,14 +289,14 @@ def test_few_combinations_have_each_value_and_long_runs_all(tmp_path: Path) -> N
     assert not pairs & set(re.findall(r"ran (\w) (\d)", rest))
 
 
-def test_few_combinations_have_each_pair_of_values(tmp_path: Path) -> None:
+def test_small_selections_cover_each_pair_of_values(tmp_path: Path) -> None:
     ran = re.findall(r"ran (\d) (\d) (\d)", run_tests(tmp_path, PAIRS, "-s"))
     assert 9 <= len(ran) <= 15
     for one, other in itertools.combinations(range(3), 2):
         assert len({(combination[one], combination[other]) for combination in ran}) == 9
 
 
-def test_many_combinations_are_drawn_and_have_each_value(tmp_path: Path) -> None:
+def test_large_products_are_sampled_and_cover_each_value(tmp_path: Path) -> None:
     few = run_tests(tmp_path, MANY, "-s")
     assert "23 passed, 18 deselected" in few
     ran = re.findall(r"ran (\w) (\d)", few)
@@ -307,20 +307,20 @@ def test_many_combinations_are_drawn_and_have_each_value(tmp_path: Path) -> None
     assert "41 passed" in run_tests(tmp_path, MANY, "--long")
 
 
-def test_combination_that_is_named_runs(tmp_path: Path) -> None:
+def test_explicitly_named_combination_runs(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(COMBINES)
     for method in ("forkserver", "spawn"):
         assert run_all(tmp_path, "--files", f"test_small.py::test_method[{method}]")[0] == 0
 
 
-def test_no_two_test_files_have_one_name() -> None:
-    """Their folders are not packages, so pytest could not collect a second file of the same name."""
+def test_names_of_test_files_are_unique() -> None:
+    """Their folders are not packages, so pytest could not collect a second file with the same name."""
     names = Counter(path.name for path in HERE.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_tests_that_do_more_in_the_soak_use_the_fixture() -> None:
-    """Otherwise ``--only-long`` leaves them out."""
+def test_longer_soak_tests_use_the_long_walk_fixture() -> None:
+    """Otherwise ``--only-long`` would leave them out."""
     looks = [path.name for path in HERE.rglob("test_*.py") if "getoption(" + '"--long"' in path.read_text()]
     assert looks == []
 
@@ -338,7 +338,7 @@ def test_nothing():
 
 
 def test_xdist_workers_import_test_files_in_different_order(tmp_path: Path) -> None:
-    """With one order, each worker would compile the same files."""
+    """If the order were the same, each worker would compile the same files."""
     for name in "abcd":
         (tmp_path / f"test_{name}.py").write_text(BEGINS)
     assert "4 passed" in run_tests(tmp_path, "", "-n", "2")
@@ -359,8 +359,8 @@ def test_nothing():
 """
 
 
-def test_file_that_needs_conftest_is_collected_after_it(tmp_path: Path) -> None:
-    """The import before the collection fails without an effect."""
+def test_file_that_needs_conftest_can_be_collected(tmp_path: Path) -> None:
+    """The import before collection fails without an effect."""
     folder = tmp_path / "tests" / "folder"
     folder.mkdir(parents=True)
     (folder / "conftest.py").write_text(MARKS)

@@ -24,10 +24,10 @@ PACKAGES = {
     "flowchan.viz": ROOT / "viz",
 }
 
-# From the lowest layer up. A part is a folder of flowchan/, or the ``__init__.py`` of a package with
-# subfolders: "collective front" is flowchan/collective/__init__.py. Parts of one row do not import each
-# other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, higher parts
-# may.
+# Ordered from the lowest layer to the highest. A part is a folder in flowchan/, or the ``__init__.py`` of a
+# package with subfolders: "collective front" is flowchan/collective/__init__.py. Parts in one row do not
+# import each other. "flowchan" is the public package, flowchan/__init__.py: lower parts never import it, and
+# higher parts may.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("_core",),
@@ -72,7 +72,7 @@ KNOWN = {*MODULES, "flowchan._core"}
 
 
 def part(module: str) -> str:
-    """Return the part that a module belongs to: ``run.worker`` for ``flowchan.run.worker.logs``."""
+    """Return the part that contains a module: ``run.worker`` for ``flowchan.run.worker.logs``."""
     if module in FRONTS:
         return FRONTS[module]
     _, *folders = module.split(".")
@@ -84,7 +84,7 @@ def part(module: str) -> str:
 
 
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Yield every import of a tree."""
+    """Yield every import in a tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -100,7 +100,7 @@ def targets(module: str, statement: ast.Import | ast.ImportFrom) -> Iterator[str
             package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
             above = package.split(".")[: len(package.split(".")) - statement.level + 1]
             base = ".".join([*above, base] if base else above)
-        # from package import name: the submodule of that name, or an attribute of the package
+        # in "from package import name", the name is a submodule or an attribute of the package
         names = [
             f"{base}.{alias.name}" if f"{base}.{alias.name}" in KNOWN else base for alias in statement.names
         ]
@@ -134,7 +134,7 @@ def test_every_module_has_a_layer():
 
 
 def test_imports_go_down_only():
-    """A module imports only lower parts and the other modules of its own part."""
+    """A module imports only lower parts and the other modules in its own part."""
     wrong = [
         f"{MODULES[module].relative_to(ROOT)}:{line} imports {target}"
         for module in MODULES
@@ -184,7 +184,7 @@ NAMES = {*OPERATORS, *PLACEMENTS, *TRANSPORTS}
 
 
 def compared_with(node: ast.AST) -> set[str]:
-    """Return the texts that a comparison uses."""
+    """Return the strings that a comparison uses."""
     if not isinstance(node, ast.Compare):
         return set()
     sides = [node.left, *node.comparators]
@@ -193,7 +193,7 @@ def compared_with(node: ast.AST) -> set[str]:
 
 
 def test_only_tables_compare_operator_placement_and_transport_names():
-    """The properties of each name are in its table, and other modules read the table."""
+    """The properties of each name are in its table, and other modules read that table."""
     readers = [path for path in MODULES.values() if path.is_relative_to(ROOT / "flowchan")]
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno} compares with {sorted(names)}"
@@ -206,15 +206,15 @@ def test_only_tables_compare_operator_placement_and_transport_names():
 
 
 def lines_of_examples(text: str) -> int:
-    """Return the number of lines in the section ``Example`` of each docstring, which is the last one."""
+    """Return the number of lines in the ``Example`` section of each docstring, which comes last."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
     examples = [(ast.get_docstring(node) or "").partition("\nExample:\n")[2] for node in nodes]
     return sum(example.count("\n") + 3 for example in examples if example)  # with the title
 
 
-def test_files_can_be_read_in_a_sitting():
-    """The limit is 500 lines, and includes native sources. Examples in docstrings do not count."""
+def test_files_have_at_most_500_lines():
+    """The limit of 500 lines also applies to native sources. Examples in docstrings do not count."""
     long = {}
     for folder in [*PACKAGES.values(), ROOT / "tests"]:
         for path in folder.rglob("*"):

@@ -1,4 +1,4 @@
-"""Check that comments and docstrings of the product name source files that exist."""
+"""Check that source files mentioned in the product's comments and docstrings exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE_NAME = re.compile(r"(?<![\w./*])((?:\w+/)*\w+\.(?:py|cpp|hpp))\b")
 
 
 def sources(*parts: str) -> Iterator[Path]:
-    """Yield every source file below these folders."""
+    """Yield every source file in these folders."""
     for part in parts:
         yield from (path for path in (ROOT / part).rglob("*") if path.suffix in (".py", ".cpp", ".hpp"))
 

@@ -1,5 +1,5 @@
-"""Test the public interface: the modules that ``import flowchan`` loads, the public names, and the stub of
-the native module."""
+"""Test the public interface: the modules that ``import flowchan`` loads, the public names, and the stub file
+for the native module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PUBLIC = [name for name in flowchan.__all__ if not name.startswith("__")]
 
 
 def loaded_after(statement: str) -> set[str]:
-    """Return the top-level modules of a fresh interpreter after a statement."""
+    """Return the top-level modules that a fresh interpreter has loaded after a statement."""
     code = (
         f"{statement}\nimport json, "
         f"sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
@@ -36,13 +36,13 @@ def loaded_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_import_flowchan_loads_nothing_heavy():
-    """The import is quick, because heavy modules are imported when first needed."""
+def test_import_flowchan_does_not_load_heavy_modules():
+    """The import is quick, because heavy modules are imported when they are first needed."""
     assert loaded_after("import flowchan") & set(HEAVY) == set()
 
 
-def test_using_a_channel_loads_nothing_heavy():
-    """The first use of a channel also loads none of them."""
+def test_using_a_channel_does_not_load_heavy_modules():
+    """The first use of a channel does not load heavy modules either."""
     statement = (
         "import flowchan\n"
         "for across in ('threads', 'processes'):\n"
@@ -56,7 +56,7 @@ def test_using_a_channel_loads_nothing_heavy():
 
 @pytest.mark.parametrize(("place", "needed"), [("thread", set()), ("process", {"cloudpickle"})])
 def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
-    """The first run of a program does not wait for heavy imports."""
+    """A program's first run does not wait for heavy imports."""
     statement = (
         "import flowchan\n"
         "graph = flowchan.Graph('light')\n"
@@ -66,14 +66,15 @@ def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
     assert loaded_after(statement) & set(HEAVY) <= needed
 
 
-def test_pools_and_agents_load_nothing_heavy():
-    """Every run waits for its agents. Reading a package's metadata would load ``email``."""
+def test_pools_and_agents_do_not_load_heavy_modules():
+    """Every run waits for its agents, so they must start quickly. Reading a package's metadata would load
+    ``email``."""
     assert loaded_after("import flowchan.hosts") & {*HEAVY, "email"} == set()
     assert loaded_after("import flowchan.hosts.agent") & {*HEAVY, "email"} - {"cloudpickle"} == set()
 
 
 def test_patterns_load_torch_only_if_they_need_it():
-    """``flowchan.pipelines.Sequential`` is loaded when a program asks for it."""
+    """``flowchan.pipelines.Sequential`` is loaded only when a program accesses it."""
     assert "torch" not in loaded_after("import flowchan.pipelines; flowchan.pipelines.map(1, abs).join()")
     if importlib.util.find_spec("torch"):
         assert "torch" in loaded_after("from flowchan.pipelines import Sequential")
@@ -95,7 +96,7 @@ def test_every_public_name_has_a_docstring(name):
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_flowchan_as_its_module(name):
-    """Messages and tracebacks show ``flowchan.X``, whichever file defines it."""
+    """Messages and tracebacks show ``flowchan.X``, whichever file defines X."""
     value = getattr(flowchan, name)
     if not inspect.ismodule(value):
         assert value.__module__ == "flowchan", f"set flowchan.{name}.__module__ to 'flowchan'"
@@ -124,7 +125,7 @@ def stub_tree() -> ast.Module:
 
 
 def declared(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the declarations of a stub's module or class body, without imports and type variables; the last
+    """Return the declarations in a stub's module or class body, without imports and type variables; the last
     overload counts."""
     found: dict[str, ast.stmt] = {}
     for node in body:
@@ -175,8 +176,7 @@ def strip_annotations(arguments: ast.arguments) -> ast.arguments:
 def native_signature(function: Any) -> inspect.Signature:
     """Return the parameters of the native function, without annotations and without ``self``.
 
-    ``inspect`` cannot read a function made by nanobind, so nanobind's text of the signature is parsed
-    instead.
+    ``inspect`` cannot read a nanobind function, so nanobind's text of the signature is parsed instead.
     """
     texts = getattr(function, "__nb_signature__", None)
     if texts:
@@ -194,7 +194,7 @@ def native_signature(function: Any) -> inspect.Signature:
 
 
 def functions() -> dict[str, tuple[ast.FunctionDef, Any]]:
-    """Return every function, method and constructor of the stub, with its native counterpart."""
+    """Return every function, method and constructor in the stub, with its native counterpart."""
     pairs: dict[str, tuple[ast.FunctionDef, Any]] = {}
     for name, node in declared(stub_tree().body).items():
         if isinstance(node, ast.FunctionDef):
@@ -229,7 +229,7 @@ def test_stub_classes_have_exactly_the_native_members(name):
     stub = declared(node.body)
     members = vars(getattr(native, name))
     assert plain(stub) == plain(members), ACCEPT
-    unseen = {"__init__", "__new__", "__hash__", "__buffer__"}  # Python shows the last one from 3.12 on
+    unseen = {"__init__", "__new__", "__hash__", "__buffer__"}  # Python shows the last of these since 3.12
     special = {member for member in stub if member.startswith("__")} - unseen
     assert special <= set(dir(getattr(native, name))), ACCEPT
 
@@ -256,7 +256,7 @@ def documented() -> dict[str, tuple[str | None, str | None]]:
 
 
 def native_text(value: Any) -> str | None:
-    """Return the docstring of a native object without the signature that nanobind adds."""
+    """Return a native object's docstring without the signature that nanobind adds."""
     signatures = getattr(value, "__nb_signature__", None)
     text = signatures[-1][1] if signatures else value.__doc__
     return None if text is None or text.startswith("(self)") else text
@@ -264,7 +264,7 @@ def native_text(value: Any) -> str | None:
 
 @pytest.mark.parametrize("name", documented())
 def test_stub_docstrings_match_the_native_docstrings(name):
-    """Lines may break at different words; editors show the stub's docstrings."""
+    """Editors show the stub's docstrings. Lines may break at different words."""
     stub, module = documented()[name]
     assert (stub or "").split() == (module or "").split(), ACCEPT
 

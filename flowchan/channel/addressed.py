@@ -14,15 +14,15 @@ from flowchan.items.text import shown
 
 
 class Addressed:
-    """Send each item to the worker that the sender names.
+    """Send each item to the worker that the sender chooses.
 
-    A sender has an ``Addressed`` in place of an ``Out`` if the input of its reader is declared with
+    A sender has an ``Addressed`` in place of an ``Out`` if the reader's input is declared with
     ``per_worker``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended
-    gets no more items: the put then calls ``unwanted``, or raises ``Closed`` without such a callback.
+    receives no more items: ``put`` then calls ``unwanted``, or raises ``Closed`` without such a callback.
 
     Args:
         ports: Writing end of each worker's channel, in the order of the workers.
-        unwanted: Called once for each item whose worker has ended. Default: the put raises ``Closed``.
+        unwanted: Called once for each item whose worker has ended. Default: ``put`` raises ``Closed``.
     """
 
     def __init__(self, ports: Sequence[Out[Any]], unwanted: Callable[[], None] | None = None) -> None:
@@ -38,11 +38,11 @@ class Addressed:
             self._ended(port, end)
 
     def put_nowait(self, item: tuple[int, Any], /) -> None:
-        """Put an item into the channel of its worker, or raise ``Full`` if it is full."""
+        """Put an item into the channel of its worker, or raise ``Full`` if the channel is full."""
         self.put(item, 0)
 
     def put_many(self, items: Iterable[tuple[int, Any]], timeout: float | None = None) -> None:
-        """Put each item of an iterable, in order, waiting up to ``timeout`` seconds in all."""
+        """Put each item of an iterable, in order, waiting up to ``timeout`` seconds in total."""
         until = None if timeout is None else time.monotonic() + timeout
         for number, item in enumerate(items):
             try:
@@ -52,7 +52,7 @@ class Addressed:
                 raise
 
     async def aput(self, item: tuple[int, Any]) -> None:
-        """Put an item like ``put``, without blocking the event loop."""
+        """Put an item as ``put`` does, without blocking the event loop."""
         port, item = self._addressee(item)
         try:
             await port.aput(item)
@@ -72,7 +72,8 @@ class Addressed:
 
     def _ended(self, port: Out[Any], end: Closed) -> None:
         """Report an item whose channel has ended."""
-        of_user = not port.channel.closed  # pickling the item raised this about another channel
+        # pickling the item raised this error, which concerns another channel
+        of_user = not port.channel.closed
         if self._unwanted is None or of_user or self.closed:
             raise end
         self._unwanted()
@@ -84,7 +85,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return a broken channel, or else an open one, or else the channel of worker 1."""
+        """Return a broken channel if there is one, or else an open one, or else the channel of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

@@ -9,10 +9,10 @@ from flowchan.errors import Drained, Empty
 
 
 class Latch:
-    """Event that is set once, as a channel that closes.
+    """Event that is set once, implemented as a channel that closes.
 
-    It replaces ``threading.Event``: Ctrl-C during ``Event.wait`` can leave the
-    lock of the event held. Ctrl-C just before the wait is not noticed until the wait ends.
+    It replaces ``threading.Event``, because Ctrl-C during ``Event.wait`` can leave the event's lock held, and
+    Ctrl-C just before ``Event.wait`` is not noticed until the wait ends.
     """
 
     def __init__(self) -> None:

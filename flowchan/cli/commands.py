@@ -1,7 +1,7 @@
 """Define the ``flowchan`` command: run, check and draw graphs in Python files, and launch group members.
 
-Exit codes: 0 done, 1 the run failed, 2 the graph or the call is wrong, 130 interrupted, 143 ended by SIGTERM.
-The code is 141 if the reader of the output has ended (as with SIGPIPE).
+Exit codes: 0 for success, 1 if the run failed, 2 if the graph or the command line is wrong. The code is 130
+after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output closed it (as with SIGPIPE).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ P = ParamSpec("P")
 def main() -> None:
     """Run, check and draw graphs of stages and channels.
 
-    FILE is a Python file that declares a graph: a Graph object, or a function that returns one. The function
-    receives ARGS, converted to the types of its annotated parameters.
+    FILE is a Python file that defines a graph: either a Graph object or a function that returns one. The
+    function is called with ARGS, converted to the types of its annotated parameters.
 
-    If the file declares several graphs, write FILE:NAME. FILE may also be a module, as package.module:NAME,
-    or - for standard input.
+    If the file defines several graphs, write FILE:NAME. Instead of a file, FILE may also be a module
+    (package.module:NAME) or - for standard input.
     """
-    # Reports contain stage names and symbols that the terminal's encoding may lack.
+    # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _Targeted(click.Command):
-    """Command whose FILE may be ``-:NAME``, which looks like an option."""
+    """Command that accepts ``-:NAME`` as FILE, although it looks like an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [f"./{one}" if one.startswith("-:") else one for one in args])
@@ -62,7 +62,7 @@ class _Targeted(click.Command):
 def _command(function: Callable[P, int]) -> Callable[..., None]:
     """Make a subcommand from a function that returns the exit code.
 
-    The subcommand also has FILE, ARGS and --debug, and reports an error of the caller in one line.
+    The subcommand also accepts FILE, ARGS and --debug, and reports the user's errors in one line.
     """
 
     @main.command(cls=_Targeted)
@@ -113,7 +113,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 
 def _output_lost() -> int:
-    """Discard the rest of the output, which Python would write at the exit, and return the exit code."""
+    """Discard the remaining output, which Python would write at exit, and return the exit code."""
     if sys.stdout is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError, ValueError):
@@ -132,13 +132,13 @@ def _output_lost() -> int:
 @click.option(
     "--hosts",
     metavar="local:2|ssh:a,b|slurm|ray:4",
-    help='Hosts for the stages declared with on="hosts".',
+    help='Hosts for stages declared with on="hosts".',
 )
 def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: str | None) -> int:
     r"""Run the graph in FILE and print a report.
 
-    Ctrl-C stops the sources and finishes the items in flight. A second Ctrl-C ends the run at once. Ctrl-\
-    (SIGQUIT) prints which stage waits on which channel.
+    Press Ctrl-C to stop the sources and finish the items in flight; press it again to end the run at once.
+    Press Ctrl-\ (SIGQUIT) to see which channel each stage is waiting for.
     """
     from flowchan.cli.loading import LoadError, load
     from flowchan.cli.result_lines import result_lines
@@ -179,14 +179,14 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
 
 
 def _width() -> int:
-    """Return the width of the terminal; without a terminal, lines have any length."""
-    shown = sys.stdout is not None and sys.stdout.isatty()  # None: standard output is closed
+    """Return the width of the terminal, or a very large number if standard output is not a terminal."""
+    shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
     return shutil.get_terminal_size().columns if shown else 10**6
 
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Show flowchan's log records of deaths and blame, unless the file configures logging."""
+    """Show flowchan's warnings about deaths and suspected causes, unless the file configures logging."""
     import logging
 
     handler = logging.StreamHandler()
@@ -228,18 +228,21 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 
 @_command
 @click.option(
-    "-o", "output", metavar="FILE.svg|png|pdf|dot|mmd", help="File of the picture. [default: <FILE>.svg]"
+    "-o",
+    "output",
+    metavar="FILE.svg|png|pdf|dot|mmd",
+    help="File to write the picture to. [default: <FILE>.svg]",
 )
 @click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
 def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
-    """Draw the graph in FILE without running it. The suffix of the output names the format."""
+    """Draw the graph in FILE without running it. The suffix of the output file selects the format."""
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
     path = Path(output or picture_name(file))
     if path.suffix[1:].lower() not in FORMATS:
         raise click.BadParameter(
-            f"{str(path)!r}: the name must end in .{', .'.join(FORMATS)}", param_hint="-o"
+            f"{str(path)!r}: the file name must end in .{', .'.join(FORMATS)}", param_hint="-o"
         )
     graph = load(file, args)
     try:
@@ -257,23 +260,26 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    *("-n", "count"), type=click.IntRange(1, 1024), help="Number of processes on all hosts together."
+    *("-n", "count"), type=click.IntRange(1, 1024), help="Total number of processes across all hosts."
 )
 @click.option(
     *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    help="Number of processes on each host, instead of -n (same name as in torchrun).",
+    help="Number of processes on each host, to use instead of -n (named as in torchrun).",
 )
 @click.option(
-    "--hosts", "spec", metavar="HOSTS", help="Hosts to spread the processes over: ssh:a,b, slurm or ray:2."
+    "--hosts",
+    "spec",
+    metavar="HOSTS",
+    help="Hosts to spread the processes over, for example ssh:a,b, slurm or ray:2.",
 )
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Write the output to RANK/stdout.log and RANK/stderr.log in this folder, not to the terminal.",
+    help="Write output to RANK/stdout.log and RANK/stderr.log in this folder instead of the terminal.",
 )
-@click.option("--pin/--no-pin", default=True, help="Pin each rank to its own cores, if there are enough.")
-@click.option("-m", "--module", is_flag=True, help="Treat SCRIPT as the name of a module, like python -m.")
+@click.option("--pin/--no-pin", default=True, help="Pin each rank to its own cores, if the host has enough.")
+@click.option("-m", "--module", is_flag=True, help="Treat SCRIPT as the name of a module, as python -m does.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def launch(
@@ -286,13 +292,14 @@ def launch(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Run N processes of SCRIPT as the members of a group, on this host or on several.
+    """Run N processes of SCRIPT as the members of a group, on this host or on several hosts.
 
-    Every host must have SCRIPT at the same path. Each process has the environment variables of torchrun, so
-    flowchan.collective.group() and torch.distributed find the other members. The output of a process is shown
-    with its rank. If a process fails, the others are ended, and the last line names the first failure.
+    Every host must have SCRIPT at the same path. Each process gets the environment variables that torchrun
+    sets, so flowchan.collective.group() and torch.distributed find the other members. Each line of output is
+    prefixed with the rank of its process. If one process fails, the others are terminated, and the last line
+    reports the first failure.
 
-    If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
+    If a host has at least as many cores as ranks, its cores are divided evenly among its ranks.
     """
     if (count is None) == (each is None):
         raise click.UsageError(
@@ -333,11 +340,11 @@ def hosts() -> None:
 @click.argument("spec", metavar="HOSTS")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def check_hosts(spec: str, debug: bool) -> None:
-    """Check HOSTS: local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
+    """Check HOSTS, for example local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
-    For each host, the command prints whether an agent starts there and reaches this machine. It also prints
-    the versions of Python and flowchan, the round trip and the bandwidth, and the cores, memory and GPUs for
-    an agent.
+    For each host, this shows whether an agent starts and can connect to this machine. It also shows the
+    versions of Python and flowchan, the round-trip time and bandwidth, and the available cores, memory and
+    GPUs.
     """
     from flowchan.cli import hosts
 
@@ -347,15 +354,15 @@ def check_hosts(spec: str, debug: bool) -> None:
 class _Interrupts:
     r"""Handler of Ctrl-C and SIGTERM while the command runs.
 
-    The signals raise ``KeyboardInterrupt`` while the file is loaded. After ``hold`` is set they are only
-    counted, for :func:`_follow`; the third one raises in any case. SIGQUIT (Ctrl-\) requests an explanation
-    of which stage waits on which channel.
+    While the file is being loaded, the signals raise ``KeyboardInterrupt``. After ``hold`` is set, they are
+    only counted for :func:`_follow`, but the third signal still raises. SIGQUIT (Ctrl-\) requests an
+    explanation of which channel each stage is waiting for.
     """
 
     def __init__(self) -> None:
         self.hold = False
         self.count = 0
-        self.first = 0  # the number of the first signal
+        self.first = 0  # number of the first signal
         self.stop_requested = False
 
     def __enter__(self) -> _Interrupts:
@@ -381,7 +388,7 @@ class _Interrupts:
 
 
 def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
-    """Wait for the end of the run, pass interrupts on to it, and return its results."""
+    """Wait until the run ends, pass interrupts on to the run, and return its results."""
     handled = 0
     while True:
         if interrupts.count > handled:
@@ -405,7 +412,7 @@ def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
 
 
 def _print_failures(error: RunError, debug: bool = False) -> None:
-    """Print each failure in a line, and the traceback of the first one.
+    """Print one line for each failure, and the traceback of the first failure.
 
     With ``debug``, print all tracebacks instead.
     """

@@ -1,4 +1,4 @@
-"""Convert words of the command line to the annotated types of a function's parameters."""
+"""Convert words from the command line to the annotated types of a function's parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import click
 
 _ANY = (object, Any)
-"""Annotations for which the text stays a text."""
+"""Annotations that leave the text unchanged."""
 
 _SEVERAL = (list, tuple, set, frozenset, dict)
-"""Collections, whose constructors would split a text into letters."""
+"""Collections, whose constructors would split a string into letters."""
 
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 
@@ -23,20 +23,20 @@ _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 def converted(text: str, annotation: Any) -> Any:
     """Return ``text`` as a value of the annotated type.
 
-    These types are supported: numbers, truth values (yes, no, true, false, on, off, 1, 0), paths, members of
-    an ``Enum`` by name, values of a ``Literal``, ``X | None``, and classes that take one text. For other
-    annotations, return the text.
+    Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
+    by name and values of a ``Literal``. ``X | None`` and classes whose constructor takes one string are also
+    supported. For other annotations, return the text.
 
     Args:
-        text: A word of the command line.
+        text: A word from the command line.
         annotation: Annotation of the parameter.
 
     Returns:
         The value.
 
     Raises:
-        ValueError: The text is not allowed, or the type is a collection. A collection would take the letters
-            of the text as its elements.
+        ValueError: The text is not allowed, or the type is a collection. A collection would split the text
+            into letters.
     """
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _any_of(text, [one for one in typing.get_args(annotation) if one is not types.NoneType])
@@ -45,8 +45,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is a single text, but a {kind.__name__} is needed; annotate the parameter as str, "
-            "or take several: *names: str"
+            f"{text!r} is a single string, but a {kind.__name__} is needed; annotate the parameter as str, "
+            "or accept several strings: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
@@ -57,7 +57,7 @@ def converted(text: str, annotation: Any) -> Any:
     try:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
-        # click also lists an empty word as a truth value
+        # click also lists an empty word as a boolean
         problem = f"{text!r} must be one of {', '.join(_BOOLEANS)}" if annotation is bool else error.message
         raise ValueError(problem) from error
     except Exception as error:
@@ -65,7 +65,7 @@ def converted(text: str, annotation: Any) -> Any:
 
 
 def _any_of(text: str, annotations: list[Any]) -> Any:
-    """Return the text as a value of the first type that accepts it."""
+    """Return the text as a value of the first type that accepts the text."""
     for annotation in annotations[:-1]:
         with contextlib.suppress(ValueError):
             return converted(text, annotation)

@@ -17,13 +17,13 @@ def check(spec: str) -> bool:
     """Print a row for each host that answers and a line for each problem.
 
     Args:
-        spec: The text of ``--hosts``.
+        spec: Value of ``--hosts``.
 
     Returns:
         Whether all hosts work.
 
     Raises:
-        HostError: The hosts cannot be looked up.
+        HostError: The list of hosts cannot be determined.
     """
     from flowchan.hosts.probe import check_hosts
     from flowchan.hosts.spec import parse

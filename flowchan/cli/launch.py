@@ -1,7 +1,8 @@
 """Launch several processes of one script on this host, with the environment variables of torchrun.
 
-Each rank leads its own process group. So its children end with it, and Ctrl-C reaches it only through this
-process. If this process is killed, the kernel kills the ranks, and a guard process kills their children.
+Each rank leads its own process group, so its children can be killed with it, and Ctrl-C reaches it only
+through this process. If this process is killed, the kernel kills the ranks, and a guard process kills their
+children.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from flowchan.run.crew.at_exit import die_with
 from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
-KILL_DELAY_S = 5.0  # seconds from the request to end until the kill
-_OWN_END = 1.0  # seconds in which the other ranks may end on their own after a failure
+KILL_DELAY_S = 5.0  # seconds between the request to end and SIGKILL
+_OWN_END = 1.0  # seconds that the other ranks have to end on their own after a failure
 _POLL_INTERVAL_S = 0.05
-_FOLLOWED = ("MemberDied", "MemberLeft")  # errors of a rank that failed because another rank had failed
+_FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank has failed
 
 _GUARD = """
 import os, sys
@@ -40,16 +41,16 @@ for group in groups:
 """
 
 Tell = Callable[[int, str, bool], None]
-"""Callback for a line of a rank: its number, the line, and whether it is from standard error."""
+"""Callback for a line that a rank wrote: the rank, the line, and whether it went to standard error."""
 
 
 def show(rank: int, line: str, is_error: bool) -> None:
-    """Print a line of a rank, with the number of the rank."""
+    """Print a line that a rank wrote, with its rank number."""
     click.echo(f"[{rank}] {line}", err=is_error)
 
 
 class Logs:
-    """Writer of the output of each rank to its own files in ``folder``.
+    """Writer that stores the output of each rank in its own files in ``folder``.
 
     Args:
         folder: Folder of the files.
@@ -68,7 +69,7 @@ class Logs:
             raise self._refused(error) from None
 
     def __call__(self, rank: int, line: str, is_error: bool) -> None:
-        """Write a line to the file of its rank and stream."""
+        """Write a line to the file for its rank and stream."""
         try:
             if (rank, is_error) not in self._files:
                 place = self._folder / str(rank)
@@ -92,7 +93,7 @@ class Logs:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if too few exist."""
+    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -100,7 +101,7 @@ def cores_for(local: int, count: int) -> list[int]:
 
 
 class Guard:
-    """Process that kills the registered process groups after this process has ended."""
+    """Process that kills the registered process groups when this process ends."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -109,7 +110,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            process_group=0,  # keeps Ctrl-C away from the guard
+            process_group=0,  # Ctrl-C must not reach the guard
         )
 
     def tell(self, group: int) -> None:
@@ -119,7 +120,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the guard, because no process is left to kill."""
+        """End the guard once there are no more processes to kill."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -127,9 +128,9 @@ class Guard:
 
 
 class Rank:
-    """Process of one rank, and its last line of standard error.
+    """Process of one rank, and the last line that it wrote to standard error.
 
-    ``cores`` are the cores on which it runs; an empty list means all.
+    ``cores`` are the cores on which it runs; an empty list means all cores.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Rank:
         self._unfinished = {False: b"", True: b""}
 
     def print_line(self, data: bytes, is_error: bool) -> None:
-        """Pass on complete lines; ``data`` is empty at the end of the output."""
+        """Pass on the complete lines of ``data``; empty ``data`` means that the output has ended."""
         *lines, rest = (self._unfinished[is_error] + data).split(b"\n")
         if not data and rest:
             lines, rest = [rest], b""
@@ -169,10 +170,10 @@ class Rank:
             self.last = text if is_error and text.strip() else self.last
 
     def code(self) -> int | None:
-        """Return the exit code like ``Popen``, or ``None`` if the process runs.
+        """Return the exit code in the form that ``Popen`` uses, or ``None`` if the process is still running.
 
-        The process is not collected before :meth:`close`. So the system cannot reuse its process id or its
-        group id.
+        The process is not reaped before :meth:`close`, so the system cannot reuse its process id or its group
+        id.
         """
         if self._code is None:
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -189,12 +190,12 @@ class Rank:
                 pipe.close()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process group, if it still exists."""
+        """Send a signal to the process group if the group still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def failure(self) -> str:
-        """Return the reason of the failure in a line; empty if the rank did not fail or has not ended."""
+        """Return one line with the reason of the failure; empty if the rank is still running or succeeded."""
         code = self.code()
         if not code:
             return ""
@@ -203,7 +204,7 @@ class Rank:
 
 
 class LaunchJob:
-    """Ranks of a script on this host, from their start until none is left.
+    """Ranks of a script on this host, from their start until all of them have ended.
 
     ``first`` is the number of the first rank. With ``pin``, each rank has its own cores if there are enough.
     """
@@ -218,7 +219,8 @@ class LaunchJob:
         first: int = 0,
     ) -> None:
         self.interrupts = 0
-        self._failed: list[Rank] = []  # that failed without a request to end, in the order of detection
+        # ranks that failed before any was asked to end, in the order of detection
+        self._failed: list[Rank] = []
         self._end_by = float("inf")
         self._kill_by = float("inf")
         self._selector = selectors.DefaultSelector()
@@ -241,11 +243,11 @@ class LaunchJob:
 
     @property
     def first_failure(self) -> str:
-        """Rank that failed first, with the reason; empty if none failed."""
+        """Description of the rank that failed first; empty if none failed."""
         return first_of([rank.failure() for rank in self._failed])
 
     def run(self) -> None:
-        """Return when all ranks have ended and all their output is passed on."""
+        """Wait until all ranks have ended and all their output has been passed on."""
         while self.goes_on():
             try:
                 self.poll()
@@ -253,11 +255,11 @@ class LaunchJob:
                 self.interrupt()
 
     def goes_on(self) -> bool:
-        """Return whether a rank runs or has output that is not passed on."""
+        """Return whether a rank is still running or some of its output has not been passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
-        """Kill all ranks, and end the guard."""
+        """Kill all ranks and end the guard."""
         for rank in self.ranks:
             rank.close()
         self._guard.close()
@@ -275,7 +277,7 @@ class LaunchJob:
             if not data:
                 self._selector.unregister(pipe)
         now = time.monotonic()
-        if self._kill_by == float("inf"):  # no rank was asked to end
+        if self._kill_by == float("inf"):  # no rank has been asked to end
             new = [rank for rank in self.ranks if rank.failure() and rank not in self._failed]
             if new and not self._failed:
                 self._end_by = now + _OWN_END
@@ -286,7 +288,7 @@ class LaunchJob:
             self._end(signal.SIGKILL, now)
 
     def interrupt(self) -> None:
-        """Interrupt the ranks like Ctrl-C; the second call kills them."""
+        """Interrupt the ranks as Ctrl-C would; the second call kills them."""
         self.interrupts += 1
         self._end(signal.SIGINT if self.interrupts == 1 else signal.SIGKILL, time.monotonic())
 
@@ -300,10 +302,10 @@ class LaunchJob:
 def variables(
     count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """Return the environment of all ranks on a host, like that of torchrun.
+    """Return the environment for all ranks on a host, with the variables that torchrun sets.
 
-    The variables that name the rank are added later. ``local_count`` of ``count`` ranks run on this host,
-    which is number ``group`` of ``groups``. ``master`` is a free address of rank 0's host.
+    The variables that identify a rank are added later. ``local_count`` of ``count`` ranks run on this host,
+    which is number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
     """
     address, _, port = master.rpartition(":")
     return {
@@ -334,7 +336,7 @@ def first_of(failures: Sequence[str]) -> str:
 
 
 def free_address(host: str) -> str:
-    """Return an address of the host with an unused port."""
+    """Return an address on the host with an unused port."""
     with listen(joined((host, 0))) as listener:
         return listener.address
 
@@ -342,7 +344,7 @@ def free_address(host: str) -> str:
 def launch(count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
     """Run all ranks of a script, or of a module after ``-m``, until they end.
 
-    Return the first failure with its reason, empty if none, and whether an interrupt came.
+    Return a description of the first failure (empty if none failed), and whether an interrupt was received.
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     job = LaunchJob(count, [sys.executable, *script], environ, tell, pin)

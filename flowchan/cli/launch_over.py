@@ -1,7 +1,7 @@
 """Launch the ranks of a script on several hosts, for ``flowchan launch --hosts``.
 
-The launch is a graph. On each host, a stage runs the ranks, sends their output, and receives orders of the
-launcher. So the loss of a host ends the job, and no process is left anywhere.
+The launch is a graph. On each host, a stage runs the ranks, sends their output to the launcher, and receives
+its orders. If a host is lost, the job therefore ends, and no process is left on any host.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds in which the ranks of other hosts may end on their own after a failure
+LATER = 1.0  # seconds that ranks on other hosts have to end on their own after a failure
 
 
 @dataclass(frozen=True)
 class Begin:
-    """Message to all hosts: rank 0's addresses, for torch and for flowchan, and a secret."""
+    """Message to all hosts with two addresses on rank 0's host, for torch and for flowchan, and a secret."""
 
     master: str
     at: str
@@ -35,7 +35,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class OutputLine:
-    """Message with a line of output of a rank."""
+    """Message with a line that a rank wrote."""
 
     rank: int
     text: str
@@ -44,17 +44,17 @@ class OutputLine:
 
 @dataclass(frozen=True)
 class RankEnded:
-    """Message that no rank is left on a host, with the host's first failure and its reason."""
+    """Message that all ranks on a host have ended, with the host's first failure."""
 
     failure: str
 
 
 @dataclass(frozen=True)
 class Share:
-    """Ranks of one host.
+    """Ranks that run on one host.
 
-    ``local_count`` of ``count`` ranks run on it, from number ``first`` on. ``host`` is its number of
-    ``hosts``, and ``name`` its name. ``towards`` is the address of the launcher.
+    ``local_count`` of ``count`` ranks run on it, from number ``first`` on. It is host number ``host`` of
+    ``hosts``, with the name ``name``. ``towards`` is the launcher's address.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Share:
 
 
 def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], messages: Out[Any]) -> None:
-    """Run the ranks of one host. The first host offers an address on which the others reach it."""
+    """Run the ranks on one host. The first host also sends addresses at which the others reach it."""
     if share.host == 0:
         address = route_to(share.towards)
         messages.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))
@@ -118,7 +118,7 @@ class HostLauncher:
         self._orders = self._run[orders]
 
     def run(self) -> None:
-        """Return when no rank is left and all output is passed on."""
+        """Wait until all ranks have ended and all output has been passed on."""
         with self._run as run:
             for word in run.iter(self._messages):
                 if isinstance(word, OutputLine):
@@ -139,27 +139,27 @@ class HostLauncher:
             self._orders.close()
 
     def _end(self) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
+        with contextlib.suppress(ChannelError, ValueError):  # the hosts have all ended
             self._orders.put_nowait("end")
 
     def interrupt(self, *_: object) -> None:
-        """Interrupt the ranks like Ctrl-C; the second call kills them."""
+        """Interrupt the ranks as Ctrl-C would; the second call kills them."""
         self.interrupts += 1
         self._end()
 
 
 def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool) -> tuple[str, bool]:
-    """Launch the ranks like ``launch``, on the hosts of a pool.
+    """Launch the ranks on the hosts of a pool, as ``launch`` does on this host.
 
     Args:
         pool: The hosts.
         count: Number of ranks.
         script: The program and its arguments.
-        tell: Prints the output of a rank.
-        pin: Whether to bind each rank to a share of the cores.
+        tell: Function that prints the output of a rank.
+        pin: Whether to pin each rank to a share of the cores.
 
     Returns:
-        As ``launch``.
+        The same values as ``launch``.
 
     Raises:
         HostError: A host cannot be used.

@@ -1,6 +1,6 @@
 """Find the graph in a user's file or module, for the command line.
 
-The file is imported, not run, so its ``if __name__ == "__main__"`` block does not run.
+The file is imported rather than run, so its ``if __name__ == "__main__"`` block does not run.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ STDIN = Path("-")
 class LoadError(FlowchanError):
     """No graph could be loaded from the file.
 
-    The file does not exist, is not valid Python, failed during import, or declares no graph or several. Or
-    the arguments do not fit its function. The message is one line; ``__cause__`` is the user's own error.
+    The file does not exist, is not valid Python, fails during import, or defines no graph or several graphs.
+    Another cause is arguments that do not fit the file's function. The message is one line; ``__cause__`` is
+    the user's own error.
     """
 
 
 def load(target: str, args: Sequence[str] = ()) -> Blueprint:
-    """Return the graph that ``target`` declares.
+    """Return the graph that ``target`` defines.
 
-    ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may be ``-`` for standard input, or the name of a
+    ``target`` is ``FILE`` or ``FILE:NAME``. ``FILE`` may also be ``-`` for standard input, or the name of a
     module, for example ``package.module:graph``.
 
     The graph is the module's only graph, or the result of its only function annotated ``-> Graph``. The
-    function is called with ``args``, converted to the types of its parameters. An object with a property
-    ``graph`` annotated ``-> Graph`` counts as that graph. ``NAME`` chooses among several, and may name a
-    function without the annotation.
+    function is called with ``args``, converted to the types of its parameters. An object with a ``graph``
+    property annotated ``-> Graph`` counts as that graph. ``NAME`` selects one of several graphs or functions;
+    a function that is selected by name needs no annotation.
 
     Args:
-        target: Name of the file or module, and perhaps of the graph in it.
+        target: Name of the file or module, optionally with the name of the graph in it.
         args: Arguments for a function that returns the graph.
 
     Returns:
         The graph.
 
     Raises:
-        LoadError: The target declares no graph, or several without ``NAME``.
+        LoadError: The target defines no graph, or several without ``NAME``.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -62,9 +63,9 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
 
 
 def split_target(target: str) -> tuple[Path, str | None]:
-    """Split ``FILE:NAME`` into its two parts.
+    """Split ``FILE:NAME`` into the file and the name; the name is None if it is left out.
 
-    The first part may be ``-``, a module's name, or a file whose own name contains a colon.
+    The first part may be ``-``, the name of a module, or a file whose own name contains a colon.
     """
     file, colon, name = target.rpartition(":")
     if not colon or Path(target).exists():
@@ -77,7 +78,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def picture_name(target: str) -> str:
-    """Return the default name of a picture of ``target``."""
+    """Return the default file name for a picture of ``target``."""
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
@@ -87,11 +88,11 @@ def picture_name(target: str) -> str:
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 
-    A file becomes a module with the name of the file, with its folder on ``sys.path``, as when Python runs a
+    A file is imported as a module named after it, with its folder on ``sys.path``, as when Python runs a
     script. For a module or for standard input, the working directory is on ``sys.path``.
 
-    The functions of a file or of standard input are pickled by value afterwards, because a worker process may
-    not find them.
+    Functions from a file or from standard input are pickled by value afterwards, because a worker process may
+    be unable to import them.
     """
     if path == STDIN:
         return _from_stdin()
@@ -130,7 +131,7 @@ def _by_value(module: ModuleType) -> ModuleType:
 
 
 def _names_module(path: Path) -> bool:
-    """Return whether the path is the name of a module. The folder of a package is one."""
+    """Return whether the path is the name of a module. The folder of a package counts as one."""
     parts = str(path).split(".")
     named = all(map(str.isidentifier, parts)) and parts[-1] != "py"
     return named and (not path.exists() or (path / "__init__.py").is_file())
@@ -154,7 +155,7 @@ def _import(name: str) -> ModuleType:
 def _from_stdin() -> ModuleType:
     _find_in(os.getcwd())
     text, file = sys.stdin.read(), "<stdin>"
-    # lets tracebacks show the lines
+    # lets tracebacks show the source lines
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     module = ModuleType("_stdin")
     module.__file__ = file
@@ -174,12 +175,12 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         try:
             return self.source_to_code(self.get_data(self.path), self.path)
-        except ValueError as error:  # Python 3.11 raises it for a binary file
+        except ValueError as error:  # Python 3.11 raises ValueError for a binary file
             raise SyntaxError(str(error)) from error
 
 
 def _module_name(file: Path) -> str:
-    """Return the stem of the file, with underscores added if a loaded or standard module has that name."""
+    """Return the file's stem, with underscores added if a loaded or standard module has that name."""
     name = file.stem.replace(".", "_")
     while name in sys.stdlib_module_names or getattr(sys.modules.get(name), "__file__", str(file)) != str(
         file
@@ -190,7 +191,7 @@ def _module_name(file: Path) -> str:
 
 @contextlib.contextmanager
 def _one_line(path: Path) -> Iterator[None]:
-    """Turn each exception of the user's code into a :class:`LoadError` with its cause and line."""
+    """Turn each exception from the user's code into a :class:`LoadError` that contains its cause and line."""
     try:
         yield
     except (KeyboardInterrupt, GraphError):
@@ -215,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return the last line of the user's own file in the traceback."""
+    """Return the number of the last line of the user's own file in the traceback, as text."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -237,7 +238,7 @@ def _only(module: ModuleType, path: Path) -> str:
 
 
 def _candidates(module: ModuleType) -> Iterator[str]:
-    """Yield the public names of the module's graphs, each graph once, and of functions that return one."""
+    """Yield the public names of the module's graphs and of its functions that return one, each graph once."""
     seen: set[int] = set()
     for name, value in vars(module).items():
         if name.startswith("_"):
@@ -251,7 +252,7 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """Return the graph that a value is or has."""
+    """Return the value if it is a graph, or the graph that it has."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None
@@ -271,7 +272,7 @@ def _builds_graph(value: Any, module: ModuleType) -> bool:
 
 
 def _returned(function: Any) -> Any:
-    """Return the annotation of a function's result, as text if it cannot be resolved."""
+    """Return the annotation of a function's result, or its source text if it cannot be resolved."""
     annotation = getattr(function, "__annotations__", {}).get("return")
     with contextlib.suppress(Exception):
         annotation = typing.get_type_hints(function).get("return")
@@ -313,7 +314,7 @@ def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) ->
     """Return the arguments, converted to the annotated types of the parameters."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a callable without a signature
+    except ValueError:  # the callable has no signature
         return args
     try:
         bound = signature.bind(*args)

@@ -1,7 +1,7 @@
 """Pools of hosts for ``on=``, and channels between programs on different hosts.
 
-The modules for channels between programs are imported at their first use. Agents do not need them, and every
-import delays the start of an agent.
+The modules for channels between programs are imported on first use. Agents do not need them, and every import
+would delay the start of an agent.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["Pool", "local", "open_channel", "ray", "serve", "slurm", "ssh"]
 
 @refuses_misspelt("local")
 def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of ``count`` agents on this machine, to try a graph that will run on several hosts.
+    """Make a pool of ``count`` agents on this machine, to try out a graph that will run on several hosts.
 
-    The agents share the memory, cores and files of this machine. They use TCP over loopback, as agents on
-    other machines use the network.
+    The agents share the memory, cores and files of this machine. They communicate over TCP on loopback, just
+    as agents on other machines do over the network.
 
     Args:
-        count: How many agents to start, at least 1.
+        count: Number of agents to start, at least 1.
         peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
         tls: Whether to encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses it starts.
+        The pool. Agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a finite number above 0.
+        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a positive finite number.
 
     Example:
         >>> from flowchan import Graph, hosts
@@ -62,18 +62,18 @@ def ssh(
     peer_timeout: float = PEER_TIMEOUT_S,
     tls: bool = False,
 ) -> Pool:
-    """Make a pool with one agent on each of these hosts, started by the system's ``ssh``.
+    """Make a pool with one agent on each of the given hosts, started with the system's ``ssh``.
 
     Args:
-        hosts: The hosts as ``ssh`` takes them: ``"gpu1"``, ``"user@gpu2"``.
+        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``.
         python: The Python executable on the hosts, with flowchan installed.
-        address: The address of this machine at which the hosts reach it, without a port (default: the one on
-            the kernel's route to them).
+        address: The address at which the hosts can reach this machine, without a port (default: the address
+            that the kernel uses on its route to them).
         peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
         tls: Whether to encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses it starts.
+        The pool. Agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
@@ -92,20 +92,20 @@ def ssh(
 
 @refuses_misspelt("slurm")
 def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool with one agent on each node of the Slurm allocation that this program runs in.
+    """Make a pool with one agent on each node of the Slurm allocation in which this program runs.
 
     Args:
-        address: The address of this machine at which the nodes reach it, without a port (default: the one on
-            the kernel's route to them).
+        address: The address at which the nodes can reach this machine, without a port (default: the address
+            that the kernel uses on its route to them).
         peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
         tls: Whether to encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses it starts.
+        The pool. Agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: ``peer_timeout`` is not a finite number above 0.
+        ValueError: ``peer_timeout`` is not a positive finite number.
 
     Example:
         >>> from flowchan import Graph, hosts
@@ -126,22 +126,23 @@ def ray(
     peer_timeout: float = PEER_TIMEOUT_S,
     tls: bool = False,
 ) -> Pool:
-    """Make a pool of ``count`` agents on different nodes of a Ray cluster, each held by a Ray actor.
+    """Make a pool of ``count`` agents on different nodes of a Ray cluster, each started by a Ray actor.
 
     Args:
-        count: How many agents to start, at least 1.
-        resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
-        address: The address of this machine at which the nodes reach it, without a port (default: the one on
-            the kernel's route to them).
+        count: Number of agents to start, at least 1.
+        resources: Resources that each agent reserves on its node, keyed by Ray's names (default: one
+            ``"CPU"``).
+        address: The address at which the nodes can reach this machine, without a port (default: the address
+            that the kernel uses on its route to them).
         peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
         tls: Whether to encrypt and authenticate the traffic with TLS.
 
     Returns:
-        The pool. Agents start when a graph that uses it starts.
+        The pool. Agents start when a graph that uses the pool starts.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a finite number above 0.
+        ValueError: ``count`` is less than 1, or ``peer_timeout`` is not a positive finite number.
 
     Example:
         >>> from flowchan import Graph, hosts
@@ -155,7 +156,7 @@ def ray(
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""The modules of the names that are imported at their first use."""
+"""Modules that are imported on first use, by the name that each defines."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,11 +3,12 @@
 ``python -m flowchan.hosts.agent`` reads one line of JSON from its standard input, dials the driver, and
 starts each worker in its own process.
 
-Each port of a worker has its own ring, which the link fills or empties. So a worker here recovers like a
-local worker. When it dies, its rings return the items that it held, and its replacement continues with them.
+Each port of a worker has its own ring, which the link fills or empties. A remote worker therefore recovers as
+a local one does. When it dies, its rings return the items that it held, and its replacement receives them.
 
-The agent has three threads: one carries out the driver's commands, one keeps the link, and one watches the
-worker processes. If the agent hears nothing from the driver for peer_timeout, it ends with its workers.
+The agent has three threads: one carries out the driver's commands, one maintains the link, and one watches
+the worker processes. If the agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with
+its workers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from flowchan.transport.versions import versions
 
 @dataclass(frozen=True)
 class Orders:
-    """The parameters of an agent, which the driver sends when it starts the agent."""
+    """The parameters that the driver sends to an agent when it starts the agent."""
 
     secret: bytes
     address: str
@@ -76,7 +77,7 @@ class Orders:
 
     @classmethod
     def read(cls, line: str) -> Orders:
-        """Parse the line that the driver sends. Raises ``ValueError`` if the line has another form."""
+        """Parse the line that the driver sends. Raises ``ValueError`` if the line is malformed."""
         try:
             orders = json.loads(line)
             orders["secret"] = bytes.fromhex(orders["secret"])
@@ -89,7 +90,7 @@ class Orders:
 
 
 class _PortNames(NamedTuple):
-    """The names of the channels under a worker's ports."""
+    """The names of the channels behind a worker's ports."""
 
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
@@ -98,12 +99,12 @@ class _PortNames(NamedTuple):
 
 @dataclass
 class _Worker:
-    """A worker of this host.
+    """A worker on this host.
 
     Attributes:
-        start: The command that started it.
-        channels: The channels under its ports.
-        ports: The ports of its process.
+        start: The command that started the worker.
+        channels: The channels behind its ports.
+        ports: The ports that its process uses.
         ends: The opposite ends of its channels, which the link uses.
     """
 
@@ -114,27 +115,27 @@ class _Worker:
 
 
 class Agent:
-    """Run the workers of one run on this host. See the head of this file."""
+    """Run the workers of one run on this host. See the module docstring."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        # the link's ends
+        # the ends of both channels that the link uses
         self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
-        # channels that bring memberships to elastic workers
+        # channels that carry memberships to elastic workers
         self._next_memberships: dict[WorkerId, Channel[Any]] = {}
         self._cancelled = CancelledRequests()
         use_board(self._cancelled.path)
         self._processes = WorkerProcesses(orders.graph, self._events, self._report_process_end)
-        logs.set_levels(orders.levels)  # before the forks, so that workers inherit the levels
+        logs.set_levels(orders.levels)  # before forking, so that workers inherit the levels
         self._link = _core.Link(False)
         self._link.open_stream(0, [self._commands_writer], [self._reports_reader])
 
     def run(self) -> None:
-        """Carry out commands until the driver says that the run is over."""
+        """Carry out commands until the driver reports that the run is over."""
         self._link.attach(self._dial("can't reach the driver").detach())
         for work in (self._keep_link, self._processes.watch):
             threading.Thread(target=_or_end, args=(work,), daemon=True).start()
@@ -142,14 +143,14 @@ class Agent:
             if isinstance(command, Leave):
                 break
             self._do(command)
-        self._processes.end()  # workers may still have something to finish
+        self._processes.end()  # lets workers finish their remaining work
         self._end(0)
 
     def _end(self, code: int) -> NoReturn:
         self._processes.kill()
         os._exit(code)
 
-    # --- commands of the driver ---
+    # --- the driver's commands ---
 
     def _do(self, command: Command) -> None:
         if isinstance(command, Start):
@@ -198,7 +199,7 @@ class Agent:
         return membership.reached(self._orders.address, self._orders.secret, self._orders.tls)
 
     def _open(self, start: Start) -> _Worker:
-        """Open the rings and ports of a worker, and give their opposite ends to the link."""
+        """Open a worker's rings and ports, and connect the opposite ends to the link."""
         outputs = _named("out", start.outputs)
         if start.errors is not None:
             outputs["errors"] = start.errors
@@ -218,9 +219,9 @@ class Agent:
         self._processes.forget(worker.start.id)
 
     def _waits(self, worker: _Worker) -> WorkerWaits:
-        """Report what the threads of a worker wait for.
+        """Report what a worker's threads are waiting for.
 
-        Only the worker itself waits at its end of these channels.
+        Only the worker uses its end of these channels, so every waiting thread belongs to the worker.
         """
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -236,7 +237,7 @@ class Agent:
         return WorkerWaits(reading, writing, tuple(counts), moves)
 
     def _release(self, id: WorkerId) -> None:
-        """Drop the rings of a worker. Its process, if it still runs, ends with the agent."""
+        """Drop a worker's rings. If its process is still running, the process ends with the agent."""
         self._processes.give_back_gpus(id)
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
@@ -246,7 +247,7 @@ class Agent:
                 port.close()
 
     def _report_process_end(self, event: ProcessEnded) -> None:
-        """Report that a process has ended. All its reports are in the channel of events already."""
+        """Report that a process has ended. Its own reports are already in the channel of events."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             with contextlib.suppress(Closed, Broken):
@@ -257,7 +258,7 @@ class Agent:
     def _keep_link(self) -> None:
         """Watch the link, and dial again when the connection breaks.
 
-        The link then resends what has not arrived.
+        Everything that did not arrive is then sent again over the new connection.
         """
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
@@ -289,10 +290,10 @@ class Agent:
             channel.abort(too_large(channel._name, worker.start.info.host, size, channel.max_bytes))
 
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
-        """Connect to the driver and authenticate both sides.
+        """Connect to the driver, and authenticate both sides.
 
-        The agent ends if that fails within the peer timeout. ``silent``: for how many seconds nothing has
-        come from the driver already.
+        If that does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
+        that have already passed without a message from the driver.
         """
         orders = self._orders
         hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
@@ -306,21 +307,22 @@ class Agent:
         return sock
 
     def _give_up(self, why: str) -> NoReturn:
-        with contextlib.suppress(OSError):  # the reader of our standard error may have ended with the driver
-            print(f"flowchan agent {self._orders.number + 1}: {why}; it ends", file=sys.stderr, flush=True)
+        # the reader of this process's standard error may have ended with the driver
+        with contextlib.suppress(OSError):
+            print(f"flowchan agent {self._orders.number + 1}: {why}; exiting", file=sys.stderr, flush=True)
         self._end(1)
 
 
 def _named(word: str, ports: Mapping[str, str]) -> dict[str, str]:
     """Prefix the ports with their direction.
 
-    One channel may be an input and an output of a stage, and has two rings here.
+    If a stage uses one channel as both input and output, the agent has two rings for that channel.
     """
     return {f"{word} {port}": name for port, name in ports.items()}
 
 
 def _open_ring(places: int, name: str, start: Start) -> Channel[Any]:
-    """Open a ring that carries the items of a driver's channel, under that channel's name."""
+    """Open a ring that carries the items of the driver's channel ``name``, under the same name."""
     most = min(start.most, most_bytes())
     channel: Channel[Any] = Channel(places, across="processes", max_bytes=most)
     channel._name, channel._share = name, start.share
@@ -335,7 +337,7 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
 
 
 def _or_end(work: Callable[[], None]) -> None:
-    """Run ``work``, and end the process if it raises: the agent cannot work without it."""
+    """Run ``work``; if it raises, end the process, because the agent cannot run without this thread."""
     try:
         work()
     except BaseException:
@@ -345,11 +347,11 @@ def _or_end(work: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Run the agent that the first line of standard input describes."""
-    # The driver decides what Ctrl-C and a closed terminal do.
+    """Run the agent with the parameters on the first line of standard input."""
+    # The driver handles Ctrl-C and a closed terminal.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # This process has loaded no user code, so its children may be forks of it.
+    # This process has loaded no user code, so forking it is safe.
     multiprocessing.set_start_method("fork")
     try:
         orders = Orders.read(sys.stdin.readline())
@@ -362,4 +364,4 @@ def main() -> None:
 if __name__ == "__main__":
     from flowchan.hosts import agent
 
-    agent.main()  # not this module's main(): objects of __main__ would not unpickle at the driver
+    agent.main()  # not this module's main(), because the driver could not unpickle objects from __main__

@@ -1,6 +1,6 @@
-"""The driver's handle of one agent: the provider's process, the link, and the control stream.
+"""The driver's handle for one agent: the provider's process, the link, and the control stream.
 
-Each agent that is started for a host is a new *incarnation*, numbered by its epoch.
+Each agent that is started on a host is a new *incarnation*, numbered by its epoch.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAg
 from flowchan.transport import link_events
 
 START = 60.0
-"""Seconds within which an agent must dial, counted from when the provider has placed it."""
+"""Seconds that an agent has to dial after the provider has placed it."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two polls of an agent that is not connected, and of a channel that may be broken while the
-last outputs of a worker are on their way."""
+"""Seconds between two polls of an agent that is not connected, or of a channel that may break before the
+last outputs of a worker have arrived."""
 
 
 class AgentCallbacks(NamedTuple):
     """Callbacks for the events of an agent.
 
     Attributes:
-        report: Takes each report of the agent and its workers.
-        finished: Takes the number of a stream whose outputs have all been put.
-        refused: Takes the numbers of a stream and of its input port whose item can't leave this machine.
-        ends: Reports workers that have ended and whose outputs have all arrived. Returns whether others
-            follow.
-        over: Called once when the agent is dead, unless the handle was closed before.
+        report: Receives each report from the agent and its workers.
+        finished: Receives the number of a stream whose outputs have all been put.
+        refused: Receives a stream's number and the number of the input port whose item can't leave this
+            machine.
+        ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
+            are ending.
+        over: Called once when the agent is dead, unless the handle was already closed.
         help: Runs the thread functions of the handle within the run.
     """
 
@@ -52,10 +53,10 @@ class AgentCallbacks(NamedTuple):
 class AgentHandle:
     """One incarnation of a host's agent.
 
-    It ends when the agent is known to be dead, or has been silent for too long. Then the agent is fenced: its
-    connection is closed, new ones are refused, and its messages no longer count.
+    The incarnation ends when the agent is known to be dead or has been silent for too long. The agent is then
+    fenced: its connection is closed, new connections are rejected, and its messages are ignored.
 
-    Two threads belong to it: one starts and watches the agent, and one receives its reports.
+    The handle has two threads: one starts and watches the agent, and the other receives its reports.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class AgentHandle:
     ) -> None:
         self.host = provider.hosts[number]
         self.number, self.epoch = number, epoch
-        self.why = ""  # why it ended
+        self.why = ""  # why the agent ended
         self.has_connected = False
         self.echoed = 0  # number of the last echo
-        self.waiting = Waiting(0, {})  # last report of its workers' waits
-        self.is_decided = threading.Event()  # the agent has dialled, or has ended
+        self.waiting = Waiting(0, {})  # last report of the waiting threads of the agent's workers
+        self.is_decided = threading.Event()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        self._closed = False  # the run is over: reports and failures of the agent no longer count
+        self._closed = False  # whether the run is over, so that reports and failures of the agent are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None
@@ -84,7 +85,7 @@ class AgentHandle:
         self.link.open_stream(0, [self._commands_reader], [self._reports_writer])
 
     def begin(self, name: str, launch: dict[str, Any]) -> None:
-        """Start the agent in the background. ``launch`` holds the parameters that it reads."""
+        """Start the agent in the background. ``launch`` holds the parameters that the agent reads."""
         self._address = launch["address"]
         orders = {**launch, "number": self.number, "epoch": self.epoch, "peer_timeout": self._peer_timeout}
         line = json.dumps(orders).encode() + b"\n"
@@ -96,7 +97,7 @@ class AgentHandle:
             self._threads.append(thread)
 
     def meet(self, sock: socket.socket) -> None:
-        """Attach the connection ``sock`` of the authenticated agent, at the first dial or after a break."""
+        """Attach an authenticated connection from the agent, after its start or after a lost connection."""
         with self._lock:
             if self.why or self._refuses_connections:
                 sock.close()
@@ -111,12 +112,12 @@ class AgentHandle:
             self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Send a command that may be lost: it is dropped while the control stream is full."""
+        """Send a command that may be lost: the command is dropped if the control stream is full."""
         with contextlib.suppress(Closed, Broken, Full):
             self._commands.put_nowait(command)
 
     def end(self, why: str) -> None:
-        """Fence the agent: its messages no longer count."""
+        """Fence the agent: from now on its messages are ignored."""
         with self._lock:
             if self.why or self._closed:
                 return
@@ -133,16 +134,16 @@ class AgentHandle:
             self._started.kill()
 
     def leave(self) -> None:
-        """Tell the agent to end, because the run is over."""
+        """Ask the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
         self.send(Leave())
 
     def close(self, give_up: float) -> None:
-        """Wait for the agent to end, until ``give_up``, and release everything.
+        """Wait until ``give_up`` for the agent to end, and release everything.
 
-        Call it after the agent has ended or after :meth:`leave`. An agent that has never dialled has nothing
-        to finish.
+        Call this after the agent has ended or after :meth:`leave`. It does not wait for an agent that has
+        never dialled, because that agent has nothing to finish.
         """
         pause = threading.Event()
         while self.has_connected and not self._has_ended() and time.monotonic() < give_up:
@@ -157,14 +158,14 @@ class AgentHandle:
             self._started.close()
 
     def is_closing(self) -> bool:
-        """Tell whether one of its threads still runs."""
+        """Return whether one of the handle's threads is still running."""
         return any(thread.is_alive() for thread in self._threads)
 
     def _has_ended(self) -> bool:
         return self._started is None or self._started.ended() is not None
 
     def join(self) -> None:
-        """Wait for its threads."""
+        """Wait for the handle's threads to end."""
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -191,7 +192,7 @@ class AgentHandle:
                 case link_events.ItemRefused(stream, port):
                     self._callbacks.refused(self, stream, port)
                 case link_events.ItemTooLarge():
-                    self.end("it sent an item that is larger than the channel's max_bytes")
+                    self.end("it sent an item larger than the channel's max_bytes")
                 case link_events.LinkBroken(why):
                     since = time.monotonic() + 1.5 * self._peer_timeout
                 case link_events.LinkIdle(connected=True, silent=silent):

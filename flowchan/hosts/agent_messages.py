@@ -1,8 +1,8 @@
-"""The messages between the driver and an agent, as values.
+"""The messages that the driver and an agent exchange, as values.
 
-They use the control stream of the link (stream 0).
+They are sent on the link's control stream (stream 0).
 
-Both sides have authenticated each other by then, so the values are pickled like items. The events of the
+The two sides have already authenticated each other, so the messages are pickled as items are. Events of the
 host's workers use the same stream, and the agent does not read them.
 """
 
@@ -25,19 +25,19 @@ class Start:
     """Start this worker.
 
     Attributes:
-        stream: The number of its stream on the link.
+        stream: The number of the worker's stream on the link.
         info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        suspicion: Deaths over its first item.
-        inputs: The channels of its input ports. The rings under the ports outlive a process of the worker.
+        suspicion: Earlier deaths that its first item may have caused.
+        inputs: The channels of its input ports. The rings behind the ports outlive a worker's process.
         outputs: The channels of its output ports.
-        errors: The channel of its errors, if the stage has one.
-        most: How many bytes the driver's channels take.
-        share: How many of these bytes a channel may hold when it has more than one item.
-        gpus: How many GPUs it has for itself.
-        membership: Its membership of the group of its gang, if it has one yet.
-        elastic: Whether its gang is elastic: later memberships follow in ``NewMembership``.
+        errors: The channel for its errors, if the stage has one.
+        most: Maximum size of the driver's channels, in bytes.
+        share: Number of these bytes that a channel may hold when it has more than one item.
+        gpus: Number of GPUs that are reserved for the worker.
+        membership: Its membership in its gang's group, if it already has one.
+        elastic: Whether its gang is elastic, so that later memberships follow in ``NewMembership``.
     """
 
     stream: int
@@ -61,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Recover:
-    """Recover the items of this worker, whose process has died. ``blame``: the item may have killed it."""
+    """Recover the items of this worker, whose process has died. ``blame``: its item may have killed it."""
 
     worker: WorkerId
     blame: bool
@@ -69,7 +69,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class NewMembership:
-    """Give this waiting worker of an elastic gang the membership ``membership`` of its next group."""
+    """Pass ``membership``, for the gang's next group, to this waiting worker of an elastic gang."""
 
     worker: WorkerId
     membership: Any
@@ -77,35 +77,35 @@ class NewMembership:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close the ports of this worker, whose process died after it had reported its end."""
+    """Close the ports of this worker, whose process died after it had reported that it was done."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Release everything of this worker."""
+    """Release all resources of this worker."""
 
     worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Send this back. Its return shows that every earlier report of a worker has arrived."""
+    """Send this message back. Its return shows that every earlier report from a worker has arrived."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskWaits:
-    """Report what all workers wait for."""
+    """Report what all workers are waiting for."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The run is over: end, and end every remaining worker."""
+    """The run is over: end all remaining workers and the agent."""
 
 
 Command = (
@@ -131,13 +131,13 @@ class PeerEnded:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaits:
-    """The waits of a worker's threads.
+    """The waiting threads of a worker.
 
     Attributes:
-        reading: How many threads wait for an item, by channel.
-        writing: How many threads wait to put an item, by channel.
-        counts: How many items entered and left each of its rings.
-        moves: Whether it may continue without an item, or its process has ended.
+        reading: Number of threads that are waiting for an item, by channel.
+        writing: Number of threads that are waiting to put an item, by channel.
+        counts: Numbers of items that entered and left each of the worker's rings.
+        moves: Whether the worker may continue without an item, or its process has ended.
     """
 
     reading: Mapping[str, int]
@@ -158,16 +158,16 @@ AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | Logged
 
 
 def refusal(channel: str, destination: str) -> TypeError:
-    """Make the error that breaks a channel whose next item can't leave its machine."""
+    """Return the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
-        f"an item of channel {channel!r} can't be sent {destination}, because it holds a channel or "
-        "shared tensor of one machine; send a channel across='hosts' or tensor.clone()"
+        f"an item in channel {channel!r} can't be sent {destination}, because it contains a channel or "
+        "shared tensor that exists on one machine only; send a channel across='hosts', or tensor.clone()"
     )
 
 
 def too_large(channel: str, host: str, size: int, most: int) -> MemoryError:
-    """Make the error that breaks a channel whose next item does not fit into the memory of a host."""
+    """Return the error that breaks a channel whose next item does not fit into a host's memory."""
     return MemoryError(
-        f"an item of channel {channel!r} must have at most {most} bytes, half of the memory "
+        f"an item in channel {channel!r} must have at most {most} bytes, half of the memory "
         f"of host {host!r}, got {size}; send smaller items, or use hosts with more memory"
     )

@@ -7,22 +7,22 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 
 
 class AgentQuestions:
-    """The questions of one run.
+    """The questions that one run asks its agents.
 
-    Call each method again until it returns true, which it does once per question.
+    Call each method repeatedly until it returns true, which it does once per question.
     """
 
     def __init__(self) -> None:
         self._echo = 0  # number of the last echo
-        # agents that are being asked; None: no echo is awaited
+        # agents that must still answer; None when no request for echoes is open
         self._echoing: list[AgentHandle] | None = None
-        self._question = 0  # number of the last question about waits
+        self._question = 0  # number of the last question about waiting workers
         self._questioned: list[AgentHandle] = []
 
     def all_reported(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether everything that workers reported before the first call has arrived.
+        """Return whether everything that workers reported before the first call has arrived.
 
-        Ask all agents for an echo.
+        The first call asks all agents for an echo.
         """
         if self._echoing is None:
             self._echo, self._echoing = self._echo + 1, agents
@@ -35,9 +35,9 @@ class AgentQuestions:
         return echoed_all
 
     def waits_are_known(self, agents: list[AgentHandle]) -> bool:
-        """Tell whether each agent has reported what its workers wait for.
+        """Return whether each agent has reported what its workers are waiting for.
 
-        Ask again when the agents change.
+        If the agents have changed since the last call, ask them again.
         """
         if not agents or agents != self._questioned:
             self._question, self._questioned = self._question + 1, agents

@@ -1,7 +1,7 @@
 """Pickling of a stage's code for a host.
 
-Code goes by reference if the host has its module, and by value if the host lacks a module of the user's.
-Installed modules (by pip, or with Python) always go by reference.
+Code is pickled by reference if the host has its module, and by value if the host lacks a module of the
+user's. Modules that are installed, with pip or with Python itself, are always pickled by reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
-    """Pickle a stage with all that it uses of the main script and of the modules ``by_value``."""
+    """Pickle a stage with everything that it uses from the main script and from the modules ``by_value``."""
     modules = [sys.modules[name] for name in by_value]
     with _by_value(modules):
         classes = {module.__name__: _classes(module) for module in (*modules, sys.modules["__main__"])}
@@ -39,25 +39,25 @@ def pack_stage(stage: Any, by_value: Iterable[str]) -> bytes:
 
 
 def own_modules(packed: bytes) -> tuple[str, ...]:
-    """Return the user's own modules that a pickle may refer to: every string in it that names one."""
+    """Return the user's modules that a pickle may refer to: those whose names are strings in the pickle."""
     texts = {argument for _, argument, _ in pickletools.genops(packed) if isinstance(argument, str)}
     return tuple(sorted(name for name in texts & sys.modules.keys() if _is_own(sys.modules[name])))
 
 
 class _StagePickler(ByValuePickler):
-    keeps_classes = False  # `own_modules` finds all names in the pickle
+    keeps_classes = False  # lets `own_modules` find all names in the pickle
 
 
 class PackedStages:
-    """The pickled stages of a run, each pickled once for the same set of lacking modules."""
+    """The pickled stages of a run; each is pickled once per set of missing modules."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
 
     def get(self, stage: Stage, without: Collection[str] = ()) -> tuple[bytes, tuple[str, ...]]:
-        """Pickle a stage, with those parts by value that the host lacks.
+        """Pickle a stage, and include by value the modules ``without``, which the host lacks.
 
-        Return also the other modules of the user's that it needs.
+        Also return the names of the user's other modules that the stage needs.
         """
         key = stage.name, tuple(sorted(without))
         if key not in self._packed:
@@ -67,9 +67,9 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those modules that can't be imported here.
+    """Return those modules that can't be imported in this process.
 
-    This imports none: it searches only for the top-level package.
+    No module is imported: the search covers only the top-level package.
     """
     return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 
@@ -115,15 +115,16 @@ def _classes(module: ModuleType) -> dict[str, type]:
 def _can_be_sent(value: type) -> bool:
     try:
         cloudpickle.dumps(value, protocol=5)
-    except Exception:  # the user's own class may raise anything
+    except Exception:  # a user-defined class may raise anything
         return False
     return True
 
 
 class _Bundle:
-    """A stage with the classes of modules that the receiving host lacks.
+    """A stage, with classes from the modules that the receiving host lacks.
 
-    Unpickling puts the classes into a module of the same name, so that items pickled by reference find them.
+    Unpickling puts the classes into modules of the same names, where items that were pickled by reference
+    find them.
     """
 
     def __init__(self, classes: dict[str, dict[str, type]], stage: Any) -> None:
@@ -137,11 +138,11 @@ class _Part(ModuleType):
     """A stand-in for a module that this host lacks, with the classes that were sent."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python itself asks for such names
+        if name.startswith("__"):  # Python itself looks up such names
             raise AttributeError(name)
         raise AttributeError(
             f"module {self.__name__!r} was sent to this host without {name!r}; import the module "
-            "outside of the function that needs it"
+            "outside the function that needs it"
         )
 
 
@@ -150,6 +151,6 @@ def _unpack(classes: dict[str, dict[str, type]], stage: Any) -> Any:
         if name not in sys.modules:
             sys.modules[name] = _Part(name)
             # shown in import errors
-            sys.modules[name].__file__ = "not on this host; its classes came along by value"
+            sys.modules[name].__file__ = "not on this host; its classes were sent by value"
         vars(sys.modules[name]).update(members)
     return stage

@@ -1,4 +1,4 @@
-"""The driver's listener, which agents and the workers of groups dial.
+"""The driver's listener, to which agents and the workers of groups connect.
 
 The workers of a group exchange their addresses here and then connect to each other.
 """
@@ -22,13 +22,13 @@ POLL_INTERVAL_MS = 1000  # milliseconds between two checks for connections that 
 
 
 class DriverListener:
-    """Accept agents and the workers of groups.
+    """Accept connections from agents and from the workers of groups.
 
     Args:
         listener: The listener that authenticates connections.
         name: The name of the thread.
         within: Runs the thread's function and handles its failure.
-        agent: Takes the connection of each agent.
+        agent: Receives the connection of each agent.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DriverListener:
         self._listener, self._agent = listener, agent
         self._meetings: dict[int, Coordinator] = {}
         self._groups = CLOSE
-        # Groups that must end, each with whether only if its members still meet.
+        # Groups to end; the flag is true if a group ends only while its rendezvous is incomplete.
         self._orders: SimpleQueue[tuple[int, bool]] = SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=within, args=(self._run,), name=name, daemon=True)
@@ -55,9 +55,9 @@ class DriverListener:
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
-        """End a group that has lost a worker, because the other members would wait for it in vain.
+        """End a group that has lost a worker, because its other members would wait for that worker forever.
 
-        ``if_meeting``: keep a group whose members have all met.
+        ``if_meeting``: keep the group if its rendezvous is complete.
         """
         self._orders.put((group, if_meeting))
         os.eventfd_write(self._wake, 1)
@@ -94,9 +94,9 @@ class DriverListener:
                 meeting.close()
 
     def _obey(self) -> bool:
-        """End the groups that must end, and forget those whose members have left.
+        """End the groups that must end, and remove groups whose members have all left.
 
-        Return False when the listener must close.
+        Return False if the listener must close.
         """
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)

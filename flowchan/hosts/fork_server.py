@@ -1,13 +1,13 @@
 """The fork server for agents on this machine.
 
-It is a process that has imported the agent's modules, and forks one agent per request.
+The server is a process that has imported the agent's modules and forks one agent per request.
 
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
 socket for that agent alone, a file, and the program's standard error. The file begins with the description of
-the agent; the rest becomes the agent's standard input. The agent's socket reports the process id and the
-exit. When the program shuts its end, or ends, the server kills the agent and all processes that the agent has
-started.
+the agent; the rest becomes the agent's standard input. The server reports the process id and the exit of the
+agent on the agent's socket. When the program shuts down its end of that socket, or ends, the server kills the
+agent and all processes that the agent has started.
 
 The server has one thread, so it can fork safely. It ends when its control socket closes.
 """
@@ -43,10 +43,10 @@ class _Agent:
         self.pid = pid
         self.program = program
         self.has_ended = False
-        self.is_over = False  # the program has released it
+        self.is_over = False  # whether the program has released the agent
 
     def check(self) -> None:
-        """Report how it ended, if it has. The zombie stays, so that its process id is not used again."""
+        """Report how the agent ended, if it has. It stays a zombie so that its process id is not reused."""
         if self.has_ended:
             return
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -56,13 +56,13 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # The process first: it may not lead its group yet, and would then never do so.
+        # Kill the process first: it may not lead its group yet, and once dead it never will.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Collect the process and close its socket. Waits unless it has ended."""
+        """Reap the process and close its socket. Blocks if the process has not ended yet."""
         os.waitpid(self.pid, 0)
         self.program.close()
 
@@ -74,7 +74,7 @@ class _Order:
         self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
-        """Become what ``python *arguments`` would be in the environment of the program."""
+        """Become the process that ``python *arguments`` would be in the program's environment."""
         length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
         launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
         for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):
@@ -86,7 +86,7 @@ class _Order:
         time.tzset()
         arguments = tuple(launch["arguments"])
         if arguments != AGENT:
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these signals
                 signal.signal(number, signal.SIG_DFL)
             os.execv(sys.executable, (sys.executable, *arguments))
         show_name(f"agent {launch['host']}")
@@ -96,13 +96,13 @@ class _Order:
 
 
 class Seed:
-    """Fork agents on request. See the head of this file. ``control``: the socket of the requests."""
+    """Fork agents on request. See the module docstring. Requests arrive on the socket ``control``."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._pid = os.getpid()
         self._agents: dict[int, _Agent] = {}
-        self._woken, self._wakes = socket.socketpair()  # written whenever a child ends
+        self._woken, self._wakes = socket.socketpair()  # a byte is written whenever a child ends
         for end in (self._woken, self._wakes):
             end.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -132,7 +132,7 @@ class Seed:
             word = b""
         if not word:
             self._end()
-        if len(got) < 3:  # no descriptors are free; the program notices that no answer comes
+        if len(got) < 3:  # too few free descriptors; the program notices that the server does not answer
             for descriptor in got:
                 os.close(descriptor)
             return None
@@ -156,7 +156,7 @@ class Seed:
         return None
 
     def _leave(self) -> None:
-        """Detach a new process from the server: close the server's descriptors, and die with the server."""
+        """Detach a new process from the server, except that the kernel kills it when the server dies."""
         os.setsid()
         die_with(self._pid)
         signal.set_wakeup_fd(-1)
@@ -216,13 +216,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):  # the program's standard error may close before the program ends
+    for stream in range(3):  # the server must not use the program's standard error, which may close earlier
         os.dup2(nowhere, stream)
     os.close(nowhere)
     for name in SOON:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # otherwise the garbage collector would copy shared pages
+    gc.freeze()  # otherwise garbage collection would copy pages that are shared with the agents
     Seed(control).grow().obey()
 
 

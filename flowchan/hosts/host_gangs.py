@@ -11,7 +11,7 @@ from flowchan.run.policy.plan import PlannedWorker
 
 
 class HostGangs:
-    """Form and end the groups whose members meet at the driver's listener.
+    """Form and end the groups whose rendezvous uses the driver's listener.
 
     Attributes:
         listener: The driver's listener, once the run starts.
@@ -19,24 +19,24 @@ class HostGangs:
 
     def __init__(self) -> None:
         self.listener: DriverListener | None = None
-        # The group's number, rank and size. A worker of an elastic gang may have none for a while.
+        # The group's number, rank and size. A worker of an elastic gang may have no group for a while.
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:
-        """Form a new group of these workers. It replaces their previous groups."""
+        """Form a new group of these workers, which replaces their previous groups."""
         assert self.listener is not None
         self.dismiss(ids)
         group = self.listener.expect(len(ids))
         self._members.update({id: (group, rank, len(ids)) for rank, id in enumerate(ids)})
 
     def dismiss(self, ids: Sequence[WorkerId], if_meeting: bool = False) -> None:
-        """End the groups of these workers; with ``if_meeting`` only those whose members still meet."""
+        """End the groups of these workers; with ``if_meeting``, only those with an incomplete rendezvous."""
         for group in {self._members[id][0] for id in ids if id in self._members}:
             assert self.listener is not None
             self.listener.dismiss(group, if_meeting)
 
     def leave(self, id: WorkerId) -> None:
-        """End the group of a worker. The worker has no group from now on."""
+        """End the group of a worker. From now on, the worker has no group."""
         self.dismiss([id])
         self._members.pop(id, None)
 

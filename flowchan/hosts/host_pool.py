@@ -1,4 +1,4 @@
-"""A pool of hosts as a placement. It is a value: declaring one opens no connection."""
+"""A pool of hosts as a placement. A pool is a value: declaring one opens no connection."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool(Placement):
-    """Hosts for ``on=``, made by ``local``, ``ssh``, ``slurm`` or ``ray``.
+    """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    Each worker of a stage runs on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
+    Each worker of a stage is placed on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
     ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on ``pool[{"gpu1": 3, "gpu2":
-    1}]`` three of four workers run on ``gpu1``, and six of eight. Pools of one provider share its agents
+    1}]``, three of four workers run on ``gpu1``, or six of eight. Pools from one provider share its agents
     within a run.
 
     Attributes:
         provider: The provider that starts the agents.
         peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
-            The driver gives a silent agent up after 1.5 times as long.
+            The driver gives up on a silent agent after 1.5 times as long.
         tls: Whether the connections are encrypted.
 
     Example:
@@ -68,25 +68,25 @@ class Pool(Placement):
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def has_same_host(self, other: Placement) -> bool:
-        """Compare the provider with that of another placement.
+        """Return whether another placement uses the same provider.
 
         Args:
             other: Another placement.
 
         Returns:
-            Whether one crew serves both.
+            Whether one crew can serve both placements.
         """
         return isinstance(other, Pool) and other.provider == self.provider
 
     def open_part(self, ports: RunPorts, workers: Sequence[PlannedWorker]) -> HostsPart:
-        """Make the part of a run's crew for these workers.
+        """Create the part of a run's crew for these workers.
 
         Args:
             ports: Channels of the run.
             workers: Workers on the hosts of this pool.
 
         Returns:
-            The part, which has started nothing.
+            The part; nothing has been started yet.
         """
         from flowchan.hosts.hosts_part import HostsPart
 
@@ -94,7 +94,7 @@ class Pool(Placement):
 
 
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of all hosts of a provider. ``call`` names the called function in error messages."""
+    """Make a pool of all hosts of a provider. Error messages begin with ``call``, the called function."""
     waits = finite_seconds(call, "peer_timeout", peer_timeout)
     names: tuple[str, ...] = ()
     missing = ""

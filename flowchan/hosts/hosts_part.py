@@ -1,13 +1,13 @@
-"""The part of a run's crew on the hosts of one pool, on the driver's side.
+"""The part of a run's crew that manages the hosts of one pool, on the driver's side.
 
 The ports of a remote worker are in the driver's process, like those of any other worker. They belong to one
 stream of the link to its host. The link sends the items that the ports receive, and puts the outputs that
-come back. So leases, order and recovery stay in the driver's channels.
+come back. Leases, order and recovery therefore stay in the driver's channels.
 
-A worker that dies while its agent lives is recovered and replaced on its host. When an agent dies, or is
-silent for too long, it is fenced: its messages no longer count. The driver gives back the items that its
-workers held. Another agent on the same host starts the workers again or, if none can be started there, an
-agent on another host of their pool.
+If a worker dies while its agent is alive, it is recovered and replaced on its host. If an agent dies or is
+silent for too long, it is fenced: its messages are ignored. The driver gives back the items that its workers
+held. Another agent on the same host then restarts the workers; if none can be started there, an agent on
+another host of their pool does.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ from flowchan.transport.versions import differs, versions
 class HostsPart:
     """See :class:`CrewPart`.
 
-    Threads. The supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which
-    call the methods under "reports of agents". ``_lock`` guards the hosts and the streams of the workers.
+    Threads: the supervisor's thread calls the methods of :class:`CrewPart`. Each agent has two threads, which
+    call the methods under "reports of agents". ``_lock`` guards the hosts and the workers' streams.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class HostsPart:
         self._packed = PackedStages()
         self._lock = threading.RLock()
         self._report: Report = run_is_over
-        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; an absent one is 0
+        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; a missing epoch is 0
         self._hello = {**versions(), "epochs": self._epochs}
         self._secret = secrets.token_bytes(32)
         self._listener: DriverListener | None = None
@@ -133,7 +133,7 @@ class HostsPart:
         with self._lock:
             agents = [self._start_agent(host) for host in used]
         for worker in self._workers.values():
-            self._packed.get(worker.stage)  # pickle while the agents start
+            self._packed.get(worker.stage)  # pickle while the agents are starting
         for agent in agents:
             with interrupts_allowed():
                 agent.is_decided.wait()
@@ -162,7 +162,7 @@ class HostsPart:
             AgentCallbacks(self._receive, self._finished, self._refused, self._ends, self._over, self._help),
         )
         host.agent = agent
-        # a hello has room for few epochs
+        # a hello has room for only a few epochs, so epoch 0 is left out
         self._epochs |= {str(host.number): host.agents} if host.agents else {}
         host.agents += 1
         host.starts.append(time.monotonic())
@@ -227,7 +227,7 @@ class HostsPart:
     # --- reports of agents ---
 
     def _receive(self, agent: AgentHandle, message: AgentReport) -> None:
-        """Handle a report of an agent or one of its workers."""
+        """Handle a report from an agent or one of its workers."""
         match message:
             case Echo(number):
                 agent.echoed = number
@@ -249,19 +249,19 @@ class HostsPart:
                 self._report(dataclasses.replace(message, host=agent.host))
             case GroupLost(worker, Failure() as failure):
                 self._report(GroupLost(worker, dataclasses.replace(failure, host=agent.host)))
-            case Aborted():  # time it by the driver's clock
+            case Aborted():  # use a timestamp from the driver's clock
                 self._report(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
             case _:
                 self._report(message)
 
     def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
-        """Handle the end of a worker or of its process, or its lack of modules."""
+        """Handle the report that a worker or its process has ended, or that modules are missing."""
         with self._lock:
             stream = self._streams.get(message.worker)
             if stream is None or stream.agent is not agent:
                 return
             if stream.ended is not None:
-                if not stream.finished:  # it may have died before it closed its ports
+                if not stream.finished:  # the process may have died before it closed its ports
                     agent.send(Close(message.worker))
                 return
             if isinstance(message, Ended):
@@ -280,12 +280,12 @@ class HostsPart:
         return ProcessEnded(id) if stream.failed else self._deaths.died(self._workers[id], ended)
 
     def _send_by_value(self, message: Lacking, stream: WorkerPorts) -> None:
-        """Start a worker again, and send the lacking modules by value with its stage."""
+        """Start a worker again, and send the missing modules by value with its stage."""
         self._hosts[stream.agent.host].lacking.update(message.modules)
         self._order_start(message.worker, stream)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
-        """Note that the link has put all outputs of a stream and closed its ports here."""
+        """Note that the link has put all outputs of a stream and closed its ports in this process."""
         with self._lock:
             for stream in self._streams.values():
                 stream.finished |= stream.agent is agent and stream.number == number
@@ -306,7 +306,7 @@ class HostsPart:
     def _ends(self, agent: AgentHandle) -> bool:
         """Report the workers that have ended and whose outputs have all arrived.
 
-        Tell whether others follow.
+        Return whether more workers are ending.
         """
         with self._lock:
             ending = [
@@ -323,12 +323,12 @@ class HostsPart:
         return len(ending) > len(done)
 
     def _is_done(self, id: WorkerId) -> bool:
-        """Tell whether all outputs of a worker have arrived, or can't be used because a channel is broken."""
+        """Return whether all outputs of a worker have arrived, or are useless because a channel is broken."""
         broken = any(port.channel.broken for port in self._ports.ports[id].everything())
         return self._streams[id].finished or broken
 
     def _over(self, agent: AgentHandle) -> None:
-        """Report the deaths of the workers of a dead agent, and start another agent for them."""
+        """Report the deaths of a dead agent's workers, and start another agent for them."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)
@@ -354,7 +354,7 @@ class HostsPart:
             host.count(agent.link.state())
         agent.close(time.monotonic() + decisions.GRACE)
 
-    # --- requests of the supervisor ---
+    # --- the supervisor's requests ---
 
     def release_ports(self, id: WorkerId) -> None:
         """See :class:`CrewPart`."""
@@ -369,7 +369,7 @@ class HostsPart:
     def terminate(self, id: WorkerId, force: bool) -> None:
         """See :class:`CrewPart`."""
         self._deaths.terminated(id)
-        # Its process may not have joined yet, and would wait for its peers.
+        # The worker's process may not have joined its group yet, and would otherwise wait for its peers.
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
             stream = self._streams.get(id)
@@ -394,7 +394,7 @@ class HostsPart:
 
     def _recover(self, id: WorkerId, blame: bool) -> None:
         if self._is_elastic(id):
-            self._gangs.leave(id)  # its replacement waits for another group
+            self._gangs.leave(id)  # the replacement waits for another group
         with self._lock:
             if id in self._streams:
                 self._streams[id].blame = blame
@@ -414,9 +414,9 @@ class HostsPart:
         self._gangs.dismiss([id for id in self._workers if id.stage == stage])
 
     def _take_back(self, id: WorkerId) -> bool:
-        """Recover a worker whose agent is dead: drop its stream and give back what it held.
+        """Recover a worker whose agent is dead: drop its stream and give back the items that it held.
 
-        Return False if its agent lives or it has no stream.
+        Return False if the agent is alive or the worker has no stream.
         """
         stream = self._streams.get(id)
         if stream is None or not stream.agent.why:
@@ -456,7 +456,7 @@ class HostsPart:
         self.add(id)
 
     def forget(self, id: WorkerId) -> None:
-        """See :class:`CrewPart`. No worker is removed."""
+        """See :class:`CrewPart`. Workers on hosts are never removed."""
 
     def cancel_tasks(self, all_of_them: bool) -> None:
         """See :class:`CrewPart`. Coroutines on hosts run in processes."""
@@ -483,7 +483,7 @@ class HostsPart:
         with self._lock:
             return [host.agent for host in self._hosts.values() if host.agent is not None]
 
-    # --- the end ---
+    # --- closing ---
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         """See :class:`CrewPart`. End all agents; the caller closes the ports in this process."""
@@ -509,7 +509,7 @@ class HostsPart:
         return frozenset()
 
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
-        """See :class:`CrewPart`. No thread of this part runs the user's code."""
+        """See :class:`CrewPart`. The threads of this part do not run user code."""
 
     # --- statistics ---
 

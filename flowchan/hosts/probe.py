@@ -1,8 +1,8 @@
-"""Check a host before a graph runs there (``flowchan hosts check``).
+"""Check a host before a graph runs on it (``flowchan hosts check``).
 
 The provider starts this module on the host in place of an agent, so the probe sees what an agent would see.
-It dials, authenticates, and describes the host in its hello. Then it receives transfers, each a size and that
-many bytes, and answers each with one byte.
+It dials, authenticates, and describes the host in its hello. The program then sends transfers, each a size
+followed by that many bytes, and the probe answers each with one byte.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flowchan.transport.versions import VERSION
 
 HOST_TIMEOUT_S = 30.0  # seconds for a host to start and dial, and for each answer
 ROUNDS = 50
-LONG_ENOUGH = 0.2  # seconds: least duration of the transfer that is measured
-LEAST, MOST = 1 << 20, 1 << 28  # bytes of a transfer
-SIZE = 8  # bytes of the size field
+LONG_ENOUGH = 0.2  # minimum duration of the transfer that is measured, in seconds
+LEAST, MOST = 1 << 20, 1 << 28  # minimum and maximum size of a transfer, in bytes
+SIZE = 8  # size of the size field, in bytes
 PIECE = bytes(1 << 20)
 
 
@@ -43,15 +43,15 @@ class Facts:
     """The description of a host.
 
     Attributes:
-        host: Its name.
-        problem: Why it can't be used; empty if it can.
+        host: Name of the host.
+        problem: Why the host can't be used; empty if it can.
         python: Its version of Python.
         flowchan: Its version of flowchan.
-        cores: How many cores a process there may use.
-        memory: How many bytes of memory a process there may use.
-        gpus: The names of its GPUs.
-        round_trip: The median round-trip time in seconds.
-        rate: The throughput in bytes per second.
+        cores: Number of cores that a process on the host may use.
+        memory: Number of bytes of memory that a process on the host may use.
+        gpus: Names of its GPUs.
+        round_trip: Median round-trip time in seconds.
+        rate: Throughput in bytes per second.
     """
 
     host: str
@@ -66,9 +66,9 @@ class Facts:
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host, and measure the connections one after the other.
+    """Start a probe on every host, and measure the connections one at a time.
 
-    Raises :class:`flowchan.HostError` if no host could be tried.
+    Raises :class:`flowchan.HostError` if no host can be tried.
     """
     secret = secrets.token_bytes(32)
     found: dict[int, Facts] = {}
@@ -102,7 +102,7 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
 
 
 def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
-    """Return the address at which the hosts reach this machine.
+    """Return the address at which the hosts can reach this machine.
 
     Record a problem for each host that has no route.
     """
@@ -115,13 +115,13 @@ def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
                 raise
             hosts.remove(error.host)
             found[provider.hosts.index(error.host)] = Facts(error.host, str(error))
-    return "127.0.0.1"  # no host will dial
+    return "127.0.0.1"  # no host will dial this address
 
 
 def _accepted(
     listener: AuthenticatedListener, waiting: dict[int, StartedAgent], host_timeout: float
 ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
-    """Yield the connections of the probes, until every probe that still runs has dialled."""
+    """Yield the connections of the probes, until every probe that is still running has dialled."""
     give_up = time.monotonic() + host_timeout
     while time.monotonic() < give_up and not all(one.ended() for one in waiting.values()):
         try:
@@ -153,7 +153,7 @@ def _facts(host: str, hello: dict[str, Any]) -> Facts:
 
 
 def _measured(facts: Facts, sock: socket.socket) -> Facts:
-    """Measure the round trip and the rate, and return the facts with them."""
+    """Measure the round trip and the rate, and return the facts with both added."""
     try:
         trips = [_transfer(sock, 0) for _ in range(ROUNDS)]
         size = LEAST
@@ -165,7 +165,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
 
 
 def _transfer(sock: socket.socket, size: int) -> float:
-    """Send ``size`` bytes, and return the seconds until the answer."""
+    """Send ``size`` bytes, and return the seconds until the answer arrives."""
     begin = time.perf_counter()
     sock.sendall(size.to_bytes(SIZE, "big"))
     for sent in range(0, size, len(PIECE)):
@@ -193,7 +193,7 @@ def _answer(sock: socket.socket) -> None:
 
 
 def _read(stream: Any, size: int) -> bytes:
-    """Read exactly ``size`` bytes, or return none at the end of the stream."""
+    """Read exactly ``size`` bytes; return nothing if the stream has ended."""
     found = b""
     while len(found) < size:
         if not (came := stream.read(size - len(found))):
@@ -213,7 +213,7 @@ def _own_facts() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return the names of the GPUs as NVIDIA's driver reports them."""
+    """Return the names of the GPUs as reported by NVIDIA's driver."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
@@ -222,7 +222,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> None:
-    """Dial the program at the address on standard input, and answer its questions."""
+    """Dial the program at the address given on standard input, and answer its transfers."""
     orders = json.loads(sys.stdin.readline())
     hello = {"number": orders["number"], **_own_facts()}
     sock = dial(orders["address"], HOST_TIMEOUT_S)

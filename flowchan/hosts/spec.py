@@ -22,13 +22,13 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "local": (),
     "ssh": ("python", "address"),
     "slurm": ("address",),
-    "ray": ("address",),  # and any resource name of Ray
+    "ray": ("address",),  # Ray's resource names are also accepted
 }
-"""The options of each provider. Every pool also takes ``tls`` and ``peer_timeout=``."""
+"""The options of each provider. Every pool also has the options ``tls`` and ``peer_timeout=``."""
 
 
 class Spec(NamedTuple):
-    """The parsed text of a pool."""
+    """The parsed text form of a pool."""
 
     provider: Provider
     peer_timeout: float
@@ -36,14 +36,14 @@ class Spec(NamedTuple):
 
 
 def pool_from(spec: str) -> Pool:
-    """Make the pool that a text describes. Raises ``ValueError``."""
+    """Make a pool from its text form. Raises ``ValueError``."""
     return pool_of("parse", *parse(spec))
 
 
 def parse(spec: str) -> Spec:
-    """Parse the text of a pool.
+    """Parse the text form of a pool.
 
-    Raises ``ValueError``. ``tls`` is the option; a host of that name is ``user@tls``.
+    Raises ``ValueError``. ``tls`` is read as the option; write ``user@tls`` for a host with that name.
     """
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []
@@ -63,7 +63,7 @@ def parse(spec: str) -> Spec:
             raise ValueError(f"{spec!r}: {kind} has no option {name}=; it has {takes} and peer_timeout=")
     provider = _provider(kind, given, options, resources)
     if provider is None or words[:1] == [""]:
-        raise ValueError(f"hosts must be like {FORMS}, got {spec!r}")
+        raise ValueError(f"hosts must have a form such as {FORMS}, got {spec!r}")
     return Spec(provider, peer_timeout, "tls" in words)
 
 
@@ -85,7 +85,7 @@ def _number(spec: str, name: str, word: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise ValueError(f"{spec!r}: {name} must be a number of at least 0, got {word!r}")
+        raise ValueError(f"{spec!r}: {name} must be a non-negative number, got {word!r}")
     return number
 
 

@@ -1,4 +1,4 @@
-"""The hosts of a run, the streams of its workers on the links, and the waits of these workers."""
+"""The hosts of a run, its workers' streams on the links, and what these workers are waiting for."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class WorkerPorts:
     """The state of one worker on a link.
 
     Attributes:
-        number: The number of its stream.
-        agent: The agent of its host.
+        number: Number of the worker's stream.
+        agent: The agent on its host.
         info: The worker as its own code sees it.
-        process_ended: Its process has ended and has not been replaced.
-        failed: It has reported a failure.
-        blame: The item that it held may have killed it.
-        ended: Its report that it has ended; its last outputs may be on their way until ``finished``.
-        finished: All its outputs have arrived.
+        process_ended: Whether its process has ended and has not been replaced.
+        failed: Whether it has reported a failure.
+        blame: Whether the item that it held may have killed it.
+        ended: Its report that it has ended; its last outputs may still be in transit until ``finished``.
+        finished: Whether all its outputs have arrived.
     """
 
     number: int
@@ -43,10 +43,10 @@ class WorkerPorts:
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""Limits after which a host is given up: agents started there within WITHIN_S seconds, and agents in a row
-that never dialled."""
+"""Limits at which the driver gives up on a host: the number of agents started on it within WITHIN_S seconds,
+and the number of agents in a row that never dialled."""
 
-COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters of a link's state
+COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
 
 @dataclass
@@ -56,17 +56,18 @@ class HostWorkers:
     name: str
     number: int
     agent: AgentHandle | None = None
-    agents: int = 0  # how many have been started
-    starts: list[float] = field(default_factory=list)  # times of the last starts
-    unconnected: int = 0  # how many of the last agents in a row never dialled
+    agents: int = 0  # number of agents that have been started
+    starts: list[float] = field(default_factory=list)  # times of the most recent starts
+    unconnected: int = 0  # number of agents in a row that never dialled
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
-    given_up: str = ""  # why it was given up; empty: it was not
-    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))  # counts of dead agents
-    round_trip: float = 0.0  # seconds, of the last dead agent
+    given_up: str = ""  # why the driver gave up on the host; empty if it did not
+    # link counters of the agents that have died
+    before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
     def agent_died(self, agent: AgentHandle) -> None:
-        """Note that the agent is dead, and give the host up if too many have died."""
+        """Record the death of the agent, and give up on the host if too many agents have died."""
         self.deaths.append(agent.why)
         self.unconnected = 0 if agent.has_connected else self.unconnected + 1
         self.starts = [start for start in self.starts if start > time.monotonic() - WITHIN_S]
@@ -80,7 +81,7 @@ class HostWorkers:
         self.round_trip = link["round_trip"] or self.round_trip
 
     def stats(self, workers: int) -> HostStats:
-        """Return the statistics of the host, which has ``workers`` workers now."""
+        """Return the statistics of the host, on which ``workers`` workers are running."""
         link = self.agent.link.state() if self.agent is not None else {}
         counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
         state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"
@@ -99,13 +100,13 @@ def host_for(
     Args:
         worker: The worker.
         hosts: All hosts of the pool, by name.
-        streams: The ports of the workers that are on hosts already.
+        streams: The ports of the workers that are already on hosts.
 
     Returns:
         The host.
 
     Raises:
-        HostError: All hosts of the pool are given up.
+        HostError: The driver has given up on all hosts of the pool.
     """
     candidates = [hosts[name] for name in (worker.host, *worker.stage.placement.hosts)]
     usable = [host for host in candidates if not host.given_up]
@@ -119,7 +120,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Combine the reported waits of the workers of these streams."""
+    """Combine the reports of the waiting threads of these streams' workers."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}
@@ -128,10 +129,10 @@ def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPor
     for id, stream in streams.items():
         waits = stream and stream.agent in agents and stream.agent.waiting.workers.get(id)
         if stream is None or not waits or stream.process_ended or stream.ended is not None:
-            moves = True  # it is being started, replaced or ended
+            moves = True  # the worker is being started, replaced or ended
             continue
         about = states[stream.agent.number]["streams"].get(stream.number, {})
-        # with staged items the worker waits for room at the driver, not for an item
+        # if items are staged, the worker is waiting for room at the driver, not for an item
         if not about.get("staged"):
             reading.update(waits.reading)
         writing.update(waits.writing)

@@ -1,7 +1,7 @@
-"""Checks of arguments, made at once so that the error appears at the caller's line.
+"""Checks of arguments, made in the call itself so that the traceback ends at the caller's line.
 
-Each function returns the value that it was given. It raises ``TypeError`` for a wrong type and ``ValueError``
-for a value out of range. The message names the call, the argument, the allowed values and the value.
+Each function returns the checked value. It raises ``TypeError`` for a wrong type and ``ValueError`` for a
+value out of range. The message contains the call, the argument, the allowed values and the given value.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_whole(value: Any) -> TypeGuard[int]:
 
 
 def whole(call: str, argument: str, value: Any, least: int, most: int | None = None) -> int:
-    """Check that the value is an int within these bounds."""
+    """Check that the value is an int within the bounds."""
     if not is_whole(value):
         raise TypeError(f"{call}: {argument} must be an int of at least {least}, got {shown(value)}")
     if value < least:
@@ -38,17 +38,17 @@ def whole(call: str, argument: str, value: Any, least: int, most: int | None = N
 
 
 def seconds(call: str, argument: str, value: Any) -> float | None:
-    """Check a number of seconds greater than zero, or ``None`` for no limit."""
+    """Check that the value is a positive number of seconds, or ``None`` for no limit."""
     return None if value is None else _seconds(call, argument, value, " or None", " (None: no limit)")
 
 
 def finite_seconds(call: str, argument: str, value: Any) -> float:
-    """Check a number of seconds greater than zero."""
+    """Check that the value is a positive number of seconds."""
     return _seconds(call, argument, value, "", "")
 
 
 def pause(call: str, argument: str, value: Any) -> float | None:
-    """Check a number of seconds, zero included, or ``None`` for no pause."""
+    """Check that the value is a non-negative number of seconds, or ``None`` for no pause."""
     length = None if value is None else _number(call, argument, value, " or None")
     if length is not None and not length >= 0:
         raise ValueError(f"{call}: {argument} must be at least 0 seconds, got {value}")
@@ -63,13 +63,13 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
-    """Convert a number of seconds to a float that is not longer than Python can wait."""
+    """Convert a number of seconds to a float, limited to the longest time that Python can wait."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, got {shown(value)}")
     try:
         length = float(value)
     except OverflowError:
-        # typeshed's Real has no order
+        # typeshed's Real has no comparison operators
         length = math.inf if value > 0 else -math.inf  # type: ignore[operator]
     return min(length, threading.TIMEOUT_MAX)
 
@@ -91,7 +91,7 @@ def text(call: str, argument: str, value: Any) -> str:
 
 
 def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any]:
-    """Check that the value can be called, such as a function or a class."""
+    """Check that the value is callable, such as a function or a class."""
     if not callable(value):
         raise TypeError(f"{call}: {argument} must be a function or a callable class, got {shown(value)}")
     called: Callable[..., Any] = value
@@ -99,7 +99,7 @@ def callable_argument(call: str, argument: str, value: Any) -> Callable[..., Any
 
 
 def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exception], ...]:
-    """Check a class of exceptions, or a tuple of them, and return a tuple."""
+    """Check that the value is an exception class or a tuple of them, and return a tuple."""
     classes = value if isinstance(value, tuple) else (value,)
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
@@ -110,7 +110,7 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
 
 
 def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.token_bytes(16)") -> bytes:
-    """Check the secret by which peers authenticate each other."""
+    """Check the secret with which peers authenticate each other."""
     from flowchan.transport.authentication import SECRET  # slow to import, and most programs do not need it
 
     if not isinstance(secret, bytes):
@@ -126,7 +126,7 @@ def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.toke
 
 
 def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ``TypeError`` for an option that the call does not have, and suggest the nearest one."""
+    """Raise ``TypeError`` for an option that the call does not have, and suggest the nearest known option."""
     known = tuple(known)
     for name in options:
         if name not in known:
@@ -136,7 +136,7 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known name that is nearest to ``name`` in a list, or an empty list."""
+    """Return a list with the known name that is nearest to ``name``; empty if none is near."""
     from difflib import get_close_matches  # slow to import, and needed only for a misspelt name
 
     return get_close_matches(name, list(known), 1)
@@ -145,10 +145,10 @@ def near_misses(name: str, known: Iterable[str]) -> list[str]:
 def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
     """Make a function suggest the right option when it is called with a misspelt one.
 
-    The message uses ``call``, the name that users know. From 3.13 on, Python itself makes suggestions, but it
-    uses the name of the definition. The check costs one more Python call, so no function that runs once per
-    item has it. ``options`` names the options that the function takes as ``**options``. It also shortens
-    tracebacks, like :func:`~flowchan.items.tracebacks.ends_at_caller`.
+    The message begins with ``call``, the name that users know. Python 3.13 and later make such suggestions
+    too, but with the name of the definition. The check costs one more Python call, so functions that run once
+    per item do not use it. ``options`` lists the options that the function takes as ``**options``. The
+    decorator also shortens tracebacks, as :func:`~flowchan.items.tracebacks.ends_at_caller` does.
     """
 
     def refusing(function: Function) -> Function:
@@ -164,7 +164,7 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
                 return function(*args, **given)
             except Exception as error:
                 error.__traceback__ = shortened(error.__traceback__)
-                raise  # adds no entry for this frame
+                raise  # a bare raise adds no entry for this frame
 
         return cast(Function, checked)
 
@@ -174,10 +174,10 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Raise ``TypeError`` for a misspelt option of a call that passes options on to the user's function.
+    """Raise ``TypeError`` for a misspelt option in a call that passes options on to the user's function.
 
-    Only options that the function does not take and that resemble an option of the call are refused.
-    ``check`` reports the others, with the line of the function.
+    An option is rejected only if the function does not take it and it resembles an option of the call.
+    ``check`` reports the other unknown options, with the line of the function.
     """
     known = tuple(known)
     try:

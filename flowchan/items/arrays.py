@@ -1,6 +1,6 @@
 """Transfer of arrays, tensors and memory views to another process.
 
-Their contents travel next to the pickle, and the receiver reads them in place.
+Their contents are sent next to the pickle, and the receiver reads them in place.
 
 | item | arrives as |
 |---|---|
@@ -11,10 +11,10 @@ Their contents travel next to the pickle, and the receiver reads them in place.
 | Polars frame or series, Arrow table, Pillow image | the same type, read in place (``arrow.py``) |
 | torch tensor on a CUDA device | a copy on the same device (``transport/device/transfer.py``) |
 
-Each array or tensor travels separately. Two views of one memory arrive as two arrays, but an object that an
-item contains twice arrives once. An array with gaps between its elements arrives without them. A tensor
-computed under autograd is refused, because its graph cannot cross. A leaf that requires a gradient arrives as
-such a leaf.
+Each array or tensor is sent separately. Two views of one memory arrive as two arrays, but an object that an
+item contains twice arrives once. An array with gaps between its elements arrives without gaps. A tensor that
+was computed under autograd is rejected, because its graph cannot be sent. A leaf that requires a gradient
+still requires one after it arrives.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from flowchan.items import arrow, shared_tensors
 from flowchan.transport.device import transfer
 
 MOST_LENT = 2**63
-"""Bytes, more than any channel can take."""
+"""Number of bytes, larger than any channel's memory."""
 
-_CODES = "bBcdfhHiIlLnNqQ?"  # the codes that memoryview.cast takes, and so the formats that can arrive
+# the codes that memoryview.cast accepts, which are therefore the formats that can be received
+_CODES = "bBcdfhHiIlLnNqQ?"
 
 _Reducers = dict[Any, Callable[[Any], Any]]
 _made: _Reducers = {}
@@ -44,15 +45,17 @@ _LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 
 
 def reducers() -> _Reducers:
-    """Return the dispatch table of a pickler.
+    """Return a pickler's dispatch table.
 
-    It has our reducers for the libraries that are loaded, and those that programs have registered.
+    The table has flowchan's reducers for the libraries that are loaded, and the reducers that programs have
+    registered.
     """
     global _made, _made_from
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
     if state != _made_from:
         table: _Reducers = {**copyreg.dispatch_table, memoryview: _reduce_memoryview, View: _reduce_view}
-        # A module that another thread is importing may not have its type yet. Then no instance can exist.
+        # A module that another thread is importing may not have its type yet. In that case no instance can
+        # exist.
         if array := getattr(sys.modules.get("numpy"), "ndarray", None):
             table[array] = _reduce_array
         if tensor := getattr(sys.modules.get("torch"), "Tensor", None):
@@ -70,8 +73,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"a memoryview of format {view.format!r} can't be sent, only of {', '.join(_CODES)}; "
-            "send view.cast('B') or an array"
+            f"can't send a memoryview of format {view.format!r}, which must be one of "
+            f"{', '.join(_CODES)}; send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
@@ -101,7 +104,7 @@ def _reduce_array(array: Any) -> Any:
         return array.__reduce_ex__(5)
     if not flags.forc:
         array = array.copy(order="C")
-    # NumPy has no buffers of datetimes, and its own pickling is twice as slow
+    # NumPy does not export buffers of datetimes, and its own pickling is twice as slow
     fortran = flags.fnc
     memory = array.T if fortran else array
     if dtype.kind in "mM":
@@ -170,7 +173,7 @@ def _rebuild_tensor(buffer: Any, dtype: Any, shape: Any, stride: Any, requires_g
     if len(memory := memoryview(buffer)) == 0:
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     else:
-        # torch has no read-only tensors, so it must write to memory of this process
+        # torch has no read-only tensors, so the tensor must be in memory that this process may write
         own = buffer.private() if isinstance(buffer, View) else bytearray(memory)
         tensor = torch.frombuffer(own, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
     return tensor.requires_grad_(requires_grad)
@@ -181,25 +184,26 @@ def loan(  # noqa: D417 - a method of channels and ports
 ) -> Any:
     """Allocate an array in the channel's own memory, to be filled and then put.
 
-    The put then does not copy the array. It may be the item or a part of it. Its contents are undefined at
-    first. After the put the array belongs to the channel: a NumPy array becomes read-only, and a tensor must
-    not be written any more. An array that is dropped without a put returns its memory. Only one loan per item
-    is used in place; the put copies any other. A channel between threads returns an ordinary array.
+    ``put`` then does not copy the array, which may be the whole item or a part of it. Its contents are
+    undefined at first. After the put, the array belongs to the channel: a NumPy array becomes read-only, and
+    a tensor must no longer be written. If an array is dropped without a put, its memory returns to the
+    channel. Only one loan per item is used in place; ``put`` copies any other. On a channel between threads,
+    this returns an ordinary array.
 
     Args:
         shape: Number of elements in each dimension, or one int.
-        dtype: A NumPy dtype (default ``"float64"``), or a dtype of torch for a tensor.
+        dtype: A NumPy dtype (default ``"float64"``), or a torch dtype for a tensor.
         timeout: Seconds to wait for memory. Default: no limit.
 
     Returns:
-        A NumPy array, or a torch tensor if ``dtype`` is one of torch's.
+        A NumPy array, or a torch tensor if ``dtype`` is a torch dtype.
 
     Raises:
         Full: The memory was not free within ``timeout`` seconds.
         Closed: The channel is closed.
-        ChannelError: Raised by the put, if the array has been put before.
+        ChannelError: Raised by ``put``, if the array has already been put.
         TypeError: ``dtype`` contains Python objects.
-        ValueError: ``shape`` is not a whole number, or a sequence of them.
+        ValueError: ``shape`` is not a non-negative integer or a sequence of them.
 
     Example:
         >>> from flowchan import Channel
@@ -219,7 +223,7 @@ def loan(  # noqa: D417 - a method of channels and ports
         dtype = numpy.dtype(dtype)
         if dtype.hasobject:
             raise TypeError(
-                f"loan: dtype must be a type of plain values, got {dtype!r}; objects can't be in "
+                f"loan: dtype must not contain Python objects, got {dtype!r}; objects can't be in "
                 "shared memory"
             )
     channel = getattr(self, "channel", self)
@@ -242,5 +246,5 @@ def loan(  # noqa: D417 - a method of channels and ports
 def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"loan: shape must be ints of at least 0, got {shape!r}")
+            raise ValueError(f"loan: shape must contain non-negative ints only, got {shape!r}")
     return tuple(shape)

@@ -1,9 +1,9 @@
-"""Transfer of data frames and images to another process by their Arrow buffers.
+"""Transfer of data frames and images to another process as Arrow buffers.
 
-The buffers travel next to the pickle. They are copied once into the channel, and the receiver reads them in
+The buffers are sent next to the pickle. They are copied once into the channel, and the receiver reads them in
 place. Arrow's own types need this only for a slice of a table, whose pickle would include the whole table.
 The pickle of a Polars frame or series, or of a Pillow image, would contain all data. Without pyarrow, and for
-types that Arrow lacks, the pickling of the libraries themselves is used, with its copies.
+types that Arrow lacks, objects are pickled as their libraries define, with the copies that this makes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pickle import PickleBuffer
 from typing import Any
 
 LIBRARIES = ("polars", "pyarrow", "PIL.Image")
-"""The modules of the types that this file can transfer."""
+"""The modules that define the types that this file can transfer."""
 _TYPES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...]
-"""Module, type, a name of the module that its reducer needs (older versions lack it), and the reducer."""
+"""Module, type, a name in the module that its reducer needs (older versions lack it), and the reducer."""
 _RAW = {"L": "L", "RGB": "RGBX", "RGBA": "RGBA", "CMYK": "CMYK"}
-"""Image modes, and Pillow's name of the raw mode in which it stores their pixels."""
+"""Image modes, each with Pillow's name for the raw mode in which it stores the pixels."""
 
 
 def reducers() -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """Yield the types of the loaded libraries, each with its reducer."""
+    """Yield the types from the loaded libraries, each with its reducer."""
     if not _has_arrow():
         return
     for module, name, needed, reduce in _TYPES:
@@ -60,7 +60,8 @@ def _reduce_frame(frame: Any) -> Any:
     import polars
 
     types = repr(frame.dtypes)
-    if "Object" in types or "Int128" in types:  # Arrow would store addresses of objects, and lacks Int128
+    # Arrow would store the addresses of objects, and has no Int128
+    if "Object" in types or "Int128" in types:
         return frame.__reduce_ex__(5)
     table = frame.to_arrow(compat_level=polars.CompatLevel.newest())
     return _rebuild_frame, (table, frame.height)
@@ -104,7 +105,7 @@ def _rebuild_image(pixels: Any, mode: str, size: tuple[int, int], info: dict[Any
     from PIL import Image
 
     image = Image.fromarrow(pixels, mode, size)
-    image.readonly = 1  # Pillow copies the image before a change
+    image.readonly = 1  # Pillow copies the image before changing it
     image.info = info
     return image
 

@@ -1,7 +1,8 @@
 """Combination of the values of several workers, or of several members of a group.
 
-Values are combined leaf by leaf through dictionaries, lists and tuples, and always in their order. So every
-process that combines them gets the same result, and an operation does not need a neutral element.
+Values are combined leaf by leaf through dictionaries, lists and tuples, and always in their order. All
+processes that combine the same values therefore get the same result, and an operation does not need a neutral
+element.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
 class Reduced(NamedTuple, Generic[T]):
-    """Combined values of the workers of a stage in one round.
+    """Combined values of a stage's workers in one round.
 
     Attributes:
         value: The combination of the workers' values.
-        contributors: Number of workers that contributed. It falls when workers have ended.
-        round: Number of the round, from 0.
+        contributors: Number of workers that contributed. The number falls when workers end.
+        round: Number of the round, starting at 0.
 
     Example:
         >>> from flowchan import Graph
@@ -41,7 +42,7 @@ class Reduced(NamedTuple, Generic[T]):
 def combined(values: Sequence[Any], function: Function) -> Any:
     """Combine the values with a function, or return None if the sequence is empty.
 
-    Raises ``ValueError`` if their keys or lengths differ, and any error of the function.
+    Raises ``ValueError`` if their keys or lengths differ, and passes on any error that the function raises.
     """
     total = values[0] if values else None
     for value in values[1:]:
@@ -52,7 +53,7 @@ def combined(values: Sequence[Any], function: Function) -> Any:
 def reduced(values: Sequence[Any], op: str | Function) -> Any:
     """Combine values, which may be arrays of one shape.
 
-    ``op`` is a function or a name of :data:`OPERATIONS`.
+    ``op`` is a function, or a name in :data:`OPERATIONS`.
     """
     total = combined(values, of_one_shape(OPERATIONS[op]) if isinstance(op, str) else op)
     return _divided(total, len(values)) if op == "mean" else total
@@ -64,7 +65,7 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
             raise ValueError(
                 "values must have the same keys, got "
                 f"{', '.join(sorted(map(repr, a.keys() ^ b.keys())))} only in "
-                f"some{f' in {path}' if path else ''}"
+                f"some of them{f' (in {path})' if path else ''}"
             )
         return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):
@@ -79,7 +80,7 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
 
 
 def of_one_shape(plain: Function) -> Function:
-    """Return ``plain`` with a check that arrays have the same shape. Numbers combine with any shape."""
+    """Wrap ``plain`` with a check that arrays have the same shape. A number combines with any shape."""
 
     def function(a: Any, b: Any) -> Any:
         shapes = getattr(a, "shape", ()), getattr(b, "shape", ())
@@ -100,7 +101,7 @@ def _divided(total: Any, by: int) -> Any:
 
 
 def _of_each_element(name: str, plain: Function) -> Function:
-    """Return ``plain``, but with the library's function ``name`` for arrays and tensors."""
+    """Wrap ``plain`` to use the library's function ``name`` for arrays and tensors."""
 
     def function(a: Any, b: Any) -> Any:
         for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):

@@ -1,4 +1,4 @@
-"""Compare definitions of functions and classes, and values, across processes of one Python."""
+"""Compare definitions of functions and classes, and values, across processes with the same Python."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _fingerprints: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], str]] = we
 
 
 def fingerprint(cls: type) -> str:
-    """Return a text that is the same for the same code of a class, in every process of one Python."""
+    """Return a text that is the same for the same code of a class, in every process with the same Python."""
     members = vars(cls)
     version = tuple(map(id, members.values()))
     known = _fingerprints.get(cls)
@@ -39,7 +39,7 @@ def fingerprint(cls: type) -> str:
 
 
 def text_of(member: Any, depth: int = 4) -> str:
-    """Return the code of a member of a class as text; empty if it has none."""
+    """Return the code of a class member as text; empty if it has no code."""
     if isinstance(member, (classmethod, staticmethod)):
         member = member.__func__
     elif isinstance(member, functools.cached_property):
@@ -76,7 +76,7 @@ class _TooLarge(Exception):
 
 
 class _Sum:
-    """File that keeps only a digest of what is written to it."""
+    """File that keeps only a digest of the data written to it."""
 
     def __init__(self) -> None:
         self._sum, self._left = hashlib.blake2b(digest_size=16), DIGEST_LIMIT
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class _DigestPickler(pickle.Pickler):
-    """Pickler of values to compare. Functions count by their code, classes and modules by their name."""
+    """Pickler for comparing values: functions by their code, and classes and modules by their names."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.FunctionType):
@@ -110,7 +110,7 @@ class _DigestPickler(pickle.Pickler):
 
 
 def digest_of(value: object) -> object:
-    """Return something that equals the digest of an equal value; None if the value cannot be compared."""
+    """Return a digest that is equal for equal values; None if the value cannot be compared."""
     if isinstance(value, _ATOMS):
         return type(value), value
     found = _Sum()

@@ -10,11 +10,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[T_co]):
-    """Item for which the function of a stage raised.
+    """Item for which a stage's function raised an exception.
 
     Attributes:
-        item: The item. If it could not be received, an :class:`flowchan.Unreadable`.
-        error: The exception of the last call.
+        item: The item, or an :class:`flowchan.Unreadable` if the item could not be received.
+        error: The exception that the last call raised.
         attempts: Number of calls; 0 if the item could not be received.
 
     Example:

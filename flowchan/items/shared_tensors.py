@@ -1,11 +1,11 @@
 """Transfer of tensors in shared memory between processes.
 
-A tensor that ``share_memory_()`` has moved into shared memory crosses by the descriptor of that memory. So
-every process sees the writes of the others.
+If ``share_memory_()`` has moved a tensor into shared memory, it is sent as the descriptor of that memory.
+Every process therefore sees the writes of the others.
 
-Tensors that a child process has shared are an exception. The workers of a data loader send every batch in
-shared memory, but only as a means of transfer. Such tensors cross as copies, like others, and do not keep
-descriptors while they are in a channel.
+Tensors that a child process has shared are an exception. The workers of a data loader put every batch in
+shared memory, but only to transfer it. Such tensors are sent as copies, like ordinary tensors, and do not
+keep descriptors open while they are in a channel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from flowchan.errors import Broken
 from flowchan.transport.descriptors import Beside, Handle, hand_over, now, shortage, take_over
 
-_ancestors: dict[int, frozenset[int]] = {}  # by pid, because a forked child inherits this dictionary
+_ancestors: dict[int, frozenset[int]] = {}  # keyed by pid, because a forked child inherits this dictionary
 _arrived: set[int] = set()
 """Inodes of memory that came from another process."""
 
 
 def is_shared(tensor: Any) -> bool:
-    """Return whether the tensor is in memory that the processes of this program share."""
+    """Return whether the tensor is in memory that this program's processes share."""
     return _descriptor(tensor.untyped_storage()) is not None and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -37,7 +37,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_storage(value: Any) -> bool:
-    """Return whether the value is a storage of torch."""
+    """Return whether the value is a torch storage."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.UntypedStorage)
 
@@ -56,7 +56,7 @@ def _descriptor(storage: Any) -> int | None:
     if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":  # type: ignore[no-untyped-call]
         return None  # asking for the descriptor would move the tensor to other memory
     fd = int(storage._share_fd_cpu_()[0])
-    if fd < 0:  # a mapped file
+    if fd < 0:  # the storage is a mapped file
         return None
     maker = re.match(r"/dev/shm/torch_(\d+)_", os.readlink(f"/proc/self/fd/{fd}"))
     ours = maker is not None and int(maker[1]) in _pids_of_ancestry()
@@ -64,7 +64,7 @@ def _descriptor(storage: Any) -> int | None:
 
 
 def _pids_of_ancestry() -> frozenset[int]:
-    """Return the pids of this process and its ancestors."""
+    """Return the process ids of this process and its ancestors."""
     pid = os.getpid()
     if pid not in _ancestors:
         found = [pid]
@@ -88,7 +88,7 @@ def _rebuild_tensor(storage: Any, dtype: Any, where: tuple[Any, ...], requires_g
 
 
 def reduce_storage(storage: Any) -> Any:
-    """Pickle a storage: by its descriptor if it is shared memory, else by its contents."""
+    """Pickle a storage by its descriptor if it is shared memory, or else by its contents."""
     fd = _descriptor(storage)
     if fd is None:
         return storage.__reduce_ex__(5)
@@ -108,7 +108,7 @@ def _arrive(handle: Handle, size: int) -> Any:
     except OSError as error:
         if (short := shortage(what, error)) is not None:
             raise short from error
-        raise Broken(f"{what} can't be received: its sender ended before") from error
+        raise Broken(f"{what} can't be received: its sender ended before it was received") from error
     try:
         _arrived.add(os.fstat(fd).st_ino)
         return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Short texts of a user's values for messages, safe for any ``__repr__``."""
+"""Short texts that show a user's values in messages, safe for any ``__repr__``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 def short(value: Any, most: int = 80) -> str:
     """Return the repr of a value in at most ``most`` characters.
 
-    If the repr raises, return the type of the value and of the error.
+    If the repr raises, return the types of the value and of the error.
     """
     try:
         text = repr(value)
-    except BaseException as error:  # user code, which must not replace the message that is being made
+    except BaseException as error:  # user code, whose error must not replace the message that is being built
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Tracebacks of flowchan's own errors, which end near the user's call."""
+"""Tracebacks of flowchan's own errors, shortened so that they end near the user's call."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def ends_at_caller(function: Function) -> Function:
             return function(*args, **options)
         except Exception as error:
             error.__traceback__ = shortened(error.__traceback__)
-            raise  # adds no entry for this frame
+            raise  # a bare raise adds no entry for this frame
 
     return cast(Function, called)
 
 
 def methods_end_at_caller(cls: Class) -> Class:
-    """Apply :func:`ends_at_caller` to the public methods of a class, unless they have a decorator."""
+    """Apply :func:`ends_at_caller` to the public methods of a class that have no decorator."""
     for name, value in list(vars(cls).items()):
         if (
             inspect.isfunction(value)
@@ -47,7 +47,7 @@ def methods_end_at_caller(cls: Class) -> Class:
 
 
 def from_users_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the first entry of the user's code on, or all of it if it has none."""
+    """Return the traceback from the first entry in user code on, or all of it without such an entry."""
     step = trace
     while step is not None:
         module = step.tb_frame.f_globals.get("__name__", "")
@@ -64,8 +64,8 @@ def _is_of_flowchan(module: str) -> bool:
 def shortened(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without its first entry, which belongs to a decorator.
 
-    If all other entries are of flowchan and the last one is a ``raise`` statement, return that one only. An
-    error that comes from the user's code, or that shows a defect of flowchan, keeps all entries.
+    If all other entries are in flowchan and the last one is a ``raise`` statement, return only the last one.
+    An error that comes from user code, or that reveals a defect in flowchan, keeps all entries.
     """
     first = last = trace and trace.tb_next
     while last is not None:

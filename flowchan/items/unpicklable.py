@@ -1,7 +1,7 @@
 """Search for the part of an object that cannot be pickled.
 
-The search tries the parts that cloudpickle would visit, down to the smallest one that fails alone. The user
-needs its path: "captured variable 'model', attribute 'lock'".
+The search tries the parts that cloudpickle would visit, down to the smallest part that cannot be pickled on
+its own. The user is shown the path to it: "captured variable 'model', attribute 'lock'".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DEEPEST = 20
 
 
 def refusal(value: Any, pickler: Any = None) -> str | None:
-    """Return in one line why a pickler refuses the value, or ``None`` if it accepts it.
+    """Return one line with the reason why a pickler rejects the value, or ``None`` if the pickler accepts it.
 
     The default pickler is cloudpickle's.
     """
@@ -67,12 +67,12 @@ def smallest(
     refusal: Callable[[Any], str | None] = refusal,
     children: Callable[[Any], Iterator[tuple[str, Any]]] = children,
 ) -> tuple[list[str], Any, str]:
-    """Find the smallest part of ``value`` that is refused alone.
+    """Find the smallest part of ``value`` that is rejected on its own.
 
     Args:
-        value: The value that is refused.
-        error: Why it is refused.
-        refusal: Returns why a part is refused, or None.
+        value: The value that is rejected.
+        error: Why the value is rejected.
+        refusal: Returns why a part is rejected, or None.
         children: Yields the parts of a part, each with a description.
 
     Returns:
@@ -94,9 +94,9 @@ def smallest(
 
 
 def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) -> list[tuple[str, Any]]:
-    """Return the parts of the value, or none if its own code fails while it lists them.
+    """List the parts of the value. Return no parts if the value's own code raises an exception.
 
-    The value is then the smallest part.
+    In that case the value itself is the smallest part.
     """
     try:
         return list(children(value))
@@ -105,7 +105,7 @@ def _listed(children: Callable[[Any], Iterator[tuple[str, Any]]], value: Any) ->
 
 
 def _captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that travel with a function that is pickled by value."""
+    """Yield the variables that are sent with a function that is pickled by value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f"captured variable {name!r}", cell.cell_contents
@@ -132,7 +132,7 @@ def _names_used(code: CodeType) -> Iterator[str]:
 
 
 def _state(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments, attributes and elements that an object's own ``__reduce__`` gives to pickle."""
+    """Yield the arguments, attributes and elements that an object's own ``__reduce__`` passes to pickle."""
     reduced = value.__reduce_ex__(5)
     if not isinstance(reduced, tuple):
         return

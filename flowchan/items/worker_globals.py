@@ -1,10 +1,11 @@
-"""Global variables of the functions by value that a worker process has received.
+"""Global variables of functions that a worker process has received by value.
 
-In a worker process all functions of one module share their global variables. So the tasks of a pool see what
-its initializer has set. If the worker has run the script, these are the globals of that script.
+In a worker process, all functions from one module share their global variables. The tasks of a pool therefore
+see the variables that its initializer has set. If the worker has run the script, these are the script's
+globals.
 
-The value that arrives with a function is assigned when it is new, or when it has changed since it last
-arrived. Otherwise the worker's value stays, with the changes that the worker has made.
+A value that arrives with a function is assigned if the variable is new, or if the value has changed since it
+last arrived. Otherwise the worker keeps its own value, with the changes that it has made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from flowchan.items.definitions import MAIN, digest_of
 
 shares_all: ContextVar[bool] = ContextVar("shares_all", default=False)
-"""Whether lambdas and closures share the globals too."""
+"""Whether lambdas and closures also share the globals."""
 
 _CODE = (types.FunctionType, type)
 
@@ -33,13 +34,13 @@ class WorkerGlobals:
         self._arrived: dict[tuple[int, str], object] = {}
 
     def share(self) -> None:
-        """Begin to share the globals: this process has become a worker."""
+        """Begin to share the globals, because this process has become a worker."""
         self.shared = True
         self._of_module.clear()
         self._arrived.clear()
 
     def of(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Return the globals for functions of a module. ``base`` has its attributes, such as its file."""
+        """Return the globals for a module's functions. ``base`` has module attributes, such as the file."""
         name = usual(base.get("__name__", ""))
         own = own_names(name)
         if own and own.get("__file__") == base.get("__file__"):
@@ -47,7 +48,7 @@ class WorkerGlobals:
         return self._of_module.setdefault(name, base)
 
     def offer(self, target: dict[str, Any] | type, values: dict[str, Any]) -> None:
-        """Assign the values that have arrived to globals or attributes, unless the worker's value stays."""
+        """Assign received values to globals or attributes, unless the worker keeps its own value."""
         names = vars(target) if isinstance(target, type) else target
         for name, value in values.items():
             key = id(target), name
@@ -79,7 +80,7 @@ def _assign(target: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def shared_globals() -> Iterator[None]:
-    """Let lambdas and closures that are unpickled in the block share the globals of their module too."""
+    """Let lambdas and closures that are unpickled in the block also share the globals of their module."""
     token = shares_all.set(True)
     try:
         yield
@@ -88,7 +89,7 @@ def shared_globals() -> Iterator[None]:
 
 
 def usual(module: str) -> str:
-    """Return the name of a module in the program that has started this process."""
+    """Return the name that a module has in the program that started this process."""
     return "__main__" if module in MAIN else module
 
 
@@ -103,15 +104,15 @@ def lookup(names: dict[str, Any], path: str) -> Any:
 
 
 def own_names(module: str) -> dict[str, Any]:
-    """Return the names of a module that this process has imported or run; empty if it has not."""
+    """Return the names in a module that this process has imported or run; empty for any other module."""
     found = sys.modules.get(usual(module))
     return {} if found is None else vars(found)
 
 
 def _names_in_use(names: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of the functions of a module.
+    """Return the globals that a module's functions use.
 
-    A process that was not forked has only a copy of them in its main module (``runpy.run_path``).
+    In a process that was not forked, the main module has only a copy of these globals (``runpy.run_path``).
     """
     for value in list(names.values()):
         members = list(vars(value).values()) if isinstance(value, type) else [value]

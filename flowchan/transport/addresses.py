@@ -11,10 +11,10 @@ from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
-    """Return the address of this machine on the kernel's routes to all ``peers``.
+    """Return the address that this machine has on the kernel's routes to all ``peers``.
 
     ``peers`` maps the names of hosts to their addresses. A host that is reached over loopback is this
-    machine, and can reach any of its addresses.
+    machine, and can reach all its addresses.
     """
     ours: dict[str, str] = {}
     for host, peer in peers.items():
@@ -29,7 +29,7 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
                     host,
                 ) from None
             raise HostError(
-                f"{call}: no address of this machine is known that {host} can reach "
+                f"{call}: can't find an address of this machine that {host} can reach "
                 f"({error.strerror}); set address=",
                 host,
             ) from error
@@ -44,12 +44,12 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
 
 
 def channel_address(place: str, number: int) -> str:
-    """Return the address of a channel: where its owner listens, and its number there."""
+    """Return the address of a channel: where its owner listens, and the owner's number for it."""
     return f"{place}/{number}"
 
 
 def place_in(address: str) -> str:
-    """Return where the owner of a channel listens."""
+    """Return the address on which a channel's owner listens."""
     place, slash, number = str(address).rpartition("/")
     if not (slash and place and number.isascii() and number.isdigit()):
         raise ValueError(
@@ -59,14 +59,14 @@ def place_in(address: str) -> str:
 
 
 def number_in(address: str) -> int:
-    """Return the number of a channel at its owner."""
+    """Return the number that a channel has at its owner."""
     return int(address.rpartition("/")[2])
 
 
 def mark_of(owner: str, number: int | str) -> str:
-    """Return the mark that an item contains for each channel that was sent in it.
+    """Return the mark that an item contains for each channel that was sent in the item.
 
-    The id of an owner is random, so nothing else equals the mark.
+    An owner's id is random, so no other text equals the mark.
     """
     return f"sent by {owner}/{number}"
 

@@ -1,4 +1,4 @@
-"""Mutual authentication of the two ends of a new connection by a shared secret.
+"""Mutual authentication of the two ends of a new connection with a shared secret.
 
 Every message has a fixed size, so a peer cannot choose how much the other end reads::
 
@@ -8,11 +8,11 @@ Every message has a fixed size, so a peer cannot choose how much the other end r
     dialled   hello      4,096 bytes of JSON, padded with spaces; HMAC-SHA256(key, "dialled: hello" + these)
     listens   hello      the same with "listens"
 
-A replayed handshake fails because the nonce is fresh. Reflected messages fail because the role is wrong. A
-changed byte changes the key. A greeting is only compared with the expected bytes, and the hello of a peer is
-read only after its proof; nothing is unpickled here. With TLS the hellos are already encrypted. The
-listener's greeting names its certificate, so the proofs cover it. The dialling end continues only if TLS
-presents that certificate.
+A replayed handshake fails because the nonce is fresh. Reflected messages fail because their role is wrong. A
+changed byte changes the key. A greeting is only compared with the expected bytes, and a peer's hello is
+parsed only after the peer's proof; nothing is unpickled here. With TLS, the hellos are already encrypted. The
+listener's greeting contains the fingerprint of its certificate, so the proofs cover the certificate. The
+dialling end continues only if TLS presents that certificate.
 
 Without TLS, the data after the handshake is not protected: an attacker who can rewrite packets can take over
 the connection.
@@ -41,7 +41,7 @@ NONCE = 32
 NO_CERTIFICATE = bytes(32)
 PROOF = 32
 HELLO = 4096
-SECRET = 16  # fewest bytes of a secret
+SECRET = 16  # minimum number of bytes in a secret
 DIALLED, LISTENS = b"dialled", b"listens"
 PLAIN, WITH_TLS = b"-", b"T"
 GREETING = len(PREAMBLE) + len(DIALLED) + 1 + NONCE + len(NO_CERTIFICATE)
@@ -58,7 +58,7 @@ class Encrypt:
 
 
 class Last(bytes):
-    """Last message of the listening end. It accepts the peer, whose hello is ``peer_hello``."""
+    """Last message from the listening end, which accepts the peer whose hello is ``peer_hello``."""
 
     peer_hello: Hello
 
@@ -71,26 +71,25 @@ Raises :class:`Refused` with a reason that does not name the peer."""
 def meet(
     sock: socket.socket, secret: bytes, *, dialled: bool, hello: Hello, timeout: float, tls: bool = False
 ) -> tuple[socket.socket, Hello]:
-    """Authenticate the other end of ``sock`` and this end by ``secret``, and exchange hellos.
+    """Authenticate both ends of ``sock`` with ``secret``, and exchange hellos.
 
     If the function raises, ``sock`` is closed.
 
     Args:
         sock: The new connection.
         secret: The secret that both ends must know.
-        dialled: Whether this end has dialled, or else listens.
+        dialled: Whether this end has dialled; otherwise it listens.
         hello: The hello of this end.
         timeout: Seconds for the whole handshake.
         tls: Whether to encrypt the connection.
 
     Returns:
-        The socket to use from now on, and the peer's hello. With ``tls`` the socket leads to a process of
-        ours
-        that encrypts (``tls.py``), and that ends when the socket is closed.
+        The socket to use from now on, and the peer's hello. With ``tls``, the socket leads to a proxy process
+        that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
-        Refused: The peer does not know the secret, is silent, or speaks another protocol. The one line of the
-            error names the peer's address.
+        Refused: The peer does not know the secret, is silent, or speaks another protocol. The one-line
+            message contains the peer's address.
     """
     try:
         pending = PendingHandshake(sock, handshake(secret, hello, dialled=dialled, tls=tls), timeout)
@@ -114,7 +113,7 @@ def meet(
 class PendingHandshake:
     """Connection whose peer has not proved the secret yet.
 
-    It never blocks: ``receive_step()`` takes what has arrived.
+    It never blocks: ``receive_step()`` takes the data that has arrived.
     """
 
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
@@ -137,7 +136,7 @@ class PendingHandshake:
     def receive_step(self) -> None:
         """Receive at most the bytes of the current step, and continue the handshake.
 
-        Raises :class:`Refused`. If Ctrl-C comes after the last message of the peer, the next call continues.
+        Raises :class:`Refused`. If Ctrl-C arrives after the peer's last message, the next call continues.
         """
         if self._last is not None:
             self._end(self._last)
@@ -206,7 +205,7 @@ class PendingHandshake:
             self._refuse(str(refused))
 
     def has_proved(self) -> bool:
-        """Return whether the peer is accepted, although another :meth:`receive_step` may have to finish."""
+        """Return whether the peer is accepted. Finishing may still take another :meth:`receive_step`."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -225,7 +224,7 @@ class PendingHandshake:
         except OSError as error:
             self._refuse(self._why_it_ended(error))
         if sent[0] < len(message):
-            self._refuse("it does not read the messages of this side")
+            self._refuse("it does not read the messages from this side")
 
     def _encrypt(self, step: Encrypt) -> None:
         remaining = max(0.1, self.give_up - time.monotonic())
@@ -238,12 +237,12 @@ class PendingHandshake:
 
 
 def handshake(secret: bytes, hello: Hello, *, dialled: bool, tls: bool = False) -> Handshake:
-    """Yield the steps of one end, which do not use a socket. The head of this file explains them."""
+    """Yield the steps of one end without using a socket. The module docstring explains the steps."""
     us, them = (DIALLED, LISTENS) if dialled else (LISTENS, DIALLED)
     written_hello = written(hello)
     if len(secret) < SECRET:
         raise ValueError(
-            f"secret must have at least {SECRET} bytes, got {len(secret)}; secrets.token_bytes(32) makes one"
+            f"secret must have at least {SECRET} bytes, got {len(secret)}; use secrets.token_bytes(32)"
         )
     certified = certificate() if tls and not dialled else None
     ours = greeting(us, tls, certified.fingerprint if certified else NO_CERTIFICATE)
@@ -275,7 +274,7 @@ def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE
 
 
 def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
-    """Refuse a greeting that does not begin with our protocol, the right role and the same use of TLS."""
+    """Refuse a greeting unless it begins with our protocol, the right role and the same use of TLS."""
     if not peer_greeting.startswith(PREAMBLE):
         raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]
@@ -307,7 +306,7 @@ def written(hello: Hello) -> bytes:
 
 
 def read(message: bytes, key: bytes, role: bytes) -> Hello:
-    """Check the proof of a message, and return the hello in it."""
+    """Check the proof of a message, and return the hello in the message."""
     written_hello, tag = message[:HELLO], message[HELLO:]
     check(tag, proof(key, role, b"hello", written_hello))
     try:

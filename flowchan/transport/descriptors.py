@@ -1,9 +1,9 @@
 """Transfer of the descriptors of channels and shared memory to other processes.
 
-A child inherits them when it is started. In an item of a channel, they travel next to the item in the kernel
-(ring_fd_bundles.cpp). So the sender may end before the item is received. In a pickle that the user makes,
-they are named by the sender's table under ``/proc``. This works for processes of the same user while the
-sender lives.
+A child inherits the descriptors when it is started. Descriptors in an item of a channel are carried by the
+kernel, next to the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If
+the user pickles the object, the pickle refers to the sender's descriptors under ``/proc``. This works for
+processes of the same user while the sender is alive.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Inherited(NamedTuple):
 class Sent(NamedTuple):
     """Descriptors in the bundle of the item that is being pickled.
 
-    The values are the index of the first one, and their number.
+    The values are the index of the first descriptor, the number of descriptors, and the inode of the memory.
     """
 
     first: int
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Object that travels next to a packed value, by its index."""
+    """Object that is sent next to a packed value, referred to by its index."""
 
     place: int
     inode: int
@@ -92,17 +92,17 @@ class Parcel:
     """Collect the descriptors of one item while it is pickled."""
 
     shares = True
-    """Whether shared memory stays shared, or else is copied."""
+    """Whether shared memory stays shared; otherwise it is copied."""
     keeps_far = False
-    """Whether channels across hosts travel next to the pickle, or else as addresses in it."""
+    """Whether channels across hosts are sent next to the pickle; otherwise the pickle has their addresses."""
     on_device = True
-    """Whether a tensor on a device stays there, or else goes through host memory."""
+    """Whether a tensor stays on its device; otherwise it is sent through host memory."""
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
-        self.kept: list[Any] = []  # keeps them open until they are sent
+        self.kept: list[Any] = []  # keeps the descriptors open until they are sent
         self.id = 0
-        # for each channel across hosts, a call that ends its count
+        # for each channel across hosts, a call that undoes its count
         self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:
@@ -120,7 +120,7 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """Collect the descriptors of an item for another host, which is refused if it has any."""
+    """Collect the descriptors of an item for another host; an item with descriptors is rejected."""
 
     on_device = False
 
@@ -128,7 +128,7 @@ class Leaving(Parcel):
 class Companions(Parcel):
     """Collect the channels and shared memory of one value while it is packed.
 
-    They travel next to the pickle of the value, as separate objects.
+    They are sent next to the value's pickle, as separate objects.
     """
 
     keeps_far = True
@@ -140,7 +140,7 @@ class Companions(Parcel):
 
 
 class DuplicatedDescriptors(Companions):
-    """Collect the channels of a value for another host, with shared memory as copies."""
+    """Collect the channels of a value for another host, and copy its shared memory."""
 
     shares = keeps_far = False
 
@@ -148,16 +148,16 @@ class DuplicatedDescriptors(Companions):
 class Unopened(Companions):
     """Collect the channels of a value that other processes pass on without unpacking it.
 
-    Nothing in such a value may need their help.
+    The value must not contain anything that needs the help of these processes.
     """
 
     keeps_far = False
 
 
 class OpenedDescriptors:
-    """Descriptors that arrived with one item, while it is unpickled.
+    """Descriptors that arrived with one item, while the item is being unpickled.
 
-    ``missing`` is the errno for which some are missing, or 0.
+    ``missing`` is the errno that explains why some are missing, or 0.
     """
 
     def __init__(self, descriptors: list[int], missing: int) -> None:
@@ -183,11 +183,11 @@ class _Now(threading.local):
 
 
 now = _Now()
-"""The items that this thread is pickling and unpickling now."""
+"""The items that this thread is currently pickling and unpickling."""
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:
-    """Return what to pickle in place of descriptors that ``owner`` keeps open.
+    """Return the object to pickle in place of descriptors that ``owner`` keeps open.
 
     ``socket`` is the socket of a channel, or -1.
     """
@@ -199,7 +199,7 @@ def hand_over(memory: int, socket: int, owner: Any) -> Handle:
 
 
 def take_over(handle: Inherited | Sent | Borrowed) -> tuple[int, int]:
-    """Return the memory and the socket, or -1, of a handle as descriptors of this process.
+    """Return a handle's memory and socket (or -1) as descriptors of this process.
 
     Raises ``OSError``.
     """

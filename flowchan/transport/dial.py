@@ -1,4 +1,4 @@
-"""Connections to a known address and secret, with retries while the peer is absent."""
+"""Connections to a known address with a known secret, retried while the peer is absent."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def reach(
     """Connect to ``address``, authenticate both ends, and retry until this succeeds.
 
     Args:
-        address: Where the peer listens.
+        address: Address on which the peer listens.
         secret: The secret of both ends.
         hello: The hello of this end.
         why: Beginning of the error message.
         within: Seconds after which the retries end.
         tls: Whether to encrypt the connection.
-        wanted: Returns False when the connection is not needed any more.
+        wanted: Returns False when the connection is no longer needed.
 
     Returns:
         The connection and the peer's hello.
@@ -54,7 +54,7 @@ def reach(
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
             sock = dial(address, remaining)
-            pause = SHORTEST  # the peer is present
+            pause = SHORTEST  # the peer is present, so the next retry may come soon
             remaining = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:

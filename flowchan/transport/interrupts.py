@@ -1,25 +1,27 @@
 """Safety from Ctrl-C and from signal handlers that raise.
 
 Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
-``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may come at any point.
-Only this file knows how code stays correct then:
+``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may be raised at any
+point. Only this file knows how code stays correct in that case:
 
-- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect at its end.
-- ``interrupts_allowed()``: a long wait within such a block, during which they take effect at once.
+- ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
+- ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
-- ``unless_interrupted(OSError)``: in an ``except`` clause, the errors of the call itself and not those of a
-  signal handler that ran during it. ``is_interrupt(error)`` is the same test as a function.
+- ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raises,
+  but not those of a signal handler that ran during the call. ``is_interrupt(error)`` is the same test as a
+  function.
 - ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
-- ``terminate_as_interrupt()``: a block in which SIGTERM has the effect of Ctrl-C.
+- ``terminate_as_interrupt()``: a block in which SIGTERM has the same effect as Ctrl-C.
 
 Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal. It calls the
 handler below it, which is the program's own. All blocks and watches share one layer, so they may end in any
-order. A handler that the program installs later gets another layer above it, and is never removed.
+order. If the program installs a handler later, it gets another layer above it, and is never removed.
 
-Invariants. A layer without blocks and watches only passes on, so one that an exception left installed does
-no harm, and the next block removes it. A signal that was deferred is kept until it has been delivered. Of
-several deferred signals the first is delivered: they all ask for the same end. The block counts the others.
-Blocks belong to the main thread, the only one that runs handlers; elsewhere they do nothing.
+Invariants. A layer without blocks and watches only passes signals on. If an exception leaves such a layer
+installed, it therefore does no harm, and the next block removes it. A deferred signal is kept until it has
+been delivered. If several signals are deferred, only the first is delivered, because they all request the
+same end. The block counts the others. Blocks belong to the main thread, the only one that runs handlers; in
+other threads they do nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[DeferralBlock]:
-    """Defer Ctrl-C and SIGTERM until the block has ended. It gives the block, which counts them."""
+    """Defer Ctrl-C and SIGTERM until the block has ended. Yield the block, which counts them."""
     block = DeferralBlock()
     if not _in_main_thread():
         yield block
@@ -67,9 +69,9 @@ def interrupts_deferred() -> Iterator[DeferralBlock]:
 
 @contextlib.contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect at once, within a block that defers them.
+    """Let Ctrl-C and SIGTERM take effect immediately, within a block that defers them.
 
-    Use it for a long wait that leaves nothing half done.
+    Use this for a long wait that leaves nothing half done.
     """
     blocks = list(_blocks) if _in_main_thread() else []
     try:
@@ -86,8 +88,8 @@ def interrupts_allowed() -> Iterator[None]:
 def append_result(results: MutableSequence[T], call: Callable[..., T], *args: Any) -> None:
     """Call a native function and append its result in one step of the interpreter.
 
-    An interrupt comes before the call, or after ``results`` has its result. So nothing that the call took or
-    sent is lost.
+    An interrupt takes effect either before the call or after its result is in ``results``. Therefore the call
+    never loses anything that it received or sent.
     """
     results.extend(itertools.starmap(call, (args,)))
 
@@ -113,11 +115,11 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 class Termination(KeyboardInterrupt):
-    """SIGTERM has come where it means what Ctrl-C means."""
+    """SIGTERM was received where it has the same effect as Ctrl-C."""
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """Give the number of the signal that raised an interrupt."""
+    """Return the number of the signal that raised an interrupt."""
     return signal.SIGTERM if isinstance(error, Termination) else signal.SIGINT
 
 
@@ -125,17 +127,17 @@ def signal_of(error: KeyboardInterrupt) -> int:
 
 
 def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
-    """Return the exception types for an ``except`` clause that lets an interrupt pass.
+    """Return the exception types for an ``except`` clause that does not catch interrupts.
 
-    ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` of the call, but not one that
-    a signal handler raised during the call.
+    ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` that the call raised, but not
+    one that a signal handler raised during the call.
     """
     error = sys.exception()
     return () if error is not None and is_interrupt(error) else kinds
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler of this process raised the error, or it ends the program.
+    """Return whether a signal handler in this process raised the error, or the error ends the program.
 
     An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors say nothing about the
     call that they interrupt.
@@ -143,7 +145,7 @@ def is_interrupt(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     called = list(_called(error))
-    if not called:  # native code raised it, as in most errors of pickling
+    if not called:  # native code raised it, as for most pickling errors
         return False
     handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
     return not handlers.isdisjoint(called)
@@ -158,9 +160,9 @@ def _called(error: BaseException) -> Iterator[CodeType]:
 
 
 def _handler(number: int) -> Any:
-    """Return the program's own handler of a signal."""
+    """Return the program's own handler for a signal."""
     handler = None
-    with contextlib.suppress(ValueError):  # some systems reserve a signal
+    with contextlib.suppress(ValueError):  # some systems reserve certain signals
         handler = signal.getsignal(number)
         while isinstance(handler, _Layer):
             handler = handler.below
@@ -184,16 +186,16 @@ def _code(handler: Any) -> CodeType | None:
 class InterruptWatch:
     """Notice a Ctrl-C while the watch is open.
 
-    A generator that is closed because the loop over it was interrupted cannot notice this otherwise. The
-    watch may be opened several times, and ends after as many closes.
+    A generator that is closed because its loop was interrupted has no other way to notice the Ctrl-C. The
+    watch may be opened several times, and ends after the same number of closes.
 
     Attributes:
         seen: A Ctrl-C has raised ``KeyboardInterrupt``.
-        handled: A Ctrl-C came, and the program's own handler dealt with it, like that of asyncio.
+        handled: A Ctrl-C was received, and the program's own handler dealt with it, as asyncio's does.
     """
 
     def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
-        """Make a watch.
+        """Create a watch.
 
         ``instead`` returns the exception to raise in place of ``KeyboardInterrupt``, or None.
         """
@@ -220,16 +222,16 @@ class InterruptWatch:
     def still_raised(self) -> KeyboardInterrupt | None:
         """Return the exception raised in place of ``KeyboardInterrupt``.
 
-        Return None if it was caught and forgotten.
+        Return None if that exception was caught and dropped.
         """
         return self._raised()
 
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
-        """Return the exception to raise for this error: the replacement of one watch, or the error itself."""
+        """Return the exception to raise for this error: a watch's replacement, or the error itself."""
         self.seen = True
         if type(error) is KeyboardInterrupt:
             error = self._instead() or error
-        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt cannot be referred to weakly
+        if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt cannot be weakly referenced
             self._raised = weakref.ref(error)
         return error
 
@@ -241,8 +243,9 @@ class DeferralBlock:
     """A block that defers interrupts.
 
     Attributes:
-        deferred: How many it has deferred. Only the first is delivered, so a second Ctrl-C shows here.
-        allows: It is in a wait that may be interrupted.
+        deferred: Number of signals that it has deferred. Only the first is delivered, so this reveals a
+            second Ctrl-C.
+        allows: Whether it is in a wait that may be interrupted.
     """
 
     deferred = 0
@@ -250,7 +253,7 @@ class DeferralBlock:
 
 
 class _Layer:
-    """Handler of a signal while a block or a watch is in use. ``below`` is the handler before it."""
+    """Handler of a signal while a block or a watch is in use. ``below`` is the previous handler."""
 
     def __init__(self, below: Callable[[int, Any], object]) -> None:
         self.below = below
@@ -302,7 +305,7 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """Return the layer on top of the handlers of a signal.
+    """Return the top layer of a signal's handlers.
 
     Return None if the handler is not a Python function.
     """
@@ -317,7 +320,7 @@ def _install(number: int) -> _Layer | None:
 
 
 def _restore(number: int) -> None:
-    """Remove the layer on top, if nothing uses it."""
+    """Remove the top layer if nothing uses it."""
     layer = signal.getsignal(number)
     if isinstance(layer, _Layer) and not layer.watches and not _blocks and _in_main_thread():
         signal.signal(number, layer.below)

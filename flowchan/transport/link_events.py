@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from typing import Any
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds after which an agent ends if it receives nothing from the driver, and a process gives up the
-owner of a channel."""
+"""Seconds without a message after which an agent gives up on the driver and ends, and a process gives up on
+the owner of a channel."""
 
 AHEAD, BEHIND = 1 << 16, 1024
-"""Capacities of an agent's rings for the inputs of a worker, which hold the items that the link has sent
-ahead, and for its outputs."""
+"""Capacities of an agent's rings: for a worker's inputs, which hold the items that the link has sent ahead,
+and for its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. This event comes once for each connection."""
+    """A connection has ended. This event occurs once for each connection."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFinished:
-    """At the owner: a worker sends nothing more on this stream, and all that it sent has been put."""
+    """At the owner: a worker will send nothing more on this stream, and everything it sent has been put."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
-    """An item of this input port holds descriptors, so it cannot leave this machine."""
+    """An item for this input port holds descriptors, so it cannot leave this machine."""
 
     stream: int
     port: int
@@ -40,7 +40,7 @@ class ItemRefused:
 
 @dataclass(frozen=True, slots=True)
 class ItemTooLarge:
-    """An item of ``size`` bytes has arrived that is too large for the channel behind this port."""
+    """An item of ``size`` bytes has arrived, which is too large for the channel behind this port."""
 
     stream: int
     port: int
@@ -54,10 +54,11 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True)
 class LinkIdle:
-    """No event has come for some time.
+    """No event has occurred for some time.
 
     Attributes:
-        connected: Whether the link was connected when that time began. A break since then is the next event.
+        connected: Whether the link was connected when that time began. If it has broken since then, the next
+            event reports the break.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """
 
@@ -77,18 +78,18 @@ _EVENTS: dict[str, type[LinkEvent]] = {
 
 
 def next_event(link: Any, timeout: float | None = None) -> LinkEvent | None:
-    """Wait up to ``timeout`` seconds for the next event of ``link``, and return it or None."""
+    """Wait up to ``timeout`` seconds for the next event of ``link``; return the event or None."""
     kind, *values = link.wait(timeout) or ("",)
     return _EVENTS[kind](*values) if kind else None
 
 
 def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iterator[LinkEvent | LinkIdle]:
-    """Yield the events of ``link`` until it is closed.
+    """Yield the events of ``link`` until the link is closed.
 
     Args:
         link: The native link.
-        wait: Seconds without an event after which :class:`LinkIdle` comes.
-        wait_unconnected: The same while the link is not connected (default: ``wait``).
+        wait: Seconds without an event after which :class:`LinkIdle` is yielded.
+        wait_unconnected: The same for a link that is not connected (default: ``wait``).
     """
     connected_at = time.monotonic()
     while True:

@@ -1,4 +1,4 @@
-"""Listener that accepts only peers that know the secret, and that no other peer can delay.
+"""Listener that accepts only peers that know the secret, and that other peers cannot delay.
 
 One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, the oldest
 one is refused, because a peer that knows the secret needs only a few round trips.
@@ -20,13 +20,14 @@ from flowchan.transport.tls import certificate
 
 AT_ONCE = 64
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds that a handshake may take
-PAUSE = 0.1  # seconds without accepting when this process lacks descriptors
+PAUSE = 0.1  # seconds without accepting connections when this process lacks descriptors
 
 
 class AuthenticatedListener:
     """Accept connections whose peers prove the secret.
 
-    ``refused`` is the number of peers that were refused, and ``last_refused`` the reason for the last one.
+    ``refused`` is the number of peers that were refused, and ``last_refused`` is the reason for the last
+    refusal.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class AuthenticatedListener:
         handshake_timeout: float = HANDSHAKE_TIMEOUT_S,
     ) -> None:
         if tls:
-            certificate()  # raises here if the package for TLS is missing
+            certificate()  # raises immediately if the package for TLS is missing
         self.address = listener.address
         self.refused = 0
         self.last_refused = ""
@@ -58,15 +59,15 @@ class AuthenticatedListener:
     ) -> tuple[socket.socket, Hello]:
         """Accept the next connection whose peer has proved the secret.
 
-        A peer cannot make this call raise. Handshakes that are not finished continue in the next call.
+        A peer cannot make this call raise. Unfinished handshakes continue in the next call.
 
         Args:
             timeout: Seconds to wait. Default: no limit.
-            take: Called with the connection and the hello before this call returns. If Ctrl-C comes first,
-                the next call returns the same connection, perhaps after ``take`` has had it.
+            take: Called with the connection and the hello before this call returns. If Ctrl-C arrives
+                earlier, the next call returns the same connection, and ``take`` may be called with it twice.
 
         Returns:
-            The connection, and the hello of the peer.
+            The connection, and the peer's hello.
 
         Raises:
             TimeoutError: No peer has proved the secret within ``timeout`` seconds.
@@ -90,7 +91,7 @@ class AuthenticatedListener:
                 )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """Return the seconds until the next timer, or None if there is none."""
+        """Return the seconds until the next timer expires, or None without a timer."""
         times = [give_up] if give_up is not None else []
         times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
@@ -130,20 +131,19 @@ class AuthenticatedListener:
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""
         sock = pending.sock
-        if (
-            pending not in self._pending
-        ):  # refused since it became ready, or still registered because of Ctrl-C
+        # refused after it became ready, or still registered because Ctrl-C ended an earlier call
+        if pending not in self._pending:
             self._unregister_peer(pending, sock)
             pending.close()
             return False
         try:
-            # when TLS begins, another process has this socket, and it would still be reported
+            # when TLS begins, this socket moves to another process but would still be reported here
             self._unregister(sock)
             pending.receive_step()
             self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         except BaseException as error:
             if pending.has_proved() and not isinstance(error, Exception):
-                raise  # the peer counts on being accepted, so the next call continues
+                raise  # the peer relies on being accepted, so the next call continues
             self._unregister_peer(pending, pending.sock)
             pending.close()
             if isinstance(error, OSError) and lacks(error):  # TLS needs more descriptors
@@ -173,7 +173,7 @@ class AuthenticatedListener:
             self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        # unregistered before: by a call that Ctrl-C ended, or before it was closed
+        # already unregistered: in a call that Ctrl-C ended, or before it was closed
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 
@@ -191,14 +191,14 @@ class AuthenticatedListener:
         self.last_refused = reason
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when ``accept`` has work.
+        """Return a descriptor that is readable when ``accept`` has work to do.
 
-        It does not cover the work of :meth:`has_proved_peer`.
+        The descriptor does not cover the case that :meth:`has_proved_peer` reports.
         """
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:
-        """Return whether a peer has proved the secret and waits, because Ctrl-C ended the last ``accept``."""
+        """Return whether a proved peer is still waiting, because Ctrl-C ended the last ``accept``."""
         return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class AuthenticatedListener:
         self._listener.close()
 
     def drop(self) -> None:
-        """Release the descriptors in a forked child, without effect on its parent."""
+        """Release the descriptors in a forked child, without affecting the parent."""
         self._ready.close()
         self._listener.close()
 

@@ -1,4 +1,4 @@
-"""Peers that run on this machine, whose end can be noticed at once."""
+"""Peers on this machine, whose end can be noticed immediately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def card() -> dict[str, Any]:
 
 
 class LocalPeer:
-    """Process of this machine, watched until this object is closed."""
+    """Process on this machine, watched until this object is closed."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -32,7 +32,7 @@ class LocalPeer:
 
 
 def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
-    """Return the process with this card, or None if it runs elsewhere or cannot be watched."""
+    """Return the process with this card, or None if it is on another machine or cannot be watched."""
     pid = shown.get("pid")
     if not _machine() or shown.get("machine") != _machine() or not isinstance(pid, int) or pid <= 0:
         return None
@@ -51,7 +51,7 @@ def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
 
 @cache
 def _machine() -> str:
-    """Return an id of the scope of pids: the boot of the kernel and the pid namespace, or "" if unknown."""
+    """Return an id for the boot and the pid namespace in which process ids are unique; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -60,7 +60,7 @@ def _machine() -> str:
 
 
 def _start(pid: int) -> str:
-    """Return the start time of a process, which identifies it uniquely together with its pid."""
+    """Return the start time of a process; together with the pid, it identifies the process uniquely."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

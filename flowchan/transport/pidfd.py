@@ -15,7 +15,7 @@ def open_pidfd(pid: int) -> int | None:
         pid: Id of the process.
 
     Returns:
-        The descriptor, or None if the kernel lacks such descriptors or a filter refuses them.
+        The descriptor, or None if the kernel lacks such descriptors or a seccomp filter forbids them.
 
     Raises:
         ProcessLookupError: The process does not exist.

@@ -1,8 +1,9 @@
-"""Exchange of small values between processes through a coordinator, before they know each other.
+"""Exchange of small values between processes that do not know each other yet, through a coordinator.
 
-The exchange has rounds. Each participant sends a line of JSON. Once all have sent one, the coordinator sends
-all lines to each of them. If a participant leaves, the others learn that the rendezvous has ended. A
-participant may leave after it has received the last round, because the others have been sent it.
+The exchange has rounds. Each participant sends a line of JSON. Once all lines have arrived, the coordinator
+sends all of them to each participant. If a participant leaves, the others are notified that the rendezvous
+has ended. A participant may leave once it has received the last round, because that round has also been sent
+to the others.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from flowchan.transport.interrupts import unless_interrupted
 
 AT_ONCE = 1 << 16
 SETTLED = b'"settled"\n'
-"""Last line of a participant that stays: all have met, and a participant that leaves no longer ends the
-rendezvous."""
-LATE = "some other members sent nothing in time during the rendezvous"
+"""Last line from a participant that stays connected. Once all have sent it, a participant that leaves no
+longer ends the rendezvous."""
+LATE = "some other members did not send anything in time during the rendezvous"
 Accept = Callable[[float], tuple[socket.socket, dict[str, Any]]]
 
 
 class RendezvousEnded(Exception):
     """The rendezvous has ended, for the reason ``why``.
 
-    If ``refused`` is true, its members cannot meet at all.
+    If ``refused`` is true, its members can never form a group.
     """
 
     def __init__(self, why: str, refused: bool = False) -> None:
@@ -40,12 +41,12 @@ class RendezvousEnded(Exception):
 class Coordinator:
     """Coordinator of a rendezvous for ranks 0 to ``size - 1``.
 
-    The coordinator does not wait for a participant to speak. It waits only for one that does not read while
-    the kernel's send buffer is full. Connections stay open until the participants close them: closing one
-    with unread data would destroy the last message to the peer.
+    The coordinator does not wait for a participant to send anything. It waits only if a participant does not
+    read while the kernel's send buffer is full. Connections stay open until the participants close them:
+    closing one with unread data would destroy the last message to the peer.
 
-    The coordinator may be rank 0, until the time ``give_up``. Then it calls :meth:`assemble` and
-    :meth:`gather`.
+    Rank 0 may be the coordinator. In that case it calls :meth:`assemble` and :meth:`gather`, which end at the
+    time ``give_up``.
 
     Args:
         size: Number of participants.
@@ -53,7 +54,8 @@ class Coordinator:
 
     Attributes:
         over: Why the rendezvous has ended, or "".
-        settled: All have met, and stay connected to learn when it ends.
+        settled: Whether the rendezvous is complete; the participants stay connected to be notified of its
+            end.
     """
 
     def __init__(self, size: int, give_up: float = math.inf) -> None:
@@ -64,7 +66,7 @@ class Coordinator:
         self._give_up = give_up
 
     def come(self, rank: int, sock: socket.socket) -> None:
-        """Add the connection of a rank. A second one of the same rank is closed."""
+        """Add the connection of a rank. A second connection of the same rank is closed."""
         if rank in self.sockets:
             sock.close()
             return
@@ -88,7 +90,7 @@ class Coordinator:
         return b""
 
     def add_line(self, rank: int, words: bytes) -> bytes:
-        """Add the words of a rank to this round, and return the round if it is complete."""
+        """Add a rank's words to this round, and return the round if it is complete."""
         self._lines[rank] += words
         if not all(line.endswith(b"\n") for line in self._lines):
             return b""
@@ -112,11 +114,12 @@ class Coordinator:
         """Accept all other ranks until ``give_up``.
 
         Args:
-            accept: Returns, within the given seconds, a connection and a hello with ``rank`` and ``size``.
+            accept: Waits up to the given number of seconds. Returns a connection and a hello with ``rank``
+                and ``size``.
 
         Raises:
-            TimeoutError: Some ranks, which it names, have not connected in time.
-            RendezvousEnded: Two processes have the same rank, or sizes differ.
+            TimeoutError: Some ranks have not connected in time; the message lists them.
+            RendezvousEnded: Two processes have the same rank, or pass different values of ``size``.
         """
         size = len(self._lines)
         while missing := set(range(1, size)) - self.sockets.keys():
@@ -131,18 +134,19 @@ class Coordinator:
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
                 self.end(
-                    f"all members must have one size, got {size} from rank 0 and {its_size} from rank {rank}",
+                    f"all members must pass the same size, got {size} from rank 0 and {its_size} from "
+                    f"rank {rank}",
                     True,
                 )
             elif size in self.sockets:
                 self.end(f"each rank must be used once, got two processes with rank {rank}", True)
             if self.over:
-                while self.sockets:  # until they have received the reason
+                while self.sockets:  # wait until they have received the reason
                     self._receive_ready()
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a value in the name of rank 0, like :meth:`Participant.gather`."""
+        """Exchange a value on behalf of rank 0, as :meth:`Participant.gather` does."""
         answer = self.add_line(0, json.dumps(value).encode() + b"\n")
         while not answer:
             answer = self._receive_ready()
@@ -188,14 +192,14 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 class Participant:
-    """Participant of a rendezvous, over its connection to the coordinator with the name ``coordinator``."""
+    """Participant in a rendezvous. Error messages use the name ``coordinator``."""
 
     def __init__(self, sock: socket.socket, coordinator: str) -> None:
         self._sock, self._coordinator = sock, coordinator
         self._has = b""
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to all participants of this round.
+        """Send a JSON value to all participants in this round.
 
         Args:
             value: The value of this participant.
@@ -205,7 +209,7 @@ class Participant:
 
         Raises:
             RendezvousEnded: The rendezvous has ended.
-            TimeoutError: The time limit of the socket is over.
+            TimeoutError: The socket's timeout expired.
         """
         return list(self._exchange(json.dumps(value).encode() + b"\n"))
 
@@ -238,13 +242,13 @@ class Participant:
         return line
 
     def goes_on(self) -> bool:
-        """Return whether the rendezvous continues. Call it only between two rounds."""
+        """Return whether the rendezvous continues. Call this only between two rounds."""
         waiting = select.poll()
         waiting.register(self._sock, select.POLLIN)
         return not self._has and not waiting.poll(0)
 
     def settle(self) -> None:
-        """Exchange the last round with those that stay connected. Raises the errors of ``gather``."""
+        """Complete the last round, after which all stay connected. Raises the same errors as ``gather``."""
         self._exchange(SETTLED)
         self._sock.settimeout(None)
 

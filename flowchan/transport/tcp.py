@@ -1,8 +1,8 @@
 """TCP connections between hosts: listening, dialling, and the address at which peers reach this host.
 
-An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This file never uses the
-name of this machine, which many systems resolve to 127.0.1.1. The address for a peer is the source address of
-the kernel's route to that peer.
+An address is the text ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This module never uses
+the name of this machine, which many systems resolve to 127.0.1.1. The address for a peer is the source
+address on the kernel's route to that peer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import time
 from flowchan.transport.interrupts import unless_interrupted
 
 UNSENT = 256 * 1024
-"""Unsent bytes in a connection. More would leave the processor's cache, and delay small frames."""
+"""Maximum unsent bytes in a connection. More would not fit the processor's cache, and would delay small
+frames."""
 UNREAD = 128 * 1024
-"""Bytes of a loopback connection in the kernel: few, so that it reuses the memory that the reader has just
-freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, 190 and 120 µs. 32 KB
-is less than one segment, so each segment waits for a timer."""
+"""Bytes that the kernel buffers for a loopback connection: few, so that it reuses the memory that the reader
+has just freed. Sending 1 MB over a bare socket costs each end 100 µs of CPU time; with 256 KB, it costs 190
+and 120 µs. With 32 KB, which is less than one segment, each segment would wait for a timer."""
 UNHEARD = 15_000  # milliseconds until unacknowledged bytes end a connection
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCNT: 3}
 BACKLOG = 256
 ENDED_EARLY = {errno.ECONNABORTED, errno.EPROTO, errno.EPERM}
-"""Errors of accept() for a connection that ended before it began. The next one may succeed."""
+"""Errors of accept() for a connection that ended before it was accepted. The next call may succeed."""
 
 
 def split(address: str) -> tuple[str, int]:
@@ -47,7 +48,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(name: tuple[str | int, ...]) -> str:
-    """Return the address of a socket name as a text."""
+    """Return the address of a socket name as text."""
     host = str(name[0])
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 
@@ -62,8 +63,8 @@ class Listener:
     def accept(self, timeout: float | None = None) -> socket.socket:
         """Return the next connection, whose peer is not authenticated yet.
 
-        :func:`flowchan.transport.authentication.meet` authenticates it. Raises ``TimeoutError``, or
-        ``OSError`` when this process lacks descriptors.
+        :func:`flowchan.transport.authentication.meet` authenticates the peer. Raises ``TimeoutError``, or
+        ``OSError`` if this process lacks descriptors.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -73,7 +74,7 @@ class Listener:
                 return sock
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait up to ``timeout`` seconds, and return whether a connection waits."""
+        """Wait up to ``timeout`` seconds, and return whether a connection is waiting."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(None if timeout is None else timeout * 1000))
@@ -88,7 +89,7 @@ class Listener:
             if error.errno in ENDED_EARLY:
                 return None
             raise
-        with contextlib.suppress(OSError):  # it has ended in the meantime, which its reader will notice
+        with contextlib.suppress(OSError):  # the connection has already ended, which its reader will notice
             prepare(sock, peer[0])
         sock.setblocking(True)
         return sock
@@ -96,7 +97,7 @@ class Listener:
     def detach(self) -> int:
         """Return the descriptor, and let the caller accept connections.
 
-        They inherit the options of a link.
+        The connections inherit the socket options that a link needs.
         """
         prepare(self._socket, self._socket.getsockname()[0])
         return self._socket.detach()
@@ -121,7 +122,7 @@ def listen(address: str) -> Listener:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # so that [::] accepts IPv6 only
+        if family == socket.AF_INET6:  # so that [::] accepts only IPv6
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.bind(name)
         sock.listen(BACKLOG)
@@ -135,7 +136,7 @@ def listen(address: str) -> Listener:
 def dial(address: str, timeout: float) -> socket.socket:
     """Connect to ``address`` in one attempt.
 
-    Raises ``ValueError``, ``TimeoutError``, or another ``OSError`` that names the address.
+    Raises ``ValueError``, ``TimeoutError``, or another ``OSError`` whose message contains the address.
     """
     host, port = split(address)
     give_up = time.monotonic() + timeout
@@ -146,7 +147,7 @@ def dial(address: str, timeout: float) -> socket.socket:
             prepare(sock, name[0])
             sock.settimeout(max(0.001, give_up - time.monotonic()))
             sock.connect(name)
-            # the socket has connected to itself, at a free port of this host
+            # the socket has connected to itself, at a free port on this host
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
             sock.settimeout(None)
@@ -163,11 +164,11 @@ def dial(address: str, timeout: float) -> socket.socket:
 
 
 def prepare(sock: socket.socket, peer: str) -> None:
-    """Set the options of a link's connection to ``peer``, an IP address.
+    """Set the socket options that a link needs for its connection to ``peer``, an IP address.
 
-    Small frames leave at once, and a silent cut is noticed. Over loopback, sent bytes have arrived, so the
-    whole buffer is small. Over a network, the buffer has to hold the bytes in flight. The kernel then grows
-    it with bandwidth and delay, which it does only while the size is not set.
+    Small frames are sent immediately, and a connection that breaks silently is noticed. Over loopback,
+    sent bytes have already arrived, so the whole buffer is small. Over a network, the buffer has to hold the
+    bytes in flight. The kernel grows it to match bandwidth and delay, but only if its size is not set.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if peer == "::1" or peer.startswith("127."):
@@ -183,8 +184,8 @@ def prepare(sock: socket.socket, peer: str) -> None:
 def route_to(peer: str) -> str:
     """Return the address, without a port, from which this host sends to ``peer``.
 
-    ``peer`` is the name or address of a host, and can reach this host at that address. The kernel's routes
-    determine it; nothing is sent. Raises ``OSError``.
+    ``peer`` is the name or address of a host, and can reach this host at the returned address. The address
+    follows from the kernel's routes; nothing is sent. Raises ``OSError``.
     """
     family, _, _, _, name = resolve(peer, 9, peer)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -196,7 +197,7 @@ def route_to(peer: str) -> str:
 
 
 def resolve(host: str, port: int, requested: str) -> list[tuple[int, int, int, str, tuple[str, int]]]:
-    """Resolve the name of a host."""
+    """Resolve a host name."""
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)  # type: ignore[return-value]
     except (OSError, UnicodeError) as error:

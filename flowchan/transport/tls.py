@@ -1,8 +1,8 @@
 """TLS 1.3 in a separate process, for a connection whose ends have authenticated each other.
 
 The user of the connection gets a plain descriptor. Encryption never waits for the GIL of a process that runs
-user code. The certificate is made for this process and discarded with it. It needs no signature of an
-authority, because the proofs of the handshake cover it.
+user code. The certificate is generated for this process and discarded with it. It needs no signature from an
+authority, because the proofs in the handshake cover it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from flowchan.transport.pidfd import open_pidfd
 
 PROGRAM = Path(__file__).with_name("tls_proxy.py")
-BUFFER = 512 * 1024  # of the plain side: at least as much as the proxy passes on at once
+BUFFER = 512 * 1024  # buffer of the plain side in bytes, at least as large as one step of the proxy
 A_DAY = datetime.timedelta(days=1)
 
 
@@ -38,7 +38,7 @@ class Certificate:
 
 @functools.cache
 def certificate() -> Certificate:
-    """Return the certificate of this process. Raises ``ImportError`` without the package cryptography."""
+    """Return this process's certificate. Raises ``ImportError`` if the package cryptography is missing."""
     try:
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -70,7 +70,7 @@ def certificate() -> Certificate:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int | None]:
-    """Yield a pidfd of this process for its child, or None if the kernel has none."""
+    """Yield a pidfd of this process for its child, or None if the kernel does not support pidfds."""
     pidfd = open_pidfd(os.getpid())
     try:
         yield pidfd
@@ -80,7 +80,7 @@ def _own_pidfd() -> Iterator[int | None]:
 
 
 class TlsProxy:
-    """Run a process that encrypts the connection ``sock``, which it takes over.
+    """Run a process that takes over the connection ``sock`` and encrypts its data.
 
     ``end`` is the socket to use instead. The process ends after ``end`` is closed.
 
@@ -88,7 +88,7 @@ class TlsProxy:
         sock: The connection.
         ours: Certificate of the listening end, or None.
         fingerprint: Fingerprint that the dialling end must find.
-        timeout: Seconds for the handshake of TLS.
+        timeout: Seconds for the TLS handshake.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TlsProxy:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=(other.fileno(), sock.fileno(), *handles),
-                    start_new_session=True,  # so that Ctrl-C at the terminal does not reach it
+                    start_new_session=True,  # so that Ctrl-C at the terminal does not reach the proxy
                 )
         except BaseException:
             self.end.close()
@@ -123,19 +123,20 @@ class TlsProxy:
         assert process.stdin is not None
         assert process.stdout is not None
         self._reason_pipe = process.stdout
-        # the proxy has died, which the end of the connection reports
+        # if the proxy has died, the end of the connection reports it
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        # Reaps the process when it ends. The thread keeps only the process alive.
+        # Reap the process when it ends. The thread refers to the process only, so it does not keep this
+        # object alive.
         threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
-        """Return why the proxy has ended, once ``end`` is at its end; empty if TLS had begun."""
+        """Return why the proxy has ended, once ``end`` reads as closed; empty if TLS had already begun."""
         return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:
-        """Close the pipe of :meth:`reason`."""
+        """Close the pipe from which :meth:`reason` reads."""
         self._reason_pipe.close()

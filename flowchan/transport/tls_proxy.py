@@ -1,8 +1,8 @@
 """TLS for one connection: plain bytes on one side, encrypted bytes on the other.
 
 This is a separate program that ``tls.py`` starts. It uses only the standard library, so it starts quickly and
-never waits for user code. It ends when either side ends, after it has passed on the earlier bytes, or when
-the process that started it dies. Ctrl-C does not reach it, because the program may still need the link.
+never waits for user code. It ends after one side has ended and the remaining bytes have been passed on, or
+when the process that started it dies. Ctrl-C does not reach it, because the program may still need the link.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import time
 from typing import cast
 
 AT_ONCE = 256 * 1024
-FAREWELL_S = 2.0  # seconds for passing on the bytes before the end
-PARENT_CHECK_MS = 500  # between two checks of a parent without a pidfd
+FAREWELL_S = 2.0  # seconds for passing on the remaining bytes before the proxy ends
+PARENT_CHECK_MS = 500  # milliseconds between two checks of a parent without a pidfd
 
 
 class ProxyFailed(Exception):
@@ -30,10 +30,10 @@ class ProxyFailed(Exception):
 
 
 def context(pem: str) -> ssl.SSLContext:
-    """Return a TLS 1.3 context, with the certificate in ``pem`` or, if it is empty, for the dialling end.
+    """Return a TLS 1.3 context with the certificate in ``pem``, or for the dialling end if ``pem`` is empty.
 
-    Certificates are not signed by an authority: :func:`check_certificate` compares the peer's with the proved
-    one.
+    Certificates are not signed by an authority: :func:`check_certificate` compares the peer's certificate
+    with the fingerprint that the handshake proved.
     """
     if not pem:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -42,7 +42,7 @@ def context(pem: str) -> ssl.SSLContext:
     else:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         settings.num_tickets = 0
-        file = os.memfd_create("certificate")  # the key is never written to a disk
+        file = os.memfd_create("certificate")  # the key is never written to disk
         os.write(file, pem.encode())
         settings.load_cert_chain(f"/proc/self/fd/{file}")
         os.close(file)
@@ -81,11 +81,12 @@ class Encrypted:
             raise ProxyFailed(f"TLS could not start ({error})") from None
 
     def check_certificate(self, fingerprint: bytes) -> None:
-        """Raise :class:`ProxyFailed` unless the peer presents the certificate that it proved."""
+        """Raise :class:`ProxyFailed` unless the peer presents the certificate with which it authenticated."""
         certificate = self._tls.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
             raise ProxyFailed(
-                "its certificate is not the one that it proved, so the connection is intercepted"
+                "its certificate does not match the one it authenticated with, so the connection is being "
+                "intercepted"
             )
 
     def encrypt(self, plain: memoryview) -> bytes:
@@ -94,7 +95,7 @@ class Encrypted:
         return self._to_send.read()
 
     def receive(self) -> tuple[memoryview, bytes]:
-        """Receive, and return the decrypted bytes and the bytes that TLS itself has to send."""
+        """Receive data, and return the decrypted bytes and the bytes that TLS itself has to send."""
         came = self.sock.recv(AT_ONCE)
         if came:
             self._received.write(came)
@@ -105,7 +106,7 @@ class Encrypted:
     def decrypt(self) -> tuple[memoryview, bytes]:
         """Decrypt all received bytes, and return the same pair as :meth:`receive`.
 
-        Only the beginning of a record remains, so the plain bytes always fit.
+        At most the beginning of a record is left undecrypted, so the plain bytes always fit.
         """
         size = 0
         view = memoryview(self._plain)
@@ -115,7 +116,7 @@ class Encrypted:
             self.over = True
         except ssl.SSLWantReadError:
             pass
-        except ssl.SSLError:  # its close_notify, or a record that was tampered with
+        except ssl.SSLError:  # the peer's close_notify, or a record that was tampered with
             self.over = True
         return view[:size], self._to_send.read()
 
@@ -128,8 +129,8 @@ class Encrypted:
 class Pump:
     """Pass bytes on in both directions until one side ends.
 
-    Nothing is read from a side while its last bytes still wait for the other. ``parent_fd`` is the pidfd of
-    the parent, or None if only its pid is known.
+    The pump does not read from a side while bytes from that side are still waiting to be sent to the other.
+    ``parent_fd`` is the pidfd of the parent, or None if only its pid is known.
     """
 
     def __init__(self, local: socket.socket, net: Encrypted, parent: int, parent_fd: int | None) -> None:
@@ -138,10 +139,11 @@ class Pump:
         self._local, self._net = local, net
         self._parent, self._parent_fd = parent, parent_fd
         self._local_over = False
-        self._give_up: float | None = None  # set when the end is near
+        self._give_up: float | None = None  # deadline, set when the proxy is about to end
         self._plain = bytearray(AT_ONCE)
         self._to_net = memoryview(b"")
-        self._to_local, more = net.decrypt()  # bytes that arrived together with the end of the TLS handshake
+        # bytes that arrived together with the last TLS handshake message
+        self._to_local, more = net.decrypt()
         self._send(more)
 
     def run(self) -> None:
@@ -172,7 +174,7 @@ class Pump:
     def _wait(self) -> list[tuple[int, int]]:
         """Return the events of the sockets.
 
-        Also notice the end of a side that is neither read nor written now.
+        Also notice the end of a side that is currently neither read nor written.
         """
         both = not (self._local_over or self._net.over)
         waiting = select.poll()
@@ -229,7 +231,7 @@ class Pump:
     def _send_farewell(self) -> None:
         """End the connection so that the peer gets all bytes that were sent.
 
-        Closing a socket with unread bytes would destroy them.
+        Closing a socket with unread bytes would destroy bytes in flight.
         """
         sock = self._net.sock
         with contextlib.suppress(OSError):
@@ -242,12 +244,12 @@ class Pump:
 
 
 def main() -> int:
-    """Run the TLS proxy that the settings on standard input describe, and return its exit code."""
+    """Run the TLS proxy with the settings on standard input, and return its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings = json.loads(sys.stdin.readline() or "{}")
         parent, parent_fd = settings["parent"], settings["parent_fd"]
-    except KeyError:  # the process that started it has died
+    except KeyError:  # the process that started the proxy has died
         return 1
     if os.getppid() != parent:
         return 1
@@ -258,7 +260,8 @@ def main() -> int:
             if not settings["pem"]:
                 net.check_certificate(bytes.fromhex(settings["fingerprint"]))
         except ProxyFailed as failed:
-            with contextlib.suppress(BrokenPipeError):  # the pipe is closed, so no process asks
+            # the pipe is closed, so the parent does not ask for the reason
+            with contextlib.suppress(BrokenPipeError):
                 os.write(1, f"{failed}\n".encode())
             return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no more messages follow

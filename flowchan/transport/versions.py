@@ -1,7 +1,7 @@
 """Version of flowchan, and the check that both ends of a connection have the same versions.
 
-The build reads the version from here. Reading the metadata of the installation would take a sixth of the
-start of an agent.
+The build reads the version from this file. Reading the metadata of the installation would take a sixth of an
+agent's start time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``flowchan check`` and ``flowchan viz`` as a user calls them: their output and their exit codes."""
+"""Test ``flowchan check`` and ``flowchan viz`` as a user calls them: their output and their exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUILDER = HEAD + "\ndef build(name: str, twice='no') -> Graph:\n    return decla
 
 @pytest.fixture(autouse=True)
 def _user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test in an empty folder, and forget the modules that it imported from there."""
+    """Run each test in an empty folder, and unload the modules that it imported from that folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     before = set(sys.modules)
@@ -48,7 +48,7 @@ def call(*words: str, file: str = "", name: str = "mine.py") -> Result:
 
 
 def refused(result: Result) -> str:
-    """Return the one line with which a call was rejected."""
+    """Return the one-line message with which a call was rejected."""
     assert result.exit_code == 2, result.output
     (line,) = result.stderr.splitlines()
     assert line.startswith("flowchan: ")
@@ -89,7 +89,7 @@ def test_viz_draws_to_working_directory_without_starting_the_graph() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "dot", "mmd"])
-def test_viz_writes_the_format_of_the_output_suffix(suffix: str) -> None:
+def test_viz_chooses_the_format_by_the_output_suffix(suffix: str) -> None:
     assert call("viz", "mine.py", "-o", f"out.{suffix}", file=ONE).exit_code == 0
     assert Path(f"out.{suffix}").stat().st_size > 0
 
@@ -105,7 +105,7 @@ def test_viz_draws_a_graph_that_has_problems() -> None:
 def test_viz_rejects_unknown_format() -> None:
     result = call("viz", "mine.py", "-o", "out.gif", file=ONE)
     assert result.exit_code == 2
-    assert "'out.gif': the name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
+    assert "'out.gif': the file name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
 
 
 def test_viz_rejects_an_output_that_cannot_be_written() -> None:
@@ -208,12 +208,12 @@ def test_modules_next_to_the_file_can_be_imported(tmp_path: Path, monkeypatch: p
     assert call("check", "../mine.py").stdout.startswith("halves: all clear")
 
 
-def test_load_writes_no_cache_next_to_the_file() -> None:
+def test_loading_a_file_does_not_write_a_cache() -> None:
     assert call("check", "mine.py", file=ONE).exit_code == 0
     assert os.listdir() == ["mine.py"]
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_does_not_load_heavy_modules() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from flowchan.cli.commands import main\n"
         "assert CliRunner().invoke(main, ['--help']).exit_code == 0\n"

@@ -1,4 +1,4 @@
-"""``flowchan launch``: ranks form a group, their lines have their number, and no process is left over."""
+"""Test ``flowchan launch``: ranks form a group, their lines have their rank, and no process is left over."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
     ],
 )
 def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
-    """The line does not name the ranks that failed as a consequence."""
+    """The line does not mention the ranks that failed as a consequence."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]
@@ -204,7 +204,7 @@ def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: l
 def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once a rank that has ended is reaped, another process may get its pid."""
+    """Once a rank that has ended is reaped, its process id may be reused."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)

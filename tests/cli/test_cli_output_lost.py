@@ -1,4 +1,4 @@
-"""The command when its standard output is closed, full or no longer read."""
+"""Test commands whose standard output is closed, full or no longer read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_command_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> 
 
 
 @commands
-def test_command_names_the_error_of_a_full_output(command: str, tmp_path: Path) -> None:
+def test_command_reports_the_error_if_its_output_is_full(command: str, tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         code, said = ended(command, tmp_path, stdout=full)
     assert (code, said) == (1, "flowchan: can't write to standard output: No space left on device\n")

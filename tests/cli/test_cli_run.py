@@ -1,6 +1,7 @@
-"""``flowchan run``: its output and its exit codes.
+"""Test ``flowchan run``: its output and its exit codes.
 
-They are 0: done, 1: failed, 2: the graph or the call is wrong, 130: interrupted.
+The codes are 0 if the run succeeded, 1 if it failed, and 2 if the graph or the command line is wrong. The
+code is 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_run_of_invalid_graph_lists_problems_and_exits_2(tmp_path: Path) -> None
     assert "case.py:3: stage 'abs':" in result.output
 
 
-def test_function_receives_arguments_after_dashes(tmp_path: Path) -> None:
+def test_arguments_after_double_dash_reach_the_function(tmp_path: Path) -> None:
     result = run(tmp_path, FUNCTION, "--", "7")
     assert result.exit_code == 0, result.output
     assert "7 = 7 out" in result.output
@@ -90,7 +91,7 @@ def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path, number: int) -> None:
-    """R5 for the command."""
+    """Clause R5 also holds for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -122,7 +123,7 @@ def test_sigquit_prints_which_stages_are_waiting(tmp_path: Path) -> None:
 
 
 def test_run_shows_a_live_table_on_a_terminal(tmp_path: Path) -> None:
-    """The table has one row per stage while the graph runs: items, rate, busy, fill."""
+    """While the graph is running, the table has one row per stage: items, rate, busy, fill."""
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"}
     with subprocess.Popen(

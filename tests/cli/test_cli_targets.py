@@ -1,4 +1,4 @@
-"""Targets of ``flowchan run``, ``check`` and ``viz``: files, modules and standard input.
+"""Test the targets of ``flowchan run``, ``check`` and ``viz``: files, modules and standard input.
 
 Arguments are converted to the annotated types.
 """
@@ -45,7 +45,7 @@ def made(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield the working directory. Modules imported from it are forgotten afterwards."""
+    """Yield the working directory. Modules imported from it are unloaded afterwards."""
     monkeypatch.chdir(tmp_path)
     before, path = set(sys.modules), list(sys.path)
     yield tmp_path
@@ -106,7 +106,7 @@ def test_standard_input_can_be_a_target() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_graph_in_standard_input_is_chosen_by_name() -> None:
-    """If there are several graphs, the error names this remedy."""
+    """If there are several graphs, the error suggests choosing one by name."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert "has several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
@@ -147,7 +147,7 @@ def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> N
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^'ab' is a single text, but a \w+ is needed; annotate the parameter as str"
+        ValueError, match=r"^'ab' is a single string, but a \w+ is needed; annotate the parameter as str"
     ):
         converted("ab", annotation)
 

@@ -1,4 +1,4 @@
-"""``flowchan run`` on a terminal: a live table that fits, and the program's output above it."""
+"""Test ``flowchan run`` on a terminal: a live table that fits, and the program's output above the table."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ graph.source(itertools.count).sink(hold)
     assert "stopping" in states[1:]
     assert set(states[states.index("stopping") :]) - {"stopped"} == {
         "stopping"
-    }  # the last line is printed at the end
+    }  # the last line is printed when the run ends
     assert any(line.startswith("stopping: finishing the items in flight") for line in written), written
 
 

@@ -1,12 +1,8 @@
 #!/bin/bash
-# From a bare Debian to the demo, by what the messages and the README say and no more: as root, installing one package after
-# the other as `make demo` names them, and as a user, with the README's line; in folders with spaces in their names. Uses
-# this machine's package mirror, and its settings of pip and proxies. Needs root and debootstrap, about 4 GB and minutes.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-[ "$(id -u)" = 0 ] || { echo "make fresh makes a chroot: run it as root" >&2; exit 1; }
-command -v debootstrap >/dev/null || { echo "make fresh needs debootstrap: apt install debootstrap" >&2; exit 1; }
-# The mounts below are seen by this script alone and end with it.
+# Get from a bare Debian to the demo, following only the messages and the README. This is done twice: as root,
+# installing one package at a time as `make demo` names them, and as a user, with the README's line. The folders have
+# spaces in their names. The script uses this machine's package mirror, pip settings and proxies. It needs root,
+# debootstrap, about 4 GB and several minutes. The mounts below are visible only to this script and end with it.
 [ "${1:-}" = alone ] || exec unshare --mount "$0" alone
 
 work=$(mktemp -d)
@@ -25,7 +21,7 @@ inside() { # ROOT USER COMMAND...
 home() { [ "$1" = root ] && echo /root || echo "/home/$1"; }
 add() { say "apt install $*"; inside "$root" root apt-get install -y --no-install-recommends "$@" >"$work/apt.log" 2>&1 || fail "$(tail -3 "$work/apt.log")"; }
 
-bare() { # a Debian with nothing in it that it can do without
+bare() { # make a minimal Debian
     local mirror suite
     read -r mirror suite < <(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian')
     say "debootstrap --variant=minbase $suite"
@@ -40,7 +36,7 @@ bare() { # a Debian with nothing in it that it can do without
     chroot "$work/bare" useradd -m guest
 }
 
-begin() { # USER: a bare Debian of its own, with the project in a folder of the user's
+begin() { # USER: make a separate bare Debian, with the project in a folder of that user
     user=$1 root="$work/$1" place="$(home "$1")/a place with spaces/flowchan"
     cp -a "$work/bare" "$root"
     mount -t proc proc "$root/proc"
@@ -49,17 +45,17 @@ begin() { # USER: a bare Debian of its own, with the project in a folder of the 
     chroot "$root" chown -R "$user:" "$(dirname "$place")"
 }
 
-demo() { # whether `make demo` ends with 0
+demo() { # return whether `make demo` succeeds
     say "$user: make demo"
     inside "$root" "$user" sh -c 'cd "$1" && make demo' sh "$place" >"$work/said" 2>&1
 }
 
-drawn() { # that the demo leaves this file
+drawn() { # check that the demo has written this file
     [ -s "$root$place/out/$1" ] || fail "$user: no out/$1: $(tail -5 "$work/said")"
     say "$user: out/$1 is there"
 }
 
-one_by_one() { # installs the first package that each failure names, until the demo works
+one_by_one() { # install the first package that each failure names, until the demo works
     local named round
     for round in 1 2 3 4 5 6 7 8; do
         demo && return

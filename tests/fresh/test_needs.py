@@ -1,6 +1,6 @@
-"""Requirements of an installation: all missing ones are listed at once, with their Debian packages.
+"""Test that an installation lists all missing requirements at once, with their Debian packages.
 
-No partial installation remains. ``make fresh`` checks the same in a real bare Debian.
+No partial installation remains. ``make fresh`` checks the same in a real, bare Debian.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def program(path: Path, script: str) -> str:
     return str(path)
 
 
-def test_complete_machine_gets_no_message() -> None:
+def test_machine_with_all_requirements_gets_no_message() -> None:
     checked = needs(sys.executable)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
@@ -40,7 +40,7 @@ def test_all_missing_tools_are_named_with_their_packages(tmp_path: Path) -> None
     assert checked.stderr.endswith("On Debian and Ubuntu: apt install python3 python3-dev python3-venv g++\n")
 
 
-def test_missing_modules_are_named_for_this_python(tmp_path: Path) -> None:
+def test_missing_python_modules_are_listed_as_debian_packages(tmp_path: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     answer = f'case "$2" in *ensurepip*|*Python.h*) exit 1;; *) exec {sys.executable} "$@";; esac'
     checked = needs(program(tmp_path / "python", answer))

@@ -1,4 +1,5 @@
-"""On systems other than Linux, installation fails at once with one sentence that says what to use."""
+"""Test that on systems other than Linux, installation fails immediately with a sentence that suggests a
+remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_build_on_other_systems_ends_with_a_remedy(system: str, tmp_path: Path) -> None:
-    """The build backend reads ``pyproject.toml`` as if it ran on another system."""
+    """The build backend reads ``pyproject.toml`` as if it were running on another system."""
     build = optional("scikit_build_core.build", "scikit-build-core").__name__
     code = f"import sys; sys.platform = {system!r}; import {build} as b; b.build_wheel({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Helpers that the tests of runs over hosts share."""
+"""Helpers shared by the tests of runs over hosts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def workers_of(agent: psutil.Process) -> list[psutil.Process]:
 
 
 def host_of(_: object = None) -> int:
-    """Return the process id of the agent that the calling worker belongs to."""
+    """Return the process id of the calling worker's agent."""
     return os.getppid()
 
 
 def hosts_named(run: Run) -> dict[str, str]:
-    """Return the state of each host by its name."""
+    """Return the state of each host, by the host's name."""
     return {host.name: host.state for host in run.stats().hosts}
 
 

@@ -1,8 +1,8 @@
 """Run graphs over hosts under chaos for some minutes, and compare every result exactly.
 
-The chaos kills workers and agents, cuts and resets connections, and silences hosts for shorter and longer
-than the ``peer_timeout``. The wires have a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed
-1``.
+The chaos kills workers and agents, cuts and resets connections, and silences hosts for periods shorter and
+longer than the ``peer_timeout``. The wires add a delay. Run it with ``python -m tests.hosts.soak --minutes 5
+--seed 1``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-MOST_AGENTS = 8  # killed or cut off in one run: a run gives up a host whose agents die too often
+# limit of agents killed or cut off per run: a run gives up on a host whose agents die too often
+MOST_AGENTS = 8
 PEER_TIMEOUT_S = 2.0
 DEEDS = {
     "connections cut": 4, "connections reset": 4, "workers killed": 4, "agents killed": 4,
@@ -79,7 +80,7 @@ def agents() -> list[psutil.Process]:
 def chaos(chance: random.Random, over: threading.Event, deeds: Counter[str], wires: tuple[Wire, ...]) -> None:
     fatal = 0
     while not over.wait(chance.uniform(0.05, 0.4)):
-        with contextlib.suppress(psutil.Error, IndexError):  # the victims may have ended already
+        with contextlib.suppress(psutil.Error, IndexError):  # the victims may have already ended
             (deed,) = chance.choices(list(DEEDS), list(DEEDS.values()))
             if deed in FATAL:
                 fatal += 1
@@ -124,7 +125,7 @@ def _one_run(
         elastic = chance.random() < 0.5
         stream = graph.stage(in_step, stream, restartable=True, elastic=elastic, **gang)
         ordered = False
-        # A stage with ports takes no max_deaths.
+        # A stage with ports does not accept max_deaths.
         graph._stages[-1] = dataclasses.replace(graph._stages[-1], max_deaths=10**6)
     elif kind == "allreduce":
         rounds = stream.map(alone, workers=3, **options).allreduce(operator.add)

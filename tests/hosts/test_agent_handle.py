@@ -1,4 +1,4 @@
-"""Test the handle of one incarnation of an agent, with scripted events of its link."""
+"""Test the handle of one incarnation of an agent, with scripted link events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowchan.hosts import agent_handle
 
 
 class BreaksMeanwhile:
-    """Link that breaks just after a look at its state, before the event of the break is read."""
+    """Link that breaks just after its state was checked, before the event that reports the break is read."""
 
     def __init__(self) -> None:
         self.events: Any = iter([(), ("broken", "reset by peer"), ("closed",)])
@@ -32,8 +32,8 @@ class BreaksMeanwhile:
 
 
 def test_recent_break_does_not_end_the_agent(monkeypatch):
-    """The agent has its ``peer_timeout``, counted from the break, to dial again."""
-    monkeypatch.setattr(agent_handle, "START", 0.0)  # the time for its start is over
+    """The agent has ``peer_timeout`` seconds, counted from the break, to dial again."""
+    monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start is over
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     callbacks = agent_handle.AgentCallbacks(*[lambda *_: None] * 6)
@@ -47,8 +47,9 @@ def test_recent_break_does_not_end_the_agent(monkeypatch):
         one.close(0)
 
 
-def test_agent_that_has_not_connected_does_not_delay_the_end():
-    """The agent has nothing to finish, so Ctrl-C while agents start ends the program at once."""
+def test_agent_that_never_connected_does_not_delay_exit():
+    """The agent has nothing to finish, so pressing Ctrl-C while agents are starting ends the program
+    immediately."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
     provider: Any = SimpleNamespace(hosts=("one",), start=lambda *_: started)
     one = agent_handle.AgentHandle(provider, 0, 0, 10.0, agent_handle.AgentCallbacks(*[lambda *_: None] * 6))

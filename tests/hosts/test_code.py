@@ -1,4 +1,4 @@
-"""Test how code reaches a host: user modules missing there by value, other modules by name."""
+"""Test how code reaches a host: user modules that the host lacks are sent by value, other modules by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def other_folder(packed: bytes, folder: Path, call: str) -> str:
-    """Return the output of ``call``, applied to the stage in a program without the module."""
+    """Return the output of ``call``, applied to the stage in a program that lacks the module."""
     (folder / "packed").write_bytes(packed)
     program = f"import cloudpickle, sys\nstage = cloudpickle.load(open('packed', 'rb'))\nprint({call})"
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def test_missing_modules_are_found_without_importing_them(own_module: str, tmp_p
 
 @pytest.mark.parametrize("what", ["import only_mine; only_mine.use(1)", "from only_mine import use"])
 def test_missing_attribute_of_a_sent_module_is_named(what: str, own_module: str, tmp_path: Path) -> None:
-    """Only the classes of the module were sent, so a function that imports it later finds nothing else."""
+    """Only the module's classes were sent, so a function that imports the module later finds only these."""
     folder = tmp_path / "there"
     folder.mkdir()
     packed = pack_stage(sys.modules[own_module].Number, [own_module])

@@ -1,4 +1,4 @@
-"""Test the fork server of ``local``: its agents behave and end like newly started Pythons."""
+"""Test the fork server of ``local``: its agents behave and end like newly started Python processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def seed() -> psutil.Process:
 
 
 def program(folder: Path, text: str) -> str:
-    """Return the output of a program with the lines of SCRIPT and ``text``."""
+    """Return the output of a program that consists of SCRIPT and ``text``."""
     return run_python(script(folder, SCRIPT + text), folder)
 
 
@@ -87,12 +87,12 @@ def test_run_continues_when_the_fork_server_is_killed() -> None:
     assert run.wait()[result] == [0, 1, 2, 3]
     deaths = [death for host in run.stats().hosts for death in host.deaths]
     assert [death.partition(" was ")[2] for death in deaths] == [
-        "lost with the server process that forks agents, which was killed by SIGKILL"
+        "lost with the fork server, which was killed by SIGKILL"
     ] * 2
     assert seed() != lost
 
 
-def test_start_after_a_killed_fork_server_begins_another() -> None:
+def test_killed_fork_server_is_replaced_at_the_next_start() -> None:
     ran(abs)
     lost = seed()
     lost.kill()
@@ -101,7 +101,7 @@ def test_start_after_a_killed_fork_server_begins_another() -> None:
     assert seed() != lost
 
 
-def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_see_the_programs_current_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORD", "first")
     assert ran(lambda _: os.environ.get("WORD")) == "first"
     before = seed()
@@ -113,8 +113,8 @@ def test_workers_see_the_variables_that_the_program_has_by_now(monkeypatch: pyte
 
 
 def test_agents_get_the_current_process_settings_of_the_program(tmp_path: Path) -> None:
-    """The settings are the working folder, the umask, the limits, and the variables that Python reads at its
-    start."""
+    """The settings are the working folder, the umask, the limits, and the variables that Python reads when it
+    starts."""
     text = """
     def about(_):
         limit, _ = resource.getrlimit(resource.RLIMIT_CORE)
@@ -169,7 +169,7 @@ def test_output_follows_the_programs_current_stderr(tmp_path: Path) -> None:
 
 
 def test_program_without_standard_streams_can_start_agents(tmp_path: Path) -> None:
-    """The files and sockets of the program get the numbers of these streams."""
+    """In such a program, other files and sockets get the descriptor numbers of the standard streams."""
     text = """
     assert sys.stderr is None
     def say(number):
@@ -239,7 +239,7 @@ def test_program_that_ends_normally_reaps_the_fork_server(tmp_path: Path) -> Non
 
 
 def test_run_still_active_at_exit_is_aborted_with_its_agents(tmp_path: Path) -> None:
-    """The run does not fail because its agents are gone, and no other fork server starts."""
+    """The run does not fail because its agents are gone, and it starts no second fork server."""
     text = """
     import logging
 
@@ -315,7 +315,7 @@ def test_python_that_fails_to_start_is_reported_with_its_error(tmp_path: Path) -
     """
     with start(script(tmp_path, SCRIPT + text), tmp_path) as process:
         out, err = process.communicate()
-    assert "lost with the server process that forks agents, which exited with code 1" in out
+    assert "lost with the fork server, which exited with code 1" in out
     assert "encodings" in err
 
 

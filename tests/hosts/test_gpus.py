@@ -1,4 +1,4 @@
-"""Test that each worker of a stage with ``gpus=n`` has n GPUs of its machine to itself."""
+"""Test that each worker of a stage with ``gpus=n`` has n GPUs on its machine to itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_worker_sees_its_own_devices(on: Any) -> None:
     assert {device for _, _, device in found[results[2]]} == {"4, 5,7"}
 
 
-def test_worker_may_have_several_gpus_counted_per_host() -> None:
+def test_gpus_of_a_worker_are_counted_per_host() -> None:
     graph = Graph("gpus")
     found = graph.source(range(100)).map(seen, on=local(2), workers=2, gpus=2).collect()
     assert set(graph.run()[found]) <= {("local-1", 1, "4,5"), ("local-2", 2, "4,5")}
@@ -102,14 +102,14 @@ def test_threads_share_the_devices_of_the_program() -> None:
 @pytest.mark.parametrize(
     ("listed", "those"), [("", []), ("-1", []), ("0,-1,2", ["0"]), ("GPU-1a,GPU-b", ["GPU-1a", "GPU-b"])]
 )
-def test_present_uses_the_environment_variable(
+def test_visible_gpus_come_from_the_environment_variable(
     monkeypatch: pytest.MonkeyPatch, listed: str, those: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert present() == those
 
 
-def test_present_asks_nvidia_smi_without_environment_variable(
+def test_visible_gpus_come_from_nvidia_smi_without_environment_variable(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Test that a broken connection is made again without lost or repeated items."""
+"""Test that a broken connection is reestablished without lost or repeated items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def breaks(run: Run) -> list[int]:
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_items_cross_breaks_exactly_once_and_in_order(tls: bool) -> None:
+def test_items_arrive_once_and_in_order_despite_broken_connections(tls: bool) -> None:
     if tls:
         pytest.importorskip("cryptography")
 
@@ -62,16 +62,17 @@ def test_worker_continues_when_its_link_breaks() -> None:
     assert run.wait()[result] == [0, 1, 2, 3, 4]
 
 
-def test_agent_with_a_broken_link_hears_the_runs_end(
+def test_agent_with_a_broken_link_learns_that_the_run_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The agent connects once more and hears that it may leave, so the run does not wait out its grace."""
+    """The agent connects once more and learns that the run is over, so the run does not wait for its whole
+    grace period."""
     monkeypatch.setattr(decisions, "GRACE", 60.0)
     ended: list[bool] = []
     leave, join = AgentHandle.leave, AgentHandle.join
 
     def break_and_leave(agent: AgentHandle) -> None:
-        with agent._lock:  # it can't come back before the run has ended
+        with agent._lock:  # the agent can't reconnect before the run has ended
             assert cut() == 1
             wait_until(lambda: not agent.link.state()["connected"])
             agent._closed = True

@@ -1,6 +1,6 @@
 """Test runs over hosts while connections break and workers and agents are killed at any moment (C1, R4).
 
-Every output arrives once, and in order where order is promised.
+Every output arrives once, and in order where order is guaranteed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R11: the gang is restarted or, if elastic, continues."""
-    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # the run does not give up on any host
     monkeypatch.setattr(worker_ports, "MAX_UNCONNECTED", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
     disturbance = Shaking(2_000, cuts=5, agents=10, workers=5, seed=2)
@@ -161,7 +161,7 @@ def test_gang_and_allreduce_outputs_arrive_once_despite_deaths(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_300_000_items_survive_breaks_and_agent_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # no host is given up
+    monkeypatch.setattr(worker_ports, "MOST_AGENTS", 1_000)  # the run does not give up on any host
     monkeypatch.setattr(worker_ports, "MAX_UNCONNECTED", 1_000)
     monkeypatch.setattr(decisions, "HOPELESS", 1_000)  # a worker may be killed before it begins
     found, disturbance = run_disturbed(300_000, double, True, cuts=1_000, killed=200, workers=200)

@@ -1,7 +1,7 @@
-"""Complaints of users of other systems whose work spans machines, and the tests that answer them.
+"""Complaints from users of other multi-machine systems, and the tests that answer them.
 
-Each complaint maps to tests by ``file::name``, which must exist. The tests at the end cover what no other
-test covers.
+Each complaint maps to tests by ``file::name``, which must exist. The tests at the end of this file cover
+complaints that no other test covers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "the hostname resolves to 127.0.1.1, or there are two interfaces, and the wrong address is taken",
         (
             "transport/test_tcp.py::test_address_comes_from_the_route_not_the_hostname",
-            "hosts/test_ssh_values.py::test_driver_listens_where_all_hosts_reach_it",
+            "hosts/test_ssh_values.py::test_driver_listens_on_an_address_that_all_hosts_reach",
         ),
     ),
     "ray#22732, ray#33554": (
@@ -64,7 +64,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dask#6391": (
         "reconnections lose or repeat work",
         (
-            "hosts/test_host_breaks.py::test_items_cross_breaks_exactly_once_and_in_order",
+            "hosts/test_host_breaks.py::test_items_arrive_once_and_in_order_despite_broken_connections",
             "hosts/test_host_chaos.py::test_outputs_arrive_once_despite_breaks_and_deaths",
         ),
     ),
@@ -78,7 +78,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "akka-core#24576, sparkrun#240": (
         "a large message on a slow wire ends the connection; a killed launcher leaves processes",
         (
-            "hosts/test_host_complaints.py::test_large_item_on_a_slow_wire_fences_no_host",
+            "hosts/test_host_complaints.py::test_large_item_on_a_slow_wire_does_not_fence_hosts",
             "hosts/test_host_ends.py::test_agents_end_when_the_driver_is_killed",
         ),
     ),
@@ -95,7 +95,7 @@ def test_each_complaint_has_its_tests(source: str) -> None:
 
 
 def incarnations_of(run: Run) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Return for each host its number of agents, its number of breaks, and the deaths."""
+    """Return, for each host, its number of agents, its number of broken connections, and its deaths."""
     return [(host.agents, host.breaks, host.deaths) for host in run.stats().hosts]
 
 
@@ -108,8 +108,8 @@ def blocks() -> Iterator[bytes]:
 
 
 def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
-    """Capacity and ``max_bytes`` bound the items in transit: with the agent and its worker, memory grows by
-    less than half of all items."""
+    """Capacity and ``max_bytes`` bound the items in transit. In total, the memory of the agent and its worker
+    grows by less than half of all items."""
     graph = Graph("slow")
     result = graph.source(blocks, on=local(1)).collect()
     before, most, numbers = memory_of(psutil.Process()), 0, []
@@ -118,7 +118,7 @@ def test_slow_reader_gets_all_items_with_bounded_memory() -> None:
             numbers.append(int.from_bytes(block[:4], "little"))
             assert len(block) == SIZE
             del block
-            if len(numbers) % 100 == 1:  # measuring takes longer than those items
+            if len(numbers) % 100 == 1:  # measuring takes longer than these items
                 processes = [agent, *workers_of(agent)] if (agent := next(iter(agents()), None)) else []
                 most = max(most, sum(map(memory_of, (psutil.Process(), *processes))))
     assert numbers == list(range(ITEMS))
@@ -139,7 +139,7 @@ def hold_the_gil(seconds: float) -> None:
 
 @pytest.mark.parametrize("role", ["worker", "program"])
 def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
-    """It holds the GIL for three times the ``peer_timeout``."""
+    """The process holds the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
         if number == 5 and role == "worker":
@@ -161,7 +161,7 @@ def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
 
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
-def test_large_item_on_a_slow_wire_fences_no_host(function: Callable[[Any], Any]) -> None:
+def test_large_item_on_a_slow_wire_does_not_fence_hosts(function: Callable[[Any], Any]) -> None:
     """The item is in transit for several times the ``peer_timeout``."""
     item = bytes(48 << 20)
     with wired(1, Wire(rate=16 << 20), peer_timeout=1) as pool:

@@ -1,4 +1,4 @@
-"""Test that deaths on hosts lose and repeat nothing, and that the report names them."""
+"""Test that deaths on hosts do not lose or repeat items, and that the report lists them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def once(folder: Path, at: int, deed: Callable[[], Any]) -> Callable[[int], int]:
-    """Return a function for a map that returns its item and does ``deed`` at the first try of item ``at``."""
+    """Return a function for ``map`` that returns its item, and calls ``deed`` on the first attempt at item
+    ``at``."""
 
     def work(item: int) -> int:
         done = folder / f"{at}"
@@ -52,7 +53,7 @@ def kill_agent() -> None:
 
 
 def both(pool: Any, work: Callable[[int], int], **options: Any) -> tuple[Any, RunStats, str]:
-    """Return the results of ``work`` over ITEMS items, the statistics and the report of the run."""
+    """Return the results of ``work`` over ITEMS items, and the statistics and report of the run."""
     graph = Graph("deaths")
     result = graph.source(range(ITEMS)).map(work, on=pool, workers=4, name="work", **options).collect()
     run = graph.start()
@@ -70,8 +71,9 @@ def test_killed_worker_is_replaced_on_its_host(tmp_path: Path, ordered: bool) ->
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_worker_killed_before_it_leaves_its_ports_has_ended(deed: Callable[[], Any]) -> None:
-    """The worker has reported its end. If it dies with its agent, it begins again and finds no items."""
+def test_worker_killed_after_reporting_its_end_counts_as_ended(deed: Callable[[], Any]) -> None:
+    """The worker has already reported that it is done. If its agent dies with it, the worker restarts and
+    finds no items."""
 
     def work(item: int) -> int:
         if not worker().incarnation:
@@ -139,7 +141,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
 @dataclass(frozen=True)
 class StartsOnce(Local):
-    """Provider whose hosts start one agent each and refuse another."""
+    """Provider whose hosts start one agent each and then refuse to start another."""
 
     folder: Path = Path()
 
@@ -170,7 +172,7 @@ def test_run_without_any_host_left_ends_with_the_reason(tmp_path: Path) -> None:
     assert "there is no other" in str(caught.value.exceptions[0])
 
 
-def test_stage_without_restarts_fails_with_its_host() -> None:
+def test_stage_without_restarts_fails_when_its_agent_is_killed() -> None:
     graph = Graph("unique")
     graph.source(range(9)).map(lambda _: kill_agent(), on=local(1), restarts=0, name="work").sink(abs)
     with pytest.raises(RunError) as caught:
@@ -207,7 +209,7 @@ def test_item_that_kills_its_workers_is_blamed() -> None:
 
 
 def test_silent_agent_is_fenced_and_replaced(tmp_path: Path) -> None:
-    """The agent is stopped, so its connection stays open."""
+    """The agent is stopped with a signal, so its connection stays open."""
 
     def stop_agent() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)

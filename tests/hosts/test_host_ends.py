@@ -1,4 +1,4 @@
-"""Test that a run over hosts leaves no agent, worker or other resource, however it ends."""
+"""Test that a run over hosts leaves no agent, worker or other resource behind, however it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flowchan.transport import versions
 
 @pytest.fixture(autouse=True)
 def all_ended() -> Iterator[list[psutil.Process]]:
-    """Check that the processes that a test puts here have ended after it."""
+    """Yield a list, and check after the test that all processes in the list have ended."""
     seen: list[psutil.Process] = []
     yield seen
     assert not agents()
@@ -54,11 +54,11 @@ def test_stop_finishes_items_in_flight_on_hosts() -> None:
     run.stop()
     found = run.wait()[result]
     assert found == given[: len(found)]
-    assert len(given) - len(found) <= 1  # the item whose put the stop interrupted
+    assert len(given) - len(found) <= 1  # the item whose put was interrupted by the stop
     assert run.stats().state == "stopped"
 
 
-def test_abort_ends_workers_that_never_end(all_ended: list[psutil.Process]) -> None:
+def test_abort_ends_workers_that_would_run_forever(all_ended: list[psutil.Process]) -> None:
     gate = Gate()
     graph = Graph("aborted")
     graph.source(itertools.count).map(gate.wait, on=local(2), workers=2).sink(abs)
@@ -101,7 +101,7 @@ def test_failure_on_this_host_ends_remote_workers(all_ended: list[psutil.Process
         graph.run()
 
 
-def test_readers_that_stop_end_a_stage_on_hosts() -> None:
+def test_stage_on_hosts_ends_when_its_readers_stop() -> None:
     graph = Graph("enough")
     result = graph.source(itertools.count).map(abs, on=local(2), workers=2).take(5).collect()
     run = graph.start()
@@ -207,7 +207,7 @@ def test_version_mismatch_is_reported_on_one_line(monkeypatch: pytest.MonkeyPatc
 
 @dataclass(frozen=True)
 class Faulty(Local):
-    """Provider whose agents end at once."""
+    """Provider whose agents end immediately."""
 
     def start(self, number: int, launch: Launch) -> Any:
         return super().start(number, Launch(("-c", "raise SystemExit(7)"), launch.stdin))
@@ -236,8 +236,8 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
         graph.run()
 
 
-def test_worker_may_finish_its_threads(tmp_path: Path) -> None:
-    """The worker is not killed because its run is over, like a local worker process."""
+def test_remote_worker_finishes_its_threads_after_the_run(tmp_path: Path) -> None:
+    """When the run is over, the worker is not killed but may finish, just like a local worker process."""
 
     def at_the_end() -> None:
         threading.main_thread().join()

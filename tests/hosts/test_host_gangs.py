@@ -1,6 +1,7 @@
-"""Test gangs over hosts (R11): the workers meet at the driver and are members of one group on any host.
+"""Test gangs over hosts (R11): workers on any hosts become members of one group, with a rendezvous at the
+driver.
 
-``allreduce`` also distinguishes workers of different hosts.
+``allreduce`` also tells workers on different hosts apart.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-def test_each_worker_has_its_member_of_one_group() -> None:
-    """Members on one host share memory, and hosts are connected. This also holds for some hosts of a pool."""
+def test_each_remote_worker_is_a_member_of_one_group() -> None:
+    """Members on one host share memory, and hosts are connected. This also holds for a subset of a pool's
+    hosts."""
 
     def tell(group: Group, out: Out[tuple[Any, ...]]) -> None:
         me = worker()
@@ -55,7 +57,7 @@ def test_each_worker_has_its_member_of_one_group() -> None:
 
 
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
-    """Pass numbers on; the members wait for each other after each number until none has another."""
+    """Pass numbers on; after each number, the members wait for each other until none has another number."""
     for number in numbers:
         group.allreduce_with(number, add)
         out.put(number)
@@ -63,7 +65,7 @@ def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
         pass
 
 
-def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_dead_workers_items_are_blamed_in_remote_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor ends the other workers, so their items are not blamed."""
     recovered: dict[int, bool] = {}
     usual = AgentHandle.send
@@ -78,7 +80,7 @@ def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.
     def die_once(numbers: In[int], group: Group, out: Out[int]) -> None:
         if worker().number == 2 and worker().incarnation == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        group.barrier()  # no member of the first group passes it
+        group.barrier()  # no member of the first group passes this barrier
         for number in numbers:
             out.put(number)
 
@@ -91,7 +93,7 @@ def test_only_the_dead_remote_worker_of_a_gang_blames_items(monkeypatch: pytest.
 
 @pytest.mark.parametrize("tls", [False, True], ids=["", "tls"])
 def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
-    """At the end, no member waits for items that another member still has, on any host."""
+    """At the end, no member waits for items that another member on any host still has."""
     if tls:
         pytest.importorskip("cryptography")
     graph = Graph("gang")
@@ -104,7 +106,8 @@ def test_gang_workers_that_share_a_stream_end_together(tls: bool) -> None:
 def test_gang_ends_when_its_readers_are_gone(
     numbers: Callable[[], Iterable[int]], options: tuple[str, ...]
 ) -> None:
-    """Not all members see the end in the same round, and some miss others before they learn the reason."""
+    """Not all members notice the end in the same round, and some find that others are missing before they
+    learn why."""
     graph = Graph("gang")
     how: dict[str, Any] = dict.fromkeys(options, True)
     gang = graph.stage(in_step, graph.source(numbers), on=local(2), workers=3, **how)
@@ -113,7 +116,7 @@ def test_gang_ends_when_its_readers_are_gone(
 
 
 class Mortal:
-    """Stage whose first worker dies once ``may`` exists, before it meets the other worker."""
+    """Stage whose first worker dies once ``may`` exists, before it joins the other worker."""
 
     def __init__(self, may: Path) -> None:
         if worker().number == 1 and not worker().incarnation:
@@ -127,8 +130,8 @@ class Mortal:
 def test_worker_that_starts_after_a_peer_died_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host lacks a module and asks for it by value. In the meantime a peer died, and the supervisor ended
-    this worker before it had a process."""
+    """The worker's host lacks a module and requests it by value. In the meantime a peer died, and the
+    supervisor ended this worker before it had a process."""
     send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
@@ -166,7 +169,7 @@ def test_only_the_original_failure_of_a_gang_is_reported() -> None:
 
 
 class Unfinished:
-    """Stage whose second worker raises before it has met the others."""
+    """Stage whose second worker raises an exception before it has joined the others."""
 
     def __init__(self) -> None:
         if worker().number == 2:
@@ -205,8 +208,8 @@ def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Ca
 
 
 def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
-    """The worker learns from its channels that its agent is lost, and ends. For its peers this is a death, so
-    all begin again."""
+    """The worker learns from its channels that its agent is lost, and ends. Its peers treat this as a death,
+    so all workers restart."""
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         if group.rank == 0:
@@ -227,7 +230,7 @@ def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
 
 
 def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> None:
-    """The peers may hear of this worker before they hear of the missing member."""
+    """The peers may learn about this worker before they learn about the missing member."""
 
     def miss() -> None:
         raise MemberDied("one is missed")
@@ -273,7 +276,7 @@ def test_broken_connection_between_hosts_restarts_the_gang(tmp_path: Path) -> No
 
 
 def some(numbers: Out[int]) -> None:
-    """Put one number in worker 1, two in worker 2, and so on."""
+    """Put one number in worker 1, two numbers in worker 2, and so on."""
     me = worker().number
     for k in range(me):
         numbers.put(10 * me + k)
@@ -294,8 +297,8 @@ def test_each_round_has_one_item_per_remaining_worker() -> None:
 
 
 def test_allreduce_combines_all_items_at_capacity_one() -> None:
-    """A worker with an item may wait for room that only the next item of another worker makes. That worker
-    must get this item, or its end."""
+    """A worker with an item may be waiting for room that is freed only by another worker's next item. That
+    other worker must receive its next item or learn that there are no more."""
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=local(2), workers=3, capacity=2)
     found = rounds(halves.allreduce(capacity=1))
@@ -306,8 +309,8 @@ def test_allreduce_combines_all_items_at_capacity_one() -> None:
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_each_output_is_in_one_round_despite_deaths(tmp_path: Path, deed: Callable[[], Any]) -> None:
-    """Only its replacement gets the current items of a dead worker, because another worker's channel does not
-    know which outputs were published."""
+    """Only a dead worker's replacement gets the current items of that worker, because another worker's
+    channel does not know which outputs were published."""
 
     def work(item: int) -> Iterator[str]:
         for number in range(3):

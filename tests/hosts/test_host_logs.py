@@ -1,4 +1,5 @@
-"""Test that the program's loggers handle the log records of remote workers and name the worker."""
+"""Test that the program's loggers handle log records from remote workers, and that the records name the
+worker."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def reduce(graph: Graph) -> Any:
 
 
 def collect(graph: Graph) -> Any:
-    """Collect a list that is itself an item for a host."""
+    """Collect a list and send it to a host as one item."""
     return run(graph, on_hosts(on_hosts(begins(graph)).collect()).collect()), [list(range(40))]
 
 
@@ -121,7 +121,7 @@ def merge(graph: Graph) -> Any:
 
 
 def allreduce(graph: Graph) -> Any:
-    """Reduce over local workers between two hosts."""
+    """Reduce with local workers, in a graph whose neighbouring stages are on two hosts."""
     rounds = on_hosts(on_hosts(begins(graph)).map(same, workers=2).allreduce("sum"))
     found = run(graph, rounds.collect())
     contributed = sum(one.contributors for one in found)
@@ -129,7 +129,7 @@ def allreduce(graph: Graph) -> Any:
 
 
 def stage(graph: Graph) -> Any:
-    """Run a stage that reads a feedback: each number circulates until it is small."""
+    """Run a stage that reads a feedback stream: each number circulates until it is small."""
     back: Feedback = graph.feedback()
     again, done = graph.stage(halved, begins(graph), back, on=POOL["local-1"], name="halved")
     back.feed(again.map(same, on=POOL["local-2"]))

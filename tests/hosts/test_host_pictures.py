@@ -1,4 +1,4 @@
-"""Test that commands and pictures show where stages run."""
+"""Test that commands and pictures show on which hosts stages run."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def test_many_hosts_are_drawn_as_one_counted_box(draw: object) -> None:
     assert "64 hosts: local-1 … local-64" in draw(drawn(local(64)))  # type: ignore[operator]
 
 
-def test_command_places_stages_on_its_hosts(tmp_path: Path) -> None:
+def test_command_line_hosts_are_used_for_stages(tmp_path: Path) -> None:
     result = command(tmp_path, "run", "--hosts", "local:2")
     assert result.exit_code == 0, result.output
     assert "['local-']" in result.output
     assert "local(2)" in result.output
 
 
-def test_command_without_hosts_explains_the_option(tmp_path: Path) -> None:
+def test_command_without_hosts_option_explains_the_option(tmp_path: Path) -> None:
     for word in ("run", "check"):
         result = command(tmp_path, word)
         assert result.exit_code == 2

@@ -14,7 +14,7 @@ from flowchan import Graph, WorkerDied
 from flowchan.hosts import local
 from flowchan.hosts.hosts_part import HostsPart
 
-Calls: list[Any] = []  # in the worker's process
+Calls: list[Any] = []  # filled in the worker's process
 
 
 @pytest.mark.parametrize("batch", [False, True])
@@ -58,7 +58,7 @@ def test_cancelled_requests_are_dropped_on_hosts(batch: bool, monkeypatch: pytes
 
 
 class Bomb:
-    """Item that ends the worker process that unpickles it."""
+    """Item that ends any worker process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return os._exit, (7,)

@@ -117,7 +117,7 @@ def test_module_missing_on_a_host_is_named() -> None:
     assert "local-1" in str(error)
 
 
-def test_error_names_its_host_and_has_the_remote_traceback() -> None:
+def test_remote_error_contains_the_host_and_remote_traceback() -> None:
     def fail(item: int) -> int:
         if item == 3:
             raise ValueError("not this one")
@@ -187,7 +187,7 @@ def test_sink_runs_on_hosts(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Slow(Local):
-    """Provider whose agents start only after a worker function has been packed."""
+    """Provider whose agents do not start until a worker function has been packed."""
 
     folder: Path
 
@@ -202,7 +202,7 @@ class Slow(Local):
 
 @dataclass(frozen=True)
 class Packed:
-    """Function that creates a file when it is packed while agents start."""
+    """Function that creates a file when it is packed while the agents are starting."""
 
     folder: Path
 
@@ -259,8 +259,8 @@ def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
     assert "channel 'made' can't be sent from host 'local-1'" in str(caught.value.exceptions[0])
 
 
-def test_greeting_lists_only_hosts_that_had_an_agent_before(monkeypatch: Any) -> None:
-    """A greeting has room for some hundred hosts."""
+def test_greeting_lists_only_hosts_that_had_an_earlier_agent(monkeypatch: Any) -> None:
+    """A greeting has room for about a hundred hosts."""
     hellos = []
 
     def open_listener(listener: Any, secret: bytes, hello: Any, tls: bool) -> AuthenticatedListener:

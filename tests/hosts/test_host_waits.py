@@ -1,7 +1,7 @@
 """Test deadlock detection over hosts.
 
-A run in which no worker can continue ends with the reason, as on one machine. A remote worker that
-works, or waits for an item on a slow wire, does not count as stuck.
+A run in which no worker can continue ends with the reason, as on one machine. A remote worker that is
+working, or waiting for an item on a slow wire, does not count as stuck.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Waits]:
-    """Record the reports of the hosts on the waits of their workers, and let supervisors poll without a
-    pause."""
+    """Record the hosts' reports of waiting workers, and let supervisors poll without a pause."""
     found: list[Waits] = []
     real = HostsPart.waits
 
@@ -66,13 +65,13 @@ def deadlock_of(run: Run) -> tuple[StageError, str]:
 
 
 def goes_on(run: Run, looks: list[Waits]) -> bool:
-    """Return whether the run is still running after enough polls of the hosts to call it stuck."""
+    """Return whether the run is still running after enough polls to detect a deadlock."""
     so_far = len(looks)
     wait_until(lambda: len(looks) > so_far + 10 or run._supervisor.ended.is_set())
     return run.stats().state == "running"
 
 
-# no worker can move
+# no worker can continue
 
 
 def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
@@ -127,11 +126,11 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
         out.put(number)
 
 
-# a worker can move
+# a worker can continue
 
 
 def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """All other workers wait for this one or for room."""
+    """All other workers are waiting for this one or for room."""
     gate = Gate()
     graph = Graph("working")
     result = graph.source(range(500)).map(gate.wait, on=POOL, workers=2).collect()
@@ -143,7 +142,7 @@ def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> 
 
 
 def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The other worker, its link and all local workers wait."""
+    """The other worker, its link and all local workers are waiting."""
     gate = Gate()
     graph = Graph("working")
     found: list[int] = []
@@ -158,14 +157,14 @@ def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None
 
 
 def sleeps(pid: int) -> bool:
-    """Return whether all threads of a process sleep. Then none holds the lock of a channel, for which the
-    agent would wait."""
+    """Return whether all threads of a process are asleep. None of them then holds a channel's lock, for which
+    the agent would wait."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 
 
 def test_stopped_worker_with_an_item_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The stopped worker was woken and cannot look. The others wait for it, and it continues after
+    """The stopped worker was woken but cannot run. The others are waiting for it, and it continues after
     SIGCONT."""
     graph = Graph("stopped")
     numbers = graph.input(capacity=1)
@@ -195,8 +194,8 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
 
 
 def test_item_on_a_slow_wire_is_not_a_deadlock(looks: list[Waits]) -> None:
-    """The item is in transit most of the time, while all workers wait. The supervisor polls the hosts all the
-    time."""
+    """The item is in transit most of the time, while all workers are waiting. The supervisor polls the hosts
+    constantly."""
     assert round_and_round(Wire(delay=0.02), 20) == [0]
     assert len(looks) > 10
     assert not all(one.moves for one in looks)
@@ -206,7 +205,8 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    while not looks or all(one.moves for one in looks):  # until one report came while nothing moved
+    # until a report arrived while no worker could continue
+    while not looks or all(one.moves for one in looks):
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 
 

@@ -1,7 +1,7 @@
 """Test agents that start late (R3).
 
 The run waits for an agent that is queued or whose node has yet to start. If an agent does not dial, the error
-names likely causes.
+lists likely causes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowchan.hosts.providers.provider import Launch, StartedAgent
 
 
 class Queued:
-    """Agent that leaves its queue at the tenth look."""
+    """Agent that leaves its queue at the tenth poll."""
 
     def __init__(self, patch: pytest.MonkeyPatch, launch: Launch) -> None:
         self._patch, self._launch = patch, launch
@@ -59,7 +59,7 @@ class Queue:
 
 
 def test_queued_agent_is_awaited_beyond_the_start_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_handle, "START", 0.2)  # four looks
+    monkeypatch.setattr(agent_handle, "START", 0.2)  # four polls
     graph = Graph("late")
     result = graph.source(range(3)).map(str, on=pool_of("late", Queue(monkeypatch))).collect()
     assert graph.run()[result] == ["0", "1", "2"]
@@ -74,8 +74,8 @@ def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pyte
         graph.run()
 
 
-def test_ctrl_c_ends_the_wait_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interrupted start leaves no resources."""
+def test_ctrl_c_stops_waiting_for_a_queued_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupted start leaves no resources behind."""
 
     def interrupt(queued: Queued) -> bool:
         queued._looks += 1

@@ -1,6 +1,6 @@
-"""Test the local processes of ``local`` and those that start remote agents.
+"""Test the local processes that ``local`` starts and those that hold remote agents.
 
-They show how these processes start, how their end is reported, and that nothing of them remains.
+They show how these processes start, how their end is reported, and that they leave nothing behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def launch(program: str, *arguments: object, stdin: bytes = b"a secret\n") -> La
 
 @pytest.fixture
 def started() -> Iterator[list[StartedAgent]]:
-    """Close all agents that the test puts here."""
+    """Yield a list, and close all agents that the test puts into it."""
     all_of_them: list[StartedAgent] = []
     yield all_of_them
     for one in all_of_them:
@@ -46,7 +46,7 @@ Starting = Callable[..., StartedAgent]
 
 @pytest.fixture(params=["local", "child"])
 def start(request: pytest.FixtureRequest, started: list[StartedAgent]) -> Starting:
-    """Return a function that starts the agent of one of the hosts ``local-1``, ``local-2`` and so on."""
+    """Return a function that starts the agent on one of the hosts ``local-1``, ``local-2`` and so on."""
 
     def by_local(output: Launch, number: int = 0) -> StartedAgent:
         started.append(local(number + 1).start(number, output))
@@ -116,14 +116,14 @@ def test_secret_is_absent_from_command_lines_and_environments(start, processes, 
     assert "a secret" not in str(child.environ())
 
 
-def test_agents_report_how_each_of_them_ended(start):
+def test_each_agent_reports_how_it_ended(start):
     killed = start(launch("import os; os.kill(os.getpid(), 9)"))
     failed = start(launch("raise SystemExit(3)"), 1)
     assert end_of(killed) == "the agent local-1 was killed by SIGKILL"
     assert end_of(failed) == "the agent local-2 exited with code 3 without finishing"
 
 
-def test_running_agent_has_not_ended_until_killed(start, tmp_path):
+def test_running_agent_is_not_reported_as_ended_until_killed(start, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     assert one.ended() is None
@@ -170,7 +170,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def test_ctrl_c_in_a_terminal_does_not_reach_an_agent(start, processes, tmp_path):
-    """Ctrl-C reaches the foreground's process group, but the driver decides on the end of the agents."""
+    """Ctrl-C reaches the foreground process group, but the driver decides when agents end."""
     start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()
@@ -214,7 +214,7 @@ def test_agent_end_is_reported_when_the_program_ignores_sigchld(how, message, ou
     assert done.stderr == f"{output}\n"
 
 
-def test_agent_killed_by_a_signal_names_the_signal(start, processes, tmp_path):
+def test_report_of_a_killed_agent_names_the_signal(start, processes, tmp_path):
     one = start(launch(SLEEP, tmp_path / "up"))
     wait_until((tmp_path / "up").exists)
     (child,) = processes()

@@ -1,4 +1,4 @@
-"""Test pools of hosts as placements: a pool is a value and contacts no host."""
+"""Test pools of hosts as placements: a pool is a value and does not contact any host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_pool_indexed_by_names_has_only_those_hosts() -> None:
 
 
 def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
-    """Workers of other pools on these hosts do not matter."""
+    """Workers of other pools on these hosts do not count."""
     pool = local(3)
     uneven = pool[{"local-3": 1, "local-1": 3}]
     assert (uneven.hosts, uneven.shares) == (("local-3", "local-1"), (1, 3))
@@ -83,7 +83,7 @@ def test_peer_timeout_must_be_a_number_of_seconds(peer_timeout: object, error: t
     assert "None:" not in str(raised.value)
 
 
-def test_declaring_and_checking_a_graph_starts_no_agent() -> None:
+def test_declaring_and_checking_a_graph_does_not_start_agents() -> None:
     graph = Graph("declared")
     graph.source(range(3)).map(abs, on=local(2), workers=4).sink(abs)
     assert graph.check() == ()

@@ -85,7 +85,7 @@ def test_probe_reports_an_unusable_host_and_measures_the_others(program, problem
 
 
 def test_probe_reports_an_unknown_name_next_to_other_hosts():
-    """A host whose name is unknown is reported like one that refuses to start."""
+    """A host with an unknown name is reported in the same way as one that refuses to start."""
     one, two, three = probe.check_hosts(odd("", ""))
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
@@ -147,10 +147,10 @@ def test_command_refuses_invalid_hosts(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     code, lines, errors = check("local:none")
     assert (code, lines) == (2, [])
-    assert "hosts must be like local:2, " in errors
+    assert "hosts must have a form such as local:2, " in errors
     code, lines, errors = check("slurm")
     assert (code, lines) == (2, [])
-    assert errors.startswith("flowchan: slurm: this program does not run in an allocation of Slurm")
+    assert errors.startswith("flowchan: slurm: this program is not running in a Slurm allocation")
 
 
 def test_probe_launch_keeps_the_secret_out_of_arguments():

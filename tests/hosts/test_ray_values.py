@@ -1,4 +1,4 @@
-"""Test Ray providers before use and without Ray."""
+"""Test Ray providers that have not been used, and providers on a machine without Ray."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_agent_takes_one_core_by_default():
 
 @pytest.mark.parametrize("amount", [-1, "1", True, None])
 def test_invalid_resource_amount_is_refused(amount):
-    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a number of at least 0, got"):
+    with pytest.raises(ValueError, match=r"ray: resources\['GPU'\] must be a non-negative number, got"):
         ray(1, resources={"GPU": amount})
 
 
@@ -39,7 +39,7 @@ def test_invalid_count_is_refused(count, error):
         ray(count)
 
 
-def test_use_without_ray_names_the_remedy(monkeypatch):
+def test_ray_provider_without_ray_raises_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(HostError, match=r"Ray can't be imported here .*; pip install 'flowchan"):
         ray(2).listen_at()
@@ -60,8 +60,8 @@ NODES = [
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ("INFEASIBLE", "Ray calls this infeasible, and it waits for the cluster to grow"),
-        ("NO_RESOURCES", "it waits until other jobs free their resources"),
+        ("INFEASIBLE", "Ray considers this infeasible, and waits for the cluster to grow"),
+        ("NO_RESOURCES", "Ray waits until other jobs free their resources"),
     ],
 )
 def test_late_reservation_logs_requested_and_available_resources(monkeypatch, caplog, state, why):
@@ -77,7 +77,7 @@ def test_late_reservation_logs_requested_and_available_resources(monkeypatch, ca
     assert caplog.messages == [
         (
             f"ray(3, resources={{'GPU': 1.0}}) is waiting for resources: it needs 1 CPU, 1 GPU on "
-            "each of 3 different nodes; of the 2 nodes in the cluster 10.0.0.1 has 8 CPU, "
+            "each of 3 different nodes; of the 2 nodes in the cluster, 10.0.0.1 has 8 CPU, "
             f"10.0.0.2 has 4 CPU; {why}"
         )
     ]

@@ -29,8 +29,9 @@ graph.run()
 """
 
 
-def test_agent_with_unread_errors_ends_after_the_peer_timeout():
-    """The program and the reader of the agent's output are killed together, so its last messages are lost."""
+def test_agent_with_unread_stderr_ends_after_the_peer_timeout():
+    """The program and the reader of the agent's output are killed together, so the agent's last messages are
+    lost."""
     with subprocess.Popen((sys.executable, "-c", PROGRAM), stderr=subprocess.PIPE, text=True) as program:
         assert program.stderr is not None
         agent = psutil.Process(int(program.stderr.readline().split()[-1]))

@@ -1,4 +1,5 @@
-"""Test Slurm providers outside an allocation: they are values, and their use names what is missing."""
+"""Test Slurm providers outside an allocation: they are values, and using one raises an error that names the
+remedy."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def test_given_address_is_used():
     assert slurm(address="10.0.0.1").listen_at() == "10.0.0.1"
 
 
-def test_use_outside_an_allocation_names_the_remedy():
+def test_slurm_provider_outside_an_allocation_raises_with_the_remedy():
     for use in (lambda: slurm().hosts, slurm().listen_at):
         with pytest.raises(
             HostError,
-            match=r"not run in an allocation of Slurm \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'",
+            match=r"not running in a Slurm allocation \(SLURM_JOB_ID is not set\).*'sbatch'.*'salloc'",
         ):
             use()
 
@@ -58,6 +59,6 @@ def test_graph_outside_an_allocation_is_drawn_but_cannot_run():
     remote, _ = check(graph)
     assert (remote.rule, remote.stage) == ("hosts", "far")
     with pytest.raises(
-        GraphError, match=r"not run in an allocation of Slurm .*start it with 'sbatch' or within 'salloc'"
+        GraphError, match=r"not running in a Slurm allocation .*start it with 'sbatch' or within 'salloc'"
     ):
         graph.run()

@@ -63,7 +63,7 @@ def test_text_is_parsed_as_a_pool_with_options(spec):
 )
 def test_invalid_text_is_refused_with_the_allowed_forms(spec):
     with pytest.raises(
-        ValueError, match="hosts must be like local:2, ssh:gpu1,user@gpu2, slurm or ray:4, got"
+        ValueError, match="hosts must have a form such as local:2, ssh:gpu1,user@gpu2, slurm or ray:4, got"
     ):
         parse(spec)
 
@@ -74,14 +74,14 @@ def test_invalid_text_is_refused_with_the_allowed_forms(spec):
         ("local:2,python=x", "'local:2,python=x': local has no option python=; it has tls and peer_timeout="),
         ("ssh:a,user=b", "ssh has no option user=; it has tls, python=, address= and peer_timeout="),
         ("ssh:a,tls=1", "ssh has no option tls=; it has tls, python=, address= and peer_timeout="),
-        ("ray:2,GPU=x", "'ray:2,GPU=x': GPU must be a number of at least 0, got 'x'"),
+        ("ray:2,GPU=x", "'ray:2,GPU=x': GPU must be a non-negative number, got 'x'"),
         (
             "local:2,peer_timeout=0",
             "'local:2,peer_timeout=0': peer_timeout must be greater than 0 seconds, got 0",
         ),
-        ("local:2,peer_timeout=-1", "peer_timeout must be a number of at least 0, got '-1'"),
-        ("k8s:2,a=b", "hosts must be like"),
-        ("ssh:python=x", "hosts must be like"),
+        ("local:2,peer_timeout=-1", "peer_timeout must be a non-negative number, got '-1'"),
+        ("k8s:2,a=b", "hosts must have a form such as"),
+        ("ssh:python=x", "hosts must have a form such as"),
     ],
 )
 def test_unknown_option_is_refused_with_the_allowed_ones(spec, message):

@@ -1,4 +1,5 @@
-"""Test ssh providers before they contact a host: their values, their command, and the driver's address."""
+"""Test ssh providers that have not contacted a host: their values, their command, and the driver's
+address."""
 
 from __future__ import annotations
 
@@ -89,8 +90,9 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
-def test_end_of_an_agent_is_reported_only_when_known(lines, marks, why):
-    """The end of ssh says nothing about the agent unless the wrapper script has reported it."""
+def test_agent_end_is_reported_only_when_known(lines, marks, why):
+    """When ssh ends, this says nothing about the agent unless the wrapper script has reported the agent's
+    end."""
     message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
         255, ProcessOutput(lines, marks)
     )
@@ -115,21 +117,21 @@ def towards(*hosts: str) -> str:
 
 
 @pytest.mark.usefixtures("routes")
-def test_driver_listens_where_all_hosts_reach_it():
-    """A host on this machine reaches all addresses of this machine."""
+def test_driver_listens_on_an_address_that_all_hosts_reach():
+    """A host on this machine can reach all addresses of this machine."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"
     assert towards("here", "near", "near2") == "10.0.0.1"
 
 
 @pytest.mark.usefixtures("routes")
-def test_missing_common_address_names_the_remedy():
+def test_error_for_missing_common_address_names_the_remedy():
     with pytest.raises(HostError, match=r"near from 10.0.0.1, far from 192.168.0.9.*address=") as raised:
         towards("near", "here", "far")
     assert raised.value.host == ""
     with pytest.raises(
         HostError,
-        match=r"ssh: no address of this machine is known that lost .*not known.*; set address=",
+        match=r"ssh: can't find an address of this machine that lost .*not known.*; set address=",
     ):
         towards("near", "lost")
 

@@ -1,7 +1,7 @@
 """Run a graph over two other network namespaces, one of which loses its cable.
 
 Usage: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first worker on host FIRST that gets item ``AT``
-pulls the cable of its host; the driver prints the run's report.
+pulls its host's cable; the driver prints the run's report.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LaunchedElsewhere:
 
 
 def pull(head: str) -> None:
-    """Drop all frames of this host's cable in both directions without any notice."""
+    """Silently drop all frames on this host's cable in both directions."""
     subprocess.run(("ip", "-n", head, "link", "set", "cable2", "nomaster"), check=True)
 
 

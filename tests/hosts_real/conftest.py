@@ -1,4 +1,4 @@
-"""Servers for these tests, each started once and ended by its process ids."""
+"""Servers for these tests, each started once and ended by its process id."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MUNGE_FILES = ("socket", "key-file", "pid-file", "seed-file", "log-file")
 
 @dataclass(frozen=True)
 class Sshd:
-    """An sshd on loopback that all host names lead to, except ``down``, where no server listens."""
+    """An sshd on loopback to which all host names resolve, except ``down``, where no server listens."""
 
     servers: Servers
 
@@ -110,7 +110,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    """Start a Slurm cluster with two nodes on this machine and set ``SLURM_CONF`` to it."""
+    """Start a Slurm cluster with two nodes on this machine, and set ``SLURM_CONF`` to it."""
     need("slurmctld", "slurmd", "srun", "salloc", "munged", package="slurm-wlm munge")
     need_root()
     folder = tmp_path_factory.mktemp("slurm")
@@ -136,7 +136,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
 @pytest.fixture
 def allocation(cluster: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Put the test into an allocation of both nodes, and return the job id."""
+    """Run the test in an allocation of both nodes, and yield the job id."""
     command = ("salloc", "--no-shell", "--nodes=2", "--job-name=flowchan-test")
     report = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stderr
     job = report.split("Granted job allocation")[1].split()[0]
@@ -168,7 +168,7 @@ def nodes() -> Iterator[Nodes]:
 
 @contextlib.contextmanager
 def in_front(folder: Path, name: str, script: str) -> Iterator[None]:
-    """Let programs that run ``name`` find this script, which may run the real program."""
+    """Let programs that run ``name`` find this script instead, which may run the real program."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")

@@ -1,5 +1,4 @@
-"""A driver and an agent that only launch and end: the agent reads its launch line, dials, describes itself,
-and ends on order."""
+"""A minimal driver and agent: the agent reads its launch line, dials, describes itself, and ends on order."""
 
 from __future__ import annotations
 
@@ -43,13 +42,13 @@ assert STAYING != AGENT
 
 
 def end_of(one: StartedAgent) -> str:
-    """Wait for the end of an agent, and return its reason."""
+    """Wait for an agent to end, and return the reason."""
     wait_until(lambda: one.ended() is not None)
     return one.ended() or ""
 
 
 def assert_agents_run_and_report_their_ends(driver: Driver, python: str) -> dict[int, dict[str, Any]]:
-    """Start the agents of two hosts, let one exit and kill one, and return what they reported about
+    """Start agents on two hosts, let one exit, kill the other, and return what they reported about
     themselves."""
     for number in (0, 1):
         driver.start(number)
@@ -81,7 +80,7 @@ def assert_the_secret_is_hidden(driver: Driver) -> None:
 
 
 class Driver:
-    """Driver that listens where the provider says, starts agents, and hears who they are."""
+    """Driver that listens at the provider's address, starts agents, and receives their descriptions."""
 
     def __init__(self, provider: Provider, agent: str = AGENT) -> None:
         self.provider = provider
@@ -116,7 +115,7 @@ class Driver:
         self._lines[number].sendall(f"{order}\n".encode())
 
     def has_ended(self, number: int) -> bool:
-        """Wait until the agent has ended its connection, and return True; return False if it sends data."""
+        """Wait until the agent has closed its connection, and return True; return False if it sends data."""
         try:
             return self._lines[number].recv(1) == b""
         except ConnectionResetError:

@@ -11,8 +11,8 @@ _count = itertools.count()
 
 
 class Networks:
-    """Network namespaces: drivers run in the first of ``names``, and a cable leads from it to each other
-    one."""
+    """Network namespaces: drivers run in the first of ``names``, which has a virtual cable to each of the
+    others."""
 
     def __init__(self) -> None:
         once = f"flowchan-{os.getpid()}-{next(_count)}"

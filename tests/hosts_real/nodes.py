@@ -1,6 +1,6 @@
 """A Ray cluster of three nodes on this machine, each in its own network namespace.
 
-Ray takes nodes with the same address for one node. ``ray stop`` is not used, because it ends processes by
+Ray treats nodes with the same address as one node. ``ray stop`` is not used, because it ends processes by
 name.
 """
 
@@ -32,12 +32,12 @@ class Nodes:
         self._networks = Networks()
         self.names = self._networks.names
         self.address = self._networks.address
-        # a short path, because Ray puts sockets there
+        # a short path, because Ray puts sockets in it
         self._folder = Path(tempfile.mkdtemp(prefix="flowchan-"))
         self._servers = Servers(self._folder)
 
     def start(self, name: str) -> None:
-        """Start Ray on a node, and return when it has joined."""
+        """Start Ray on a node, and return when the node has joined."""
         address = self.address(name)
         command = [
             *RAY,
@@ -64,7 +64,7 @@ class Nodes:
         return next(one for one in family_of(self._servers.pid(name)) if one.name() == "raylet")
 
     def start_again(self, address: str) -> None:
-        """End the remaining processes of a node and start it again."""
+        """End the remaining processes of a node and start the node again."""
         name = next(name for name in self.names if self.address(name) == address)
         self._servers.end(name)
         (self._folder / f"{name}.log").unlink()

@@ -1,4 +1,4 @@
-"""Run graphs over hosts that one worker harms once, when it gets item ``AT`` or a later one."""
+"""Run graphs over hosts in which one worker does some damage once, at item ``AT`` or a later one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ITEMS, AT = 400, 50
 
 
 def once(folder: Path, deed: Callable[[], None], here: Callable[[], bool]) -> Callable[[int], int]:
-    """Return a function for a map that returns its item.
+    """Return a function for ``map`` that returns its item.
 
-    The first worker that gets item ``AT`` or a later one where ``here()`` is true does ``deed``; the others
-    wait for it.
+    The first worker that gets item ``AT`` or a later one where ``here()`` is true calls ``deed``; the others
+    wait for that.
     """
 
     def work(item: int) -> int:
@@ -53,7 +53,7 @@ def kill_agent() -> None:
 
 
 def cut_ssh() -> None:
-    """Kill the sshd process whose connection has started this agent."""
+    """Kill the sshd process whose connection started this agent."""
     server = next(process for process in psutil.Process().parents() if process.name() == "sshd")
     server.kill()
 
@@ -65,7 +65,7 @@ def cancel_step() -> None:
 
 
 def raylet() -> psutil.Process:
-    """Return the raylet process of this worker's node."""
+    """Return the raylet process on this worker's node."""
     return next(process for process in psutil.Process().parents() if process.name() == "raylet")
 
 
@@ -76,11 +76,11 @@ def not_on_the_head() -> bool:
 
 def kill_node() -> None:
     raylet().kill()
-    signal.pause()  # the processes that Ray has started there end, and with them the agent and this worker
+    signal.pause()  # the processes that Ray started on this node end, including the agent and this worker
 
 
 def run_over(pool: Any, folder: Path, deed: Callable[[], None], here: Callable[[], bool] = anywhere) -> Run:
-    """Run a graph to its end, check its results, and return the run."""
+    """Run a graph to completion, check its results, and return the run."""
     graph = Graph("harmed")
     result = graph.source(range(ITEMS)).map(once(folder, deed, here), on=pool, workers=4).collect()
     run = graph.start()

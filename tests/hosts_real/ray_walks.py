@@ -1,6 +1,6 @@
 """Drivers that run on a node of a Ray cluster, each as a program: ``python ray_walks.py NAME FILE``.
 
-They write their results into FILE, because Ray writes to both outputs of a driver.
+They write their results to FILE, because Ray writes to both output streams of a driver.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def killed() -> None:
 
 
 def node_killed() -> None:
-    """Kill the node of one of two agents; the next agent of that number starts on the third node."""
+    """Kill the node of one of two agents; the next agent with that number starts on the third node."""
     with Driver(ray(2)) as driver:
         for number in range(2):
             driver.start(number)
@@ -84,7 +84,7 @@ def node_killed() -> None:
 
 
 def graph() -> None:
-    """Kill a node in the middle of a run; the third node does its work."""
+    """Kill a node in the middle of a run; the third node takes over its work."""
     with tempfile.TemporaryDirectory() as folder:
         run = run_over(flowchan.hosts.ray(2), Path(folder), kill_node, not_on_the_head)
     print_line(*deaths(run))

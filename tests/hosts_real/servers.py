@@ -29,7 +29,7 @@ def need_root() -> None:
 
 
 def program(name: str) -> str:
-    """Return the path of a program, also from the folders of servers that PATH may lack."""
+    """Return the path of a program, also searching the sbin folders, which PATH may lack."""
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert found, name
     return found
@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Servers:
-    """Foreground processes, each with a log, that end together with their children."""
+    """Foreground processes, each with a log, that are ended together with their children."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

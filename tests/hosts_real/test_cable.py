@@ -11,7 +11,7 @@ from networks import Networks
 
 def test_graph_continues_when_one_of_three_networks_loses_its_cable(networks: Networks, tmp_path: Path):
     """The silence is noticed within the ``peer_timeout``, the other host does the work, and the report shows
-    it."""
+    this."""
     head, first, second = networks.names
     walk = Path(__file__).with_name("cable_walk.py")
     command = ("ip", "netns", "exec", head, sys.executable, walk, head, first, second, tmp_path)

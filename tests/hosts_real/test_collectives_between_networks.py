@@ -49,7 +49,7 @@ with collective.group(rank=rank, size=3, at=address, secret=b"only members know 
 
 
 def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
-    """The data that the middle member forwards arrives whole."""
+    """The data that the middle member forwards arrives intact."""
     head, _, second = networks.names
     names = networks.names
     networks.slow_link(head, second, "20mbit")

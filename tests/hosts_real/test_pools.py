@@ -1,4 +1,4 @@
-"""Test graphs over hosts that ssh and Slurm reach: results are exact, even if an agent or its connection is
+"""Test graphs over hosts that ssh and Slurm reach: results are exact even if an agent or its connection is
 lost."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ graph.source(range(20)).sink(lambda item: print("item", item, "on", worker().hos
 
 
 @pytest.mark.usefixtures("sshd")
-def test_command_gives_hosts_to_a_graph(tmp_path):
+def test_command_line_hosts_are_used_for_a_graph(tmp_path):
     (tmp_path / "report.py").write_text(FILE)
     flowchan = Path(sys.executable).with_name("flowchan")
     command = (flowchan, "run", "report.py", "--hosts", f"ssh:gpu1,gpu2,python={sys.executable}")

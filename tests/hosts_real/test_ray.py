@@ -21,7 +21,7 @@ WALKS = Path(__file__).with_name("ray_walks.py")
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Replace the check for leftovers: Ray keeps idle workers, for which the end of ``nodes`` waits."""
+    """Replace the check for leftovers: Ray keeps idle workers, which end only when ``nodes`` is torn down."""
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
     return run
 
 
-def test_use_without_a_cluster_names_the_remedy(tmp_path):
-    """This test is the first of the file, because Ray finds any cluster that runs on this machine."""
+def test_ray_provider_without_a_cluster_raises_with_the_remedy(tmp_path):
+    """This test is the first in the file, because Ray finds any cluster that is running on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     output = tmp_path / "said"
     subprocess.run(
@@ -66,7 +66,7 @@ def test_killed_agent_ends_and_releases_its_resources(walk):
 
 
 def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
-    """Ray ends the actors of a driver that is gone, and they end their agents. These agents do not watch
+    """When a driver is gone, Ray ends its actors, and these end their agents. The agents here do not watch
     their driver."""
     done = nodes.run(sys.executable, str(WALKS), "killed_driver", str(tmp_path / "said"))
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -78,7 +78,7 @@ def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
 def test_python_without_flowchan_is_named_with_its_host(walk):
     assert walk("no_flowchan") == [
         f"the Python at {sys.executable} on ray-1 has no flowchan: "
-        "install the same environment for the workers of Ray"
+        "install the same environment for Ray's workers"
     ]
 
 

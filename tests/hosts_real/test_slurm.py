@@ -21,7 +21,7 @@ from flowchan.hosts.providers.slurm import slurm
 
 
 def steps(job: str) -> list[str]:
-    """Return the ids of the job steps that Slurm still knows."""
+    """Return the ids of the job steps that Slurm still lists."""
     command = ("squeue", "--steps", "--noheader", f"--jobs={job}", "--format=%i")
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -76,7 +76,7 @@ def test_agent_ends_when_its_job_step_is_cancelled(allocation):
         assert driver.has_ended(0)
 
 
-def test_close_leaves_no_job_step(allocation):
+def test_close_ends_all_job_steps(allocation):
     with Driver(slurm(), STAYING) as driver:
         for number in (0, 1):
             driver.start(number)
@@ -89,7 +89,7 @@ def test_refusal_by_srun_is_reported_with_the_node():
     with Driver(slurm()) as driver:
         subprocess.run(("scancel", "--name=flowchan-test"), check=True)
         why = end_of(driver.start(1))
-        assert why.startswith("node2 could not start the agent: srun ended with code 1 first (srun: ")
+        assert why.startswith("node2 could not start the agent: srun ended with code 1 (srun: ")
 
 
 @pytest.mark.usefixtures("allocation")

@@ -60,7 +60,8 @@ def test_output_reaches_stderr_with_the_host_name(capfd):
 
 
 def test_agent_outlives_a_killed_ssh():
-    """Only its ``peer_timeout`` ends an agent without ssh; this test ends it by an order of the driver."""
+    """An agent without ssh ends only when its ``peer_timeout`` expires; this test ends it by an order from
+    the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
         one = driver.start(0)
         agent = psutil.Process(driver.receive()["pid"])
@@ -99,7 +100,7 @@ UNREACHED = {
         "denied (publickey).); make 'ssh -oBatchMode=yes wrongkey true' work"
     ),
     "stranger": (
-        "stranger has no known or a changed host key (Host key verification failed.); run "
+        "stranger has an unknown or changed host key (Host key verification failed.); run "
         "'ssh stranger' once to check it"
     ),
 }
@@ -117,7 +118,7 @@ def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): set python= to one that has flowchan")
+    assert why.endswith("not found): set python= to a Python that has flowchan")
 
 
 def test_python_without_flowchan_is_named_with_its_host():
@@ -125,7 +126,8 @@ def test_python_without_flowchan_is_named_with_its_host():
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
         assert end_of(one) == (
-            "the Python at /usr/bin/python3 on gpu1 has no flowchan: set python= to one that has flowchan"
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan: set python= to a Python that has "
+            "flowchan"
         )
 
 

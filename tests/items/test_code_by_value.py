@@ -1,4 +1,4 @@
-"""Functions and classes by value: what the receiver makes of them, and the pickles that the sender keeps."""
+"""Test functions and classes sent by value: what the receiver gets, and which pickles the sender keeps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_importable_class_is_sent_by_name() -> None:
     assert PackedClasses().get(WorkerGlobals, ByValuePickler) is None
 
 
-def test_packed_class_is_made_once_while_it_lives(main: ModuleType) -> None:
+def test_packed_class_is_created_once_while_it_is_referenced(main: ModuleType) -> None:
     packed = PackedClasses().get(main.Constant, ByValuePickler)
     assert packed is not None
     classes = UnpackedClasses()
@@ -76,21 +76,21 @@ def test_program_gets_its_own_function_back(main: ModuleType) -> None:
     assert pickle.loads(dumped(main.f)) is main.f
 
 
-def test_function_of_another_definition_stays_itself(main: ModuleType) -> None:
+def test_function_with_a_different_definition_is_not_replaced(main: ModuleType) -> None:
     exec("def f(): return 1", vars(main))
     packed = dumped(main.f)
     exec("def f(): return 2", vars(main))
     assert (pickle.loads(packed)(), main.f()) == (1, 2)
 
 
-def test_function_with_another_default_stays_itself(main: ModuleType) -> None:
+def test_function_with_a_different_default_is_not_replaced(main: ModuleType) -> None:
     exec("def f(x=1): return x", vars(main))
     packed = dumped(main.f)
     exec("def f(x=2): return x", vars(main))
     assert (pickle.loads(packed)(), main.f()) == (1, 2)
 
 
-def test_received_lambda_leaves_the_globals_of_the_program(main: ModuleType) -> None:
+def test_received_lambda_does_not_change_the_programs_globals(main: ModuleType) -> None:
     exec("DATA = ['sent']\nf = lambda: DATA", vars(main))
     packed = dumped(main.f)
     main.DATA = ["kept"]
@@ -98,7 +98,7 @@ def test_received_lambda_leaves_the_globals_of_the_program(main: ModuleType) -> 
     assert main.DATA == ["kept"]
 
 
-def test_redefined_class_has_another_fingerprint(main: ModuleType) -> None:
+def test_redefined_class_has_a_different_fingerprint(main: ModuleType) -> None:
     before = fingerprint(main.Constant)
     exec(SOURCE, vars(main))
     assert fingerprint(main.Constant) == before
@@ -118,7 +118,7 @@ def test_value_that_cannot_be_compared_has_no_digest(value: Any) -> None:
     assert digest_of(value if not hasattr(value, "__next__") else (part for part in value)) is None
 
 
-def test_value_of_worker_stays_until_the_program_changes_its_own() -> None:
+def test_worker_keeps_its_value_until_the_programs_value_changes() -> None:
     shared, names = WorkerGlobals(), dict[str, Any]()
     shared.offer(names, {"state": None, "cache": {}})
     names["state"] = "set by the worker"

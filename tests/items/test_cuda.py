@@ -37,7 +37,7 @@ A_WHILE = 500_000_000  # cycles that keep a device's stream busy for a few tenth
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Replace the check for leftovers: once the driver is used, it keeps threads and descriptors."""
+    """Replace the check for leftovers: once the driver has been used, it keeps threads and descriptors."""
 
 
 def channel(capacity: int = 64) -> Channel[Any]:
@@ -97,7 +97,8 @@ def _echo(ch: Channel, returned: Channel) -> None:
 
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_every_kind_of_tensor_arrives_equal(start, monkeypatch, switch):
-    """Send to another process and back, within this process, and in the form that is sent to another host."""
+    """Send tensors to another process and back, within this process, and in the form used for another
+    host."""
     monkeypatch.setenv(transfer.SWITCH, switch)
     requests, returned, replies, remote = channel(), channel(), channel(), Channel(across="hosts")
     start(_echo, requests, returned)
@@ -153,7 +154,8 @@ def _put_late(ch: Channel) -> None:
 
 
 def test_receiver_stream_waits_for_the_senders_event(start):
-    """The put must not wait for the device, and the receiver must see the contents in the stream's order."""
+    """The put must not wait for the device, and the receiver's stream must wait until the contents are
+    complete."""
     ch = channel()
     start(_put_late, ch)
     assert ch.get().sum() == 4 * LARGE
@@ -203,7 +205,7 @@ def _put_some(ch: Channel, count: int) -> None:
         ch.put(torch.full((LARGE,), number, device="cuda"))
 
 
-def test_producer_that_exits_after_its_put_loses_nothing(start):
+def test_items_survive_a_producer_that_exits_after_its_put(start):
     ch = channel()
     process = start(_put_some, ch, 20)
     wait_until(lambda: len(ch) == 20)
@@ -218,7 +220,7 @@ def _put_and_stay(ch: Channel, count: int) -> None:
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_getting_an_item_of_a_killed_producer_names_it(start, opened):
+def test_error_for_item_from_killed_producer_names_the_producer(start, opened):
     ch = channel()
     process = start(_put_and_stay, ch, 3)
     wait_until(lambda: len(ch) == 3)
@@ -321,7 +323,8 @@ def test_error_names_a_device_that_the_receiver_cannot_see(start, monkeypatch, s
 def test_put_while_a_cuda_graph_is_captured_raises():
     """The capture must continue.
 
-    The test pickles the tensor, because a put formats the tensor for its error, which ends a capture.
+    The test pickles the tensor itself: when a put fails, it formats the tensor for its error, which ends a
+    capture.
     """
     tensor = torch.ones(LARGE, device="cuda")
     graph = torch.cuda.CUDAGraph()

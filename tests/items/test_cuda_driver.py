@@ -1,4 +1,4 @@
-"""Parts of ``cuda`` that need no device: the layout of tensors in bytes, and calls to a fake driver."""
+"""Test parts of ``cuda`` that need no device: the layout of tensors in bytes, and calls to a fake driver."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def driver(tmp_path_factory):
 
 
 def test_driver_calls_get_their_arguments(driver):
-    """Addresses have 64 bits, handles are 64 bytes by value, and each call is made in the device's
+    """Addresses have 64 bits, handles are passed as 64 bytes by value, and each call is made in the device's
     context."""
     address, handle = driver.allocate(0, 5 << 30)
     assert (address, len(handle)) == (0x7F1234000065, 64)

@@ -1,4 +1,5 @@
-"""Send the memory of data frames and images: equal, in place, and without unrelated data."""
+"""Send the memory of data frames and images: they arrive equal, are read in place, and bring no unrelated
+data."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ KINDS = pl.DataFrame(
 
 
 def sent(value: Any) -> tuple[Any, int]:
-    """Send a value, and return the received value and the number of bytes it used in the channel."""
+    """Send a value, and return the received value and the number of bytes that it used in the channel."""
     channel = Channel(across="processes", max_bytes=1 << 28)
     channel.put(value)
     return channel.get(), channel.stats().bytes_in
@@ -127,7 +128,7 @@ def test_an_image_arrives_equal(mode: str, size: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_image_read_from_a_file_arrives_equal(kind: str, mode: str, loaded: bool, tmp_path: Path) -> None:
-    """Such an image is sent by Pillow's own pickling, which keeps its format."""
+    """Such an image is sent with Pillow's own pickling, which keeps its format."""
     path = tmp_path / f"image.{kind}"
     Image.linear_gradient("L").convert(mode).save(path)
     with Image.open(path) as image:
@@ -174,7 +175,7 @@ def test_older_libraries_without_arrow_support_use_their_pickling(
     assert kind not in dict(arrow.reducers())
 
 
-def test_a_table_in_pieces_arrives_equal() -> None:
+def test_chunked_table_arrives_equal() -> None:
     table = pa.concat_tables([NUMBERS.to_arrow(), NUMBERS.to_arrow()])
     arrived, _ = sent(table)
     assert arrived.equals(table)

@@ -1,4 +1,4 @@
-"""``pack`` and ``unpack``: a packed value is sent next to other data and is not unpacked on the way."""
+"""Test ``pack`` and ``unpack``: a packed value is sent next to other data and is not unpacked on the way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After ``share_memory_()``, a tensor is the same tensor in all processes that receive it."""
+"""Test that after ``share_memory_()``, all processes that receive a tensor share its memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_packed_value_contains_the_shared_tensor() -> None:
 
 
 def test_data_loader_batches_are_sent_as_copies() -> None:
-    """These batches are also in shared memory, but only for their transfer."""
+    """These batches are also in shared memory, but only to be transferred."""
     data = torch.utils.data.TensorDataset(torch.arange(4.0))
     (batch,) = next(iter(torch.utils.data.DataLoader(data, 4, num_workers=1)))
     assert batch.is_shared()

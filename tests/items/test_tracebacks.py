@@ -1,4 +1,4 @@
-"""Tracebacks of flowchan's own errors show the user's line and at most one line of flowchan."""
+"""Test that tracebacks of flowchan's own errors show the user's line and at most one line from flowchan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flowchan.items.tracebacks import ends_at_caller
 
 
 def frames_of(call: Callable[[], Any], kind: type[BaseException]) -> list[str]:
-    """Return the names of the files from the user's call on."""
+    """Return the names of the files in the traceback, from the user's call on."""
     with pytest.raises(kind) as caught:
         call()
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -48,15 +48,15 @@ def fails() -> None:
         (fails, RunError),
     ],
 )
-def test_error_shows_one_line_of_flowchan(call: Callable[[], Any], kind: type[BaseException]) -> None:
+def test_error_shows_one_line_from_flowchan(call: Callable[[], Any], kind: type[BaseException]) -> None:
     assert len(frames_of(call, kind)) == 1
 
 
-def test_missing_argument_shows_no_line_of_flowchan() -> None:
+def test_missing_argument_shows_no_line_from_flowchan() -> None:
     assert frames_of(lambda: Graph("g").source([1]).map(), TypeError) == []  # type: ignore[call-overload]
 
 
-def test_error_of_the_users_code_keeps_all_lines() -> None:
+def test_error_from_user_code_keeps_all_traceback_lines() -> None:
     @ends_at_caller
     def outer(function: Callable[[], Any]) -> Any:
         return inner(function)
@@ -73,7 +73,7 @@ def test_error_of_the_users_code_keeps_all_lines() -> None:
     assert names[1:] == ["outer", "inner", "user"]
 
 
-def test_refused_item_has_a_cause_only_from_the_users_code() -> None:
+def test_rejected_item_has_a_cause_only_if_user_code_raised() -> None:
     class Refuses:
         def __reduce__(self) -> str:
             raise LookupError("nothing to send")

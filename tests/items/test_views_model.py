@@ -1,6 +1,6 @@
 """Use arrays in a channel's memory at random, and check that their contents never change.
 
-One process does all operations, with little memory and varying sizes. So memory is divided again and again
+One process does all operations, with little memory and varying sizes, so memory is divided again and again
 around the arrays in use. Every array is filled with its number, and all arrays are read after each step.
 """
 
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, capacity: int) -> None:
         self.capacity = capacity
         self.channel: Any = Channel(capacity, across="processes", max_bytes=MAX_BYTES)
-        # Ports that stay open to the end, because closing the last one would close the channel.
+        # Ports that stay open until the end, because closing the last one would close the channel.
         self.remain = self.channel.reader(), self.channel.writer()
 
     def new(self) -> int:
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
             self.held.append((array, taken[0]))
 
     def give_back(self, hand: list[tuple[int, int, int]]) -> None:
-        """Return the items to the front, in the order of their puts."""
+        """Return the items to the front, in the order in which they were put."""
         self.inside = deque(sorted([*hand, *self.inside], key=lambda item: item[2]))
 
     @precondition(lambda self: self.readers)

@@ -1,7 +1,7 @@
 """Models of the protocols. Spin searches them exhaustively, with a death between any two steps.
 
 They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
-and the rounds of a group. The top of each model states what it covers, and which source line each step
+and the rounds of a group. The top of each model states its scope and the source line that each step
 represents. Every property is shown to be able to fail: the search must find a planted fault (``PLANT_…``) and
 a weakness of the source (``SOURCE_…``).
 """
@@ -27,8 +27,8 @@ needs_spin = pytest.mark.skipif(
 
 CALM = "SPURIOUS=0 QUITS=0"
 
-# Each model, with the parameters whose full search is fastest. If a model is unchanged, it still holds, so
-# the others run only in make soak.
+# Each model, with the parameters whose full search is fastest. The result for an unchanged model still holds,
+# so the other searches run only in make soak.
 WHOLE = [
     ("ring", "ITEMS=1 DEATHS=1"),
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
@@ -101,7 +101,7 @@ FAULTS = [
     ("gate", f"ITEMS=1 {CALM} DEATHS=1", "PLANT_no_slices"),
     ("gate", "ITEMS=1", "SOURCE_QUEUE_CLOSED"),
     ("gate", "ITEMS=1 GATHER", "SOURCE_END_OWN"),
-    # each output is put exactly once, over broken connections and dead hosts
+    # each output is put exactly once, despite broken connections and dead hosts
     ("line", "ITEMS=2", "PLANT_custody_on_got"),
     ("line", "ITEMS=2", "PLANT_say_first"),
     ("line", "ITEMS=2", "PLANT_no_fence"),
@@ -119,7 +119,7 @@ FAULTS = [
     ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
-    # each request is answered once, and a channel exists while a process or an item holds it
+    # each request is answered once, and a channel exists as long as a process or an item holds it
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_forget"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_cancel_taken"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_drained_at_once"),
@@ -131,7 +131,7 @@ FAULTS = [
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_come_first"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_not_sent"),
     ("asking", "GETTERS=1 CANCELS=0 CHILD", "PLANT_not_awaited"),
-    # all survivors of a group complete an operation or none does, and none reads overwritten data
+    # all survivors in a group complete an operation or none does, and none reads overwritten data
     ("group", "DEATHS=0", "PLANT_one_cell"),
     ("group", "DEATHS=0", "PLANT_early"),
     ("group", "DEATHS=1", "PLANT_no_second_look"),
@@ -215,7 +215,7 @@ def test_every_planted_fault_is_tried() -> None:
 def test_model_table_lists_existing_source_names(model: str) -> None:
     """Each "file: name, name" in the table at the top must list names that exist in the file.
 
-    Each step must be in the model.
+    Each step in the table must also exist in the model.
     """
     text_of_model = (HERE / f"{model}.pml").read_text()
     head = text_of_model.split("*/")[0]

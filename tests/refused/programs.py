@@ -26,9 +26,9 @@ def waiting(channels: list[Channel]) -> bool:
 
 
 def blocked_select() -> None:
-    """Print the share of a core that a blocked select uses.
+    """Print the fraction of a core that a blocked select uses.
 
-    After that, print what it returns when an item is put into the last channel.
+    After that, print the result of the select when an item is put into the last channel.
     """
     channels = [Channel(across=transport) for transport in ("threads", "processes", "processes")]
     got: list[object] = []
@@ -74,7 +74,7 @@ def run() -> None:
 
 
 def death() -> None:
-    """Let a worker die while it processes an item; it is replaced."""
+    """Let a worker die while it is processing an item; the worker is replaced."""
     died: Channel[bool] = Channel(across="processes")
 
     def work(item: int) -> int:
@@ -95,7 +95,7 @@ def remain(item: int) -> int:
 
 
 def orphans() -> None:
-    """Start two workers that never end unless they are ended."""
+    """Start two workers that run until they are killed."""
     graph = Graph("orphans")
     graph.source(range(2)).map(remain, workers=2, on="process").sink(print)
     graph.run()
@@ -109,7 +109,7 @@ def channel() -> None:
 
 
 def threads() -> None:
-    """Use channels between threads only."""
+    """Use only channels between threads."""
     graph = Graph("threads")
     doubled = graph.source(range(100)).map(double, workers=2).reduce(int.__add__, 0)
     full = Channel()

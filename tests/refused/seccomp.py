@@ -14,7 +14,7 @@ NUMBERS = {
 }  # fmt: skip
 
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _MODE_FILTER = 22, 38, 2
-_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # load 32 bits; compare with a constant
+_LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # load 32 bits, compare with a constant, return
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 
@@ -25,7 +25,7 @@ class _Program(ctypes.Structure):
 def refuse(call: str, error: int = errno.EPERM) -> None:
     """Make ``call`` fail with ``error`` from now on. This cannot be undone."""
     code = [
-        (_LOAD, 0, 0, 0),  # the call's number
+        (_LOAD, 0, 0, 0),  # the number of the system call
         (_JUMP_IF_EQUAL, 0, 1, NUMBERS[call]),
         (_RETURN, 0, 0, _ERRNO | error),
         (_RETURN, 0, 0, _ALLOW),

@@ -1,7 +1,7 @@
-"""Kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
+"""Test kernels that lack a system call (ENOSYS), and filters that refuse it (EPERM or ENOSYS).
 
-flowchan works without the call, or raises an error that names it. The calls are really refused, in separate
-processes.
+flowchan works without the call, or raises an error that names the call. The kernel really refuses the calls,
+in separate processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_c10_blocked_select_sleeps_and_wakes_without_futex_waitv(error: int) -> 
 
 
 @both_errors
-def test_c9_coroutines_wait_at_both_media_without_futex_waitv(error: int) -> None:
+def test_c9_coroutines_wait_on_both_transports_without_futex_waitv(error: int) -> None:
     assert message("blocked_coroutines", "futex_waitv", error) == "[0, 1]"
 
 
@@ -61,7 +61,7 @@ def test_c12_workers_end_with_their_killed_parent_without_pidfd_open(error: int)
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == ["at work\n"] * 2
         parent.send_signal(signal.SIGKILL)
-        # standard output ends after the workers, which also have it, have ended
+        # standard output ends when the workers, which also hold it open, have ended
         assert parent.stdout.read() == ""
 
 
@@ -79,7 +79,7 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 
 @both_errors
 @pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
-def test_refused_system_call_of_process_channels_is_named(call: str, error: int) -> None:
+def test_process_channels_name_a_refused_system_call(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
         "filter of a container or service manager; "
@@ -108,5 +108,6 @@ def test_process_channels_without_proc_name_the_missing_mount() -> None:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch is not installed: pip install torch")
 def test_parts_in_processes_work_without_sched_setaffinity() -> None:
-    """One error is enough: the code does not distinguish the errors, and torch takes long to import."""
+    """One error is enough, because the code does not distinguish the errors, and torch takes long to
+    import."""
     assert message("parts", "sched_setaffinity", errno.EPERM) == "(4, 3)"

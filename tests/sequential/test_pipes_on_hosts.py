@@ -152,7 +152,9 @@ def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:
 
 def test_pool_without_known_hosts_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ValueError, match="Sequential: slurm: this program does not run in an allocation"):
+    with pytest.raises(
+        ValueError, match="Sequential: slurm: this program is not running in a Slurm allocation"
+    ):
         Sequential(perceptron(), on=slurm())
 
 

@@ -1,9 +1,9 @@
-"""Choose a few combinations of a test's parameters; ``--long`` runs all.
+"""Choose a few combinations of a test's parameters; ``--long`` runs all of them.
 
-A test with the marker ``each_pair`` keeps combinations that together have each pair of values of two
+A test with the marker ``each_pair`` keeps combinations that together have each pair of values of any two
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
 combinations, keeps combinations that together have each value of each parameter. A test that runs under every
-start method of processes keeps either ``forkserver`` or ``spawn``, because each costs seconds. The choice
+start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. The choice
 depends only on the name of the test and its parameters, so all processes of a run agree.
 """
 
@@ -46,11 +46,12 @@ def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
     lost = all_values(remaining) - all_values(one for one in combinations if one not in remaining)
     return (
         remaining if len(lost) == 1 else []
-    )  # drop the method only if no other parameter needs its combinations
+    )  # drop the start method only if no other parameter needs its combinations
 
 
 def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
-    """Take the combination that adds most until each value or pair is covered, and return the others."""
+    """Keep choosing the combination that adds most until each value or pair is covered, and return the
+    others."""
     missing = all_values(combinations, together)
     while missing:
         best = max(combinations, key=lambda item: len(missing & values(item, together)))

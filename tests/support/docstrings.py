@@ -1,7 +1,7 @@
-"""The public names, their docstrings, and the examples in these.
+"""The public names, their docstrings, and the examples in these docstrings.
 
 The pages of ``docs/reference`` list the public names. The public members of a class are the methods and
-properties that it or a base class of flowchan defines.
+properties that the class itself or one of its base classes in flowchan defines.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ BODY = re.compile(r"\n*((?:[ ]{4}.*(?:\n|\Z)|\n)*)")
 
 
 class Documented(NamedTuple):
-    """A public name or member, with its docstring by section. The summary is under ``""``."""
+    """A public name or member, with its docstring by section. The summary has the key ``""``."""
 
     value: Any
     sections: dict[str, str]
 
     @property
     def example(self) -> str:
-        """Return the example, empty if there is none."""
+        """Return the example, or an empty string."""
         return self.sections.get("Example", "")
 
     def raises(self) -> Iterator[str]:
-        """Yield the names of the exceptions in its section ``Raises``."""
+        """Yield the names of the exceptions in its ``Raises`` section."""
         for names in re.findall(r"^(\w[\w., ]*):", self.sections.get("Raises", ""), re.MULTILINE):
             yield from names.split(", ")
 
 
 def public(*, torch: bool) -> dict[str, Documented]:
-    """Return the public names and members that need torch, or the others."""
+    """Return the public names and members that need torch, or those that do not."""
     found = {}
     for name in LISTED:
         if bool(NEEDS_TORCH.match(name)) is not torch:
@@ -75,7 +75,7 @@ def public(*, torch: bool) -> dict[str, Documented]:
 
 
 def members(owner: Any) -> dict[str, Any]:
-    """Return the public methods and properties of a class; of other values none."""
+    """Return the public methods and properties of a class; empty for other values."""
     found: dict[str, Any] = {}
     bases = owner.__mro__ if inspect.isclass(owner) else ()
     for base in reversed(bases):
@@ -90,7 +90,7 @@ def members(owner: Any) -> dict[str, Any]:
 
 
 def is_property(value: Any) -> bool:
-    """Return whether the value is a property of Python or nanobind, and not a slot."""
+    """Return whether the value is a property defined by Python or nanobind, and not a slot."""
     return isinstance(value, property) or type(value).__name__ == "nb_static_property"
 
 
@@ -107,7 +107,7 @@ def sections(value: Any) -> dict[str, str]:
 
 
 def missing(name: str, known: dict[str, Documented]) -> list[str]:
-    """Return what the docstring of a public name or member lacks."""
+    """List the parts that the docstring of a public name or member lacks."""
     value, found = known[name]
     lacks = [] if found[""].endswith((".", ":")) else ["a summary"]
     if not inspect.isroutine(value):
@@ -116,7 +116,7 @@ def missing(name: str, known: dict[str, Documented]) -> list[str]:
         lacks.append("an example, of its own or of its class")
     try:
         signature = inspect.signature(value)
-    except ValueError:  # nanobind has none
+    except ValueError:  # functions from nanobind have no signature
         return lacks
     parameters = signature.parameters.keys() - {"self"}
     if parameters and "Args" not in found:
@@ -128,7 +128,7 @@ def missing(name: str, known: dict[str, Documented]) -> list[str]:
 
 
 def is_shown(name: str, known: dict[str, Documented]) -> bool:
-    """Return whether an example of the name, or of another name of its class, uses it."""
+    """Return whether an example of the name, or of another name in its class, uses the name."""
     owner, _, last = name.rpartition(".")
     if owner not in known:
         return bool(known[name].example) or known[name].value is None
@@ -141,7 +141,8 @@ def is_shown(name: str, known: dict[str, Documented]) -> bool:
 
 
 def exception(name: str) -> Any:
-    """Return the exception that a docstring names: a builtin, one of flowchan, or with its module."""
+    """Return the exception with this name in a docstring: a builtin, one of flowchan's, or one with its
+    module."""
     for module in (builtins, flowchan, importlib.import_module("flowchan.viz")):
         if hasattr(module, name):
             return getattr(module, name)
@@ -149,7 +150,7 @@ def exception(name: str) -> Any:
 
 
 def undocumented_errors(one: Documented) -> set[str]:
-    """Return the exceptions that a public function raises by their names and its docstring does not name."""
+    """Return the exceptions that a public function raises by name but does not document."""
     function: Any = vars(one.value).get("__init__") if inspect.isclass(one.value) else one.value
     function = inspect.unwrap(function.fget if isinstance(function, property) else function)
     if not inspect.isfunction(function) or function.__module__.split(".")[0] != "flowchan":
@@ -168,7 +169,7 @@ def undocumented_errors(one: Documented) -> set[str]:
 
 
 def parsed(name: str, example: str) -> doctest.DocTest:
-    """Return an example as a test. It imports what it uses."""
+    """Return an example as a test. The example imports the names that it uses."""
     return doctest.DocTestParser().get_doctest(example, {"__name__": "__main__"}, name, None, None)
 
 

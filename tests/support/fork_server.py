@@ -18,7 +18,7 @@ from support.waiting import WAIT_LIMIT_S
 
 
 def started(file: str, given: socket.socket, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
-    """Start ``file`` of this folder as a program that inherits the socket."""
+    """Start ``file`` from this folder as a program that inherits the socket."""
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name(file)), str(given.fileno()), *arguments],
         pass_fds=[given.fileno()],
@@ -28,7 +28,7 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
 
 
 class ForkingProgram:
-    """A running program: ``file`` of this folder, with the descriptor of its orders as the first argument.
+    """A running program: ``file`` from this folder, with the descriptor for its orders as the first argument.
 
     ``close()`` ends it after all its children have ended.
     """
@@ -41,7 +41,7 @@ class ForkingProgram:
         self._orders = Connection(own_end.detach())
 
     def order(self, order: tuple[Any, ...], descriptors: list[int], task: bytes | None = None) -> int:
-        """Send an order with descriptors, and return the pid of the child that executes it."""
+        """Send an order with descriptors, and return the pid of the child that executes the order."""
         with self._lock, socket.socket(fileno=os.dup(self._orders.fileno())) as duplicate:
             self._orders.send(order)
             socket.send_fds(duplicate, [b"+"], descriptors)

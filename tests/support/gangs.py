@@ -26,14 +26,14 @@ def in_step(items: In[T], group: Group, out: Out[T]) -> None:
 
 
 def few(items: In[Any]) -> None:
-    """Run a gang worker that leaves before the end."""
+    """Run a gang worker that leaves before all items are processed."""
     for place, _ in enumerate(items):
         if place == 5:
             return
 
 
 def check_each_once(found: list[tuple[int, int, int]]) -> list[int]:
-    """Check that no item is missing or repeated, and return the number of processes of each worker, sorted.
+    """Check that no item is missing or repeated, and return each worker's number of processes, sorted.
 
     Each entry of ``found`` is an item, the worker's number, and its process.
     """

@@ -1,4 +1,4 @@
-"""Functions, types and graphs that the tests of the check share."""
+"""Functions, types and graphs that the tests of graph checks share."""
 
 from __future__ import annotations
 

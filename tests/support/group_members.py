@@ -30,7 +30,8 @@ def in_threads(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 def over_hosts(size: int, body: Body, *arguments: Any) -> list[Any]:
-    """Run members like ``in_threads``, but as if on two alternating hosts, or three for an odd ``size``."""
+    """Run members as ``in_threads`` does, but as if on two alternating hosts, or on three for an odd
+    ``size``."""
     at, hosts = free_address(), 2 + size % 2
 
     def member(rank: int) -> collective.Group:
@@ -131,7 +132,7 @@ def in_processes(size: int, body: Body, *arguments: Any) -> list[Any]:
 
 
 class OverHosts(_Children):
-    """Run ``body(member)`` in processes that claim to be on hosts. ``hosts`` names the host of each rank."""
+    """Run ``body(member)`` in processes that claim to be on hosts. ``hosts`` lists the host of each rank."""
 
     def __init__(self, hosts: str, body: Body) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lookup of tests that a list names as the proof of an entry."""
+"""Look up the tests that a list cites as proof of its entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents of ``local`` and their fork servers, found from outside the program."""
+"""Find the agents of ``local`` and their fork servers from outside the program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def agents_of(program: psutil.Process) -> list[psutil.Process]:
-    """Return the agents that a program has started by ``local``."""
+    """Return the agents that a program has started with ``local``."""
     found = {}
     for seed in seeds_of(program):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -21,7 +21,7 @@ def agents_of(program: psutil.Process) -> list[psutil.Process]:
 
 
 def seeds_of(program: psutil.Process) -> list[psutil.Process]:
-    """Return the fork servers of its agents."""
+    """Return the fork servers of a program's agents."""
     found = []
     for child in program.children():
         with contextlib.suppress(psutil.NoSuchProcess):

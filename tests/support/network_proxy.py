@@ -25,9 +25,10 @@ NOWHERE = bytes(16)
 
 
 class Wire:
-    """Connection that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s each way.
+    """Connection that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s in each
+    direction.
 
-    A peer that dials the address of ``to`` reaches ``target`` over it.
+    A peer that dials the address that ``to`` returns reaches ``target`` over this connection.
     """
 
     def __init__(self, delay: float = 0.0, rate: float = float("inf")) -> None:
@@ -40,7 +41,7 @@ class Wire:
         self._silent_until = 0.0
 
     def __reduce__(self) -> Any:
-        """Pickle the wire as a value, because a provider travels with its stages."""
+        """Pickle the wire as a value, because a provider is sent with its stages."""
         return type(None), ()
 
     def to(self, target: str) -> str:
@@ -51,13 +52,13 @@ class Wire:
         return "127.0.0.1:{1}".format(*listener.getsockname())
 
     def be_silent(self, seconds: float) -> None:
-        """Hold all bytes for some seconds, and then pass them on. No end is notified."""
+        """Hold all bytes for some seconds, and then pass them on. Neither end is notified."""
         self._silent_until = time.monotonic() + seconds
 
     def reset(self) -> None:
-        """Reset all connections, like a host that does not know them.
+        """Reset all connections, as a host that does not know them would.
 
-        ``close`` with a linger of 0 also does that, but not while another thread polls.
+        ``close`` with a linger of 0 has the same effect, but not while another thread polls.
         """
         for sock in list(self._socks):
             with contextlib.suppress(OSError):
@@ -90,7 +91,8 @@ class Wire:
                 self._pump(source, target)
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        """Copy bytes in two threads: one receives them with their due times, and one sends them."""
+        """Copy bytes in two threads: one receives them and notes when each is due, and the other sends
+        them."""
         pieces: deque[tuple[float, bytes]] = deque()
         arrived, free_slots = (
             threading.Semaphore(0),
@@ -131,7 +133,8 @@ class Wire:
 
 @dataclass(frozen=True)
 class Wired(Local):
-    """Provider like ``local``, with a wire for each host. The wires are used in turn if there are fewer."""
+    """Provider like ``local``, with a wire for each host. Wires are reused in turn if there are more hosts
+    than wires."""
 
     wires: tuple[Wire, ...]
 

@@ -1,6 +1,6 @@
-"""Packages that some Pythons lack, and large packages.
+"""Packages that some Python versions lack, and large packages.
 
-torch supports a new version of Python late. Once a large package is loaded, every fork costs four times as
+torch supports a new Python version late. Once a large package has been loaded, every fork costs four times as
 much.
 """
 
@@ -17,9 +17,9 @@ LOADED = pytest.StashKey[list[str]]()
 
 
 class _Missing:
-    """Placeholder of a module that is not installed.
+    """Placeholder for a module that is not installed.
 
-    A test that uses it is skipped, and so is a file that uses it while it is imported.
+    A test that uses the placeholder is skipped, and so is a file that uses it while being imported.
     """
 
     def __init__(self, package: str) -> None:
@@ -33,7 +33,7 @@ class _Missing:
 
 
 def optional(name: str, package: str = "") -> Any:
-    """Return the module, or a placeholder that skips its users. ``package`` is its name for pip, if
+    """Return the module, or a placeholder that skips its users. ``package`` is the module's name in pip, if
     different."""
     top = name.partition(".")[0]
     try:

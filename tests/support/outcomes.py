@@ -14,9 +14,9 @@ import pytest
 class Outcomes:
     """Collect the reports of one run and write them to ``file`` when the session ends.
 
-    The controller of pytest-xdist runs it and gets the reports of all workers. A crashed worker or a file
-    that cannot be collected makes the run ``broken``. Then some tests have not run, and repeating a test
-    would not show more about them.
+    The controller of pytest-xdist runs it and gets the reports from all workers. A crashed worker or a file
+    that cannot be collected makes the run ``broken``. In that case some tests have not run, and repeating a
+    test would not show more about them.
     """
 
     def __init__(self, file: Path) -> None:
@@ -38,7 +38,7 @@ class Outcomes:
             self.broken.append(f"a worker crashed: {error}")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += getattr(report, "duration", 0)  # the report of a crash has none
+        self.seconds[report.nodeid] += getattr(report, "duration", 0)  # the report of a crash has no duration
         if report.failed:
             self.failed.setdefault(report.nodeid, os.getloadavg()[0])
         elif report.skipped or report.when == "call":

@@ -1,8 +1,8 @@
 """Separate program for peers, which inherits nothing from the test, like a program on another host.
 
-It imports the modules that tests need once, and forks a child for each requested function. The imports start
-no thread and open nothing, so a child behaves like a new program, even at its end. A child gets the gates of
-the tests, and a pipe for the result or error of the function.
+It imports the modules that tests need once, and forks a child for each requested function. The imports do not
+start threads or open files, so a child behaves like a new program, even when it exits. A child gets the gates
+of the tests, and a pipe for the result or error of the function.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ kept: list[tuple[Callable[..., object], tuple[object, ...]]] = []
 
 def main() -> None:
     die_with_parent()
-    sys.path[0] = os.path.dirname(sys.path[0])  # the folder of support
-    importlib.import_module("support.peers")  # functions of tests refer to it
+    sys.path[0] = os.path.dirname(sys.path[0])  # the support folder
+    importlib.import_module("support.peers")  # functions in tests refer to this module
     orders = Connection(int(sys.argv[1]))
     while (order := orders.recv()) is not None:
         if isinstance(order, int):
@@ -45,7 +45,7 @@ def main() -> None:
         for module in modules:
             with contextlib.suppress(Exception):  # unpickling the function reports the error
                 importlib.import_module(module)
-        gc.freeze()  # otherwise the end of a child visits, and so copies, all objects here
+        gc.freeze()  # otherwise a child that exits would visit all objects here, which copies their memory
         assert len(os.listdir("/proc/self/task")) == 1, f"a child would miss a thread; of {modules[-1]}?"
         child = os.fork()
         if child == 0:

@@ -29,13 +29,13 @@ PR_SET_PDEATHSIG = 1
 
 
 class Peer(Protocol):
-    """A running function. Every peer ends by ``result()``, or by ``kill()`` and ``join()``."""
+    """A running function. Every peer must be ended with ``result()``, or with ``kill()`` and ``join()``."""
 
     def result(self) -> Any:
-        """Wait for the end, and return the result of the function or raise its error."""
+        """Wait until the function ends, and return its result or raise its error."""
 
     def join(self) -> Any:
-        """Wait for the end, with any outcome."""
+        """Wait until the function ends, with any outcome."""
 
     def running(self) -> bool:
         """Return whether the function is still running."""
@@ -72,7 +72,7 @@ class ThreadPeer:
 class ProcessPeer:
     """A peer in a forked process.
 
-    It ends by ``os._exit``, so Python's shutdown cleans up nothing in it.
+    It ends with ``os._exit``, so Python's shutdown does not clean anything up.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
@@ -113,15 +113,15 @@ class ProcessPeer:
         return self._process.pid
 
     def kill(self) -> None:
-        """Send SIGKILL and leave the dead process unreaped. ``join()`` reaps it."""
+        """Send SIGKILL and leave the dead process unreaped. ``join()`` reaps the process."""
         assert self._process is not None
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
 
 
 def child_of_multiprocessing(function: Callable[..., Any], *args: Any) -> None:
-    """Call the function in a forked process of ``multiprocessing``, which runs its finalizers at the end but
-    no functions of ``atexit``."""
+    """Call the function in a forked ``multiprocessing`` process, which runs multiprocessing's finalizers but
+    not atexit's."""
     child = FORK.Process(target=function, args=args)
     child.start()
     child.join()
@@ -141,7 +141,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class LaunchedElsewhere(ForkingProgram):
     """The parent program of peers on another host (peer_server.py).
 
-    Each test file with such peers has one. It starts before the first test looks at processes.
+    Each test file that uses such peers has one. It starts before the first test lists processes.
     """
 
     running: ClassVar[LaunchedElsewhere | None] = None
@@ -154,7 +154,7 @@ class LaunchedElsewhere(ForkingProgram):
     def start(self, function: Callable[..., Any], args: tuple[Any, ...], descriptors: list[int]) -> int:
         """Run the function in a child, and return its pid.
 
-        The descriptors have the same numbers there as here.
+        The descriptors have the same numbers in the child as in this process.
         """
         task = io.BytesIO()
         _Pickler(task, protocol=5).dump((function, args))
@@ -175,7 +175,7 @@ class LaunchedElsewhere(ForkingProgram):
 
 
 class HostPeer:
-    """A peer in a child of the separate program. The objects of the function are sent like an item."""
+    """A peer in a child of the separate program. The function's objects are sent as an item would be."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         own_end, answer = os.pipe()
@@ -218,7 +218,8 @@ class HostPeer:
         os.kill(self._pid, signal.SIGKILL)
 
     def _has_ended(self, timeout: float) -> bool:
-        """Tell whether it ends within ``timeout`` seconds. It is unreaped, so its pid is unique."""
+        """Return whether the process ends within ``timeout`` seconds. It is unreaped, so its pid is
+        unique."""
         process = os.pidfd_open(self._pid)
         try:
             return bool(select.select([process], [], [], timeout)[0])
@@ -227,12 +228,12 @@ class HostPeer:
 
 
 def wait_for_the_end_of(pid: int | None) -> None:
-    """Wait for the end of this process only.
+    """Wait for this process only to end.
 
-    ``multiprocessing`` waits for the end of a pipe, which children of the process keep open.
+    ``multiprocessing`` waits until a pipe is closed, which children of the process keep open.
     """
     assert pid is not None
-    with contextlib.suppress(ProcessLookupError):  # it has been reaped already
+    with contextlib.suppress(ProcessLookupError):  # the process has already been reaped
         process = os.pidfd_open(pid)
         try:
             select.select([process], [], [], WAIT_LIMIT_S)
@@ -241,7 +242,8 @@ def wait_for_the_end_of(pid: int | None) -> None:
 
 
 def _run_in_child(answer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # so that it does not outlive a killed test run
+    # so that the child does not outlive a killed test run
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         message = (False, function(*args))
     except BaseException as error:

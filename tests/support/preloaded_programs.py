@@ -1,7 +1,7 @@
 """Programs that run in forks of a template process, which has imported torch for all of them.
 
-Each program starts seconds sooner than with a new Python (program_server.py). The only other difference is
-that a forgotten import stays unnoticed.
+Each program starts seconds sooner than a new Python process would (program_server.py). The only other
+difference is that a forgotten import is not noticed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Template(ForkingProgram):
         return _Program(self, [sys.executable, *map(str, arguments)], **options)
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run ``python *arguments`` to its end."""
+        """Run ``python *arguments`` until it exits."""
         pipe: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self.popen(*arguments, text=True, **pipe, **options) as program:
             try:
@@ -57,12 +57,12 @@ class Template(ForkingProgram):
 class SharedTemplate:
     """A template for several processes that run tests.
 
-    Its modules are imported once for all of them, when the first one needs them.
+    Its modules are imported once for all of them, when the first process needs them.
     """
 
     def __init__(self, *modules: str) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # Linux chooses a name
+            listener.bind("")  # lets Linux choose a name
             listener.listen()
             self.name: bytes = listener.getsockname()
             self._program = started("program_server.py", listener, *modules, **ONE_THREAD)
@@ -104,7 +104,7 @@ class _Program(subprocess.Popen[Any]):
         streams = [number if end == -1 else end for number, end in enumerate(ends)]
         arguments, cwd, env, session = (told[name] for name in ("args", "cwd", "env", "start_new_session"))
         self.pid = self._template.start(arguments[1:], cwd, env, session, streams)
-        self._handle = os.pidfd_open(self.pid)  # no process reaps it before this one
+        self._handle = os.pidfd_open(self.pid)  # no process reaps it before this one does
         self._close_pipe_fds(*(told[f"{pipe}{end}"] for pipe, end in PIPE_ENDS))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:

@@ -1,11 +1,12 @@
 """Server that has imported shared modules, and runs programs in its children.
 
 Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
-listening socket. At a socket, each connecting process gets a child of the server, which executes its orders.
-A program behaves like a new Python with the same arguments, except for the imports. It has the arguments,
-folder, environment, streams and session of its starter, its own ``__main__``, and the usual end of the
-interpreter. It does not show whether the program imports all modules that it uses. For example, a program
-that has forgotten to import ``flowchan.pipelines`` still finds it as an attribute of its package.
+listening socket. With a socket, each connecting process gets its own child of the server, which executes its
+orders. A program behaves as in a fresh Python interpreter with the same arguments, except for the imports. It
+has the arguments, folder, environment, streams and session that its starter chose, its own ``__main__``, and
+the usual shutdown of the interpreter. It does not show whether the program imports all modules that it uses.
+For example, a program that has forgotten to import ``flowchan.pipelines`` still finds it as an attribute of
+its package.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 from peer_server import die_with_parent, received
 
 NAMES = "backslashreplace"  # error handler of sys.stderr for characters that its encoding lacks
-ours = sys.modules["__main__"]  # keeps it alive when a program has its own
+ours = sys.modules["__main__"]  # keeps this module alive when a program has its own
 
 
 class Order(NamedTuple):
@@ -49,7 +50,7 @@ def main() -> None:
 
 def load() -> None:
     for module in sys.argv[2:]:
-        with contextlib.suppress(ImportError):  # the programs report it
+        with contextlib.suppress(ImportError):  # the programs report the missing module
             importlib.import_module(module)
     assert len(os.listdir("/proc/self/task")) == 1, "a child would miss a thread"
     gc.collect()
@@ -57,8 +58,8 @@ def load() -> None:
 
 
 def accepted(listener: socket.socket) -> socket.socket:
-    """Return the next connection, in a child that serves it. Nothing is imported before a connection
-    comes."""
+    """Return the next connection, in a child that serves it. Modules are imported only after the first
+    connection."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps these children
     while True:
         connection, _ = listener.accept()
@@ -89,7 +90,7 @@ def carry_out(orders: Connection) -> None:
 
 
 def become(order: Order, streams: Sequence[int]) -> None:
-    """Turn this process into the program, and run it."""
+    """Turn this process into the program, and run the program."""
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
         os.close(fd)

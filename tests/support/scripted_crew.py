@@ -1,9 +1,8 @@
-"""A scripted crew and scripted channels, with which a test decides whole runs without processes, threads or
-channels.
+"""A scripted crew and scripted channels, which simulate whole runs without processes, threads or channels.
 
 ``ScriptedCrew`` implements ``CrewPart`` and ``ScriptedChannels`` implements ``RunChannels``. Both append the
-supervisor's calls to one list, ``calls``. A test scripts the rest: it reports events of workers, sets the
-state of the channels, and reacts to calls with :meth:`ScriptedCrew.on`.
+supervisor's calls to one list, ``calls``. A test scripts the rest: it reports worker events, sets the state
+of the channels, and reacts to calls with :meth:`ScriptedCrew.on`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ QUIET = ChannelStats(
 
 
 def killed(worker: WorkerId, **facts: Any) -> Death:
-    """Make the event of a worker's death by ``kill -9``."""
+    """Return the event that reports a worker's death by ``kill -9``."""
     return Death(worker, "was killed by SIGKILL", 1, -signal.SIGKILL, **facts)
 
 
@@ -40,11 +39,11 @@ class ScriptedCrew(CrewPart):
     """A part of a crew without workers.
 
     Attributes:
-        calls: The calls of the supervisor, each a word and the arguments.
-        report: The run's report, once it has started.
-        refuses: The error of all starts of workers, if they must fail.
+        calls: The supervisor's calls, each a word and the arguments.
+        report: The run's report, once the run has started.
+        refuses: The error with which all starts of workers fail, if set.
         all_heard: Whether everything that workers have reported has arrived.
-        answer: Waits of workers that no channel shows.
+        answer: Waiting workers that no channel shows.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class ScriptedCrew(CrewPart):
         self.record("end group", stage)
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Do nothing, and note nothing: the supervisor calls this every turn."""
+        """Do nothing and record nothing, because the supervisor calls this in every turn."""
 
     def cancel_request(self, question: int) -> None:
         self.record("cancel request", question)
@@ -148,8 +147,8 @@ class ScriptedChannels(RunChannels):
     Attributes:
         plan: The plan of the run.
         inputs: The inputs; always empty, because no script fills one.
-        moved: How many items the channels have passed.
-        counts: The statistics of each channel that are not 0, by its name.
+        moved: Number of items that have passed through the channels.
+        counts: The nonzero statistics of each channel, by the channel's name.
         broken_ones: The names of channels that are broken.
         unread: Results that the program does not read.
     """
@@ -169,7 +168,7 @@ class ScriptedChannels(RunChannels):
         self._crew.record("drop queued")
 
     def close_unwanted(self) -> None:
-        """Do nothing, and note nothing: the supervisor calls this from time to time."""
+        """Do nothing and record nothing, because the supervisor calls this from time to time."""
 
     def break_all(self, cause: BaseException | None) -> None:
         self._crew.record("break", cause)

@@ -1,4 +1,4 @@
-"""Programs that tests write and start in the same way as a user."""
+"""Programs that tests write and start as a user would."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 
 
 def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
-    """Start ``python *command`` in a new session, like a terminal, with its output in pipes.
+    """Start ``python *command`` in a new session, as a terminal would, with its output in pipes.
 
     Its environment is that of the tests, updated by ``env``.
     """
@@ -39,9 +39,9 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def forked() -> Iterator[None]:
-    """Fork the programs that are started in the block from a program that has imported only flowchan.
+    """Fork the programs that the block starts from a program that has imported only flowchan.
 
-    They still import all modules that ``import flowchan`` does not.
+    They still import every module that ``import flowchan`` does not load.
     """
     global _template
     _template = Template("flowchan")

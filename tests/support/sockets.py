@@ -7,7 +7,7 @@ import socket
 
 
 def receive(sock: socket.socket, size: int) -> bytes:
-    """Receive exactly ``size`` bytes, or fewer at the end of the connection."""
+    """Receive exactly ``size`` bytes, or fewer if the connection ends."""
     came = b""
     with contextlib.suppress(ConnectionError):
         while len(came) < size and (more := sock.recv(size - len(came))):

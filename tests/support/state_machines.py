@@ -12,5 +12,5 @@ def histories(longer: bool, quick: int, long: int) -> settings:
         stateful_step_count=60,
         deadline=None,
         database=None,
-        suppress_health_check=[HealthCheck.too_slow],  # it depends on the machine, not on the test
+        suppress_health_check=[HealthCheck.too_slow],  # depends on the machine, not on the test
     )

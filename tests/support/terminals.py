@@ -16,8 +16,8 @@ def on_terminal(
 ) -> tuple[list[str], int]:
     """Run a program on a terminal of 80 columns, and return its lines and its exit code.
 
-    Cursor movements are removed from the lines. The program gets Ctrl-C once it has written all of ``until``.
-    When it has written ``then``, a file "seen" appears in the folder.
+    Cursor movements are removed from the lines. The program gets Ctrl-C once it has written all texts in
+    ``until``. When it has written ``then``, a file named "seen" is created in the folder.
     """
     controller, terminal = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}

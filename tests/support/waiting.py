@@ -1,7 +1,7 @@
 """Helpers that wait for a state in a test. They poll until the state is reached instead of sleeping.
 
-``WAIT_LIMIT_S`` does not promise a time. It ends a wait that would never end, so that one broken promise
-fails one test and not the whole suite.
+``WAIT_LIMIT_S`` does not promise a time. It stops a wait that would never end, so that a broken promise fails
+one test and not the whole suite.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ def wait_freed(reference: weakref.ref[Any]) -> None:
 
 
 def merge_counts() -> None:
-    """Free objects whose last reference was dropped by another thread than their maker's.
+    """Free objects whose last reference was dropped by a thread other than the one that created them.
 
-    Without a GIL these are freed by the collector, or when their maker next runs Python code, which may be
-    late.
+    Without a GIL, such objects are freed by the garbage collector, or when the thread that created them next
+    runs Python code, which may be late.
     """
     if not GIL:
         gc.collect()
 
 
 def wait_blocked(channel: Any, readers: int = 0, writers: int = 0) -> None:
-    """Wait until at least ``readers`` readers and ``writers`` writers of any process wait in the channel."""
+    """Wait until at least ``readers`` readers and ``writers`` writers of any process are waiting in the
+    channel."""
 
     def blocked() -> bool:
         stats = channel.stats()
@@ -78,7 +79,7 @@ def wait_stats(channel: Any, **expected: int) -> None:
 
 
 def no_waiters(*channels: Any) -> bool:
-    """Return whether no reader, writer or select waits in the channels."""
+    """Return whether no reader, writer or select is waiting in the channels."""
     return all(
         stats.waiting_readers == stats.waiting_writers == stats.selecting == 0
         for stats in (channel.stats() for channel in channels)

@@ -1,4 +1,5 @@
-"""Peers with the secret are accepted. Others are refused with a one-line error that has their address."""
+"""Test that peers with the secret are accepted, and others are refused with a one-line error that has their
+address."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_listener_with_a_wrong_secret_gets_no_hello() -> None:
         listens.sendall(authentication.greeting(authentication.LISTENS) + bytes(PROOF))
         assert "it does not know the secret" in peer.result()
         rest = receive(listens, 9999)
-        assert len(rest) == PROOF  # it was made for these two greetings, and is useless with others
+        assert len(rest) == PROOF  # the proof was made for these two greetings, and is useless with others
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -200,8 +201,8 @@ def some_of(places: list[tuple[int, int]], every: bool) -> list[tuple[int, int]]
 
 @pytest.mark.parametrize("from_dialled", [True, False])
 def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk: bool) -> None:
-    """The receiving end must detect the change, or the end that receives next. No changed hello is
-    accepted."""
+    """The change must be detected by the end that receives it, or by the end that receives the next message.
+    No changed hello is accepted."""
     for number, place in some_of(PLACEMENTS, long_walk):
 
         def change(dialled: bool, n: int, message: bytes, number: int = number, place: int = place) -> bytes:
@@ -213,7 +214,7 @@ def test_changed_byte_of_the_handshake_is_detected(from_dialled: bool, long_walk
 
 
 def record() -> dict[bool, bytes]:
-    """Return the messages of both ends of a handshake."""
+    """Return the messages from both ends of a handshake."""
     results = {True: b"", False: b""}
 
     def listen_in(dialled: bool, _: int, message: bytes) -> bytes:
@@ -235,7 +236,7 @@ def test_replayed_handshake_is_refused(dialled: bool) -> None:
 @pytest.mark.parametrize("dialled", [True, False])
 @pytest.mark.parametrize("disguised", [True, False])
 def test_reflected_messages_are_refused(dialled: bool, disguised: bool) -> None:
-    """This must also hold if the greeting names the other role."""
+    """This must also hold if the greeting contains the other role."""
     with connected() as ends:
         ours, his = ends[not dialled], ends[dialled]
         peer = ThreadPeer(lambda: refused(ours, dialled=dialled))
@@ -282,7 +283,7 @@ def test_invalid_hello_or_secret_is_refused() -> None:
 
 
 def test_a_booby_trapped_pickle_is_never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send the pickle as any message and at any offset."""
+    """Send the pickle in place of every message and at every offset."""
     unpickled: list[bytes] = []
 
     class Trap:

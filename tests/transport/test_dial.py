@@ -1,4 +1,4 @@
-"""Dialling retries, and its error reports the most useful reason."""
+"""Test that dialling retries, and that its error reports the most useful reason."""
 
 from __future__ import annotations
 

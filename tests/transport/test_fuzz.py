@@ -1,4 +1,4 @@
-"""Random bytes in handshakes: each handshake is refused with a reason, or its bytes were valid.
+"""Send random bytes in handshakes: each handshake is refused with a reason, or its bytes were valid.
 
 Nothing is unpickled, and no other error is raised.
 """
@@ -120,7 +120,8 @@ def some_refused(ends: list[End]) -> bool:
 
 
 def tampered(chance: random.Random, message: bytes, seen: list[bytes]) -> bytes:
-    """Return a changed message, or an earlier one of the same size, and keep this one for later."""
+    """Return a changed message, or an earlier message of the same size, and keep the given message for
+    later."""
     earlier = [one for one in seen if len(one) == len(message)]
     put = chance.choice(earlier) if earlier and chance.random() < 0.2 else message
     seen[chance.randrange(len(seen))] = message
@@ -136,7 +137,7 @@ def absurd_hello(chance: random.Random) -> bytes:
 
 
 def from_one_that_knows(chance: random.Random) -> int:
-    """Run an end against a peer that knows the secret and sends an arbitrary hello."""
+    """Run one end against a peer that knows the secret and sends an arbitrary hello."""
     end = End(authentication.handshake(SECRET, {}, dialled=False))
     own = authentication.greeting(DIALLED)
     key = hmac.digest(SECRET, own + end.sent.pop(), "sha256")
@@ -164,7 +165,7 @@ def from_a_foreign_peer(chance: random.Random) -> int:
 
 
 @pytest.mark.parametrize("much", [False, pytest.param(True, marks=[pytest.mark.long, MUCH_TIME])])
-def test_fuzzed_handshakes_end_in_success_or_refused(
+def test_fuzzed_handshakes_succeed_or_are_refused(
     much: bool, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
 ) -> None:
     number = 10 * pytestconfig.getoption("--frames") // 3 if much else INPUTS  # ten million in make soak

@@ -1,4 +1,4 @@
-"""R5: safety from Ctrl-C and from signal handlers that raise."""
+"""Test R5: safety from Ctrl-C and from signal handlers that raise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_interrupt_blocks_on_other_threads_have_no_effect() -> None:
     assert handlers == [signal.getsignal(signal.SIGINT)]
 
 
-def test_all_watches_report_the_exception_of_the_first() -> None:
+def test_all_watches_report_the_exception_of_the_first_watch() -> None:
     first, second = Replaced(), Replaced()
     watches = [InterruptWatch(lambda: first), InterruptWatch(lambda: second)]
     for watch in watches:
@@ -200,7 +200,8 @@ def test_errors_raised_by_the_call_are_caught() -> None:
 
 
 def test_result_is_kept_if_ctrl_c_arrives_during_the_call() -> None:
-    raise_natively = getattr(ctypes.CDLL(None), "raise")  # unlike Python's, it does not check for signals
+    # unlike Python's own function, this one does not check for signals
+    raise_natively = getattr(ctypes.CDLL(None), "raise")
     results: list[int] = []
     with pytest.raises(KeyboardInterrupt):
         append_result(results, raise_natively, int(signal.SIGINT))

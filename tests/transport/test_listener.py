@@ -1,4 +1,4 @@
-"""The listener accepts peers that know the secret, no matter how many others connect."""
+"""Test that the listener accepts peers that know the secret, no matter how many others connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(**more: Any) -> AuthenticatedListener:
 
 
 def dialled(listener: AuthenticatedListener, secret: bytes = SECRET) -> Any:
-    """Dial the listener with the secret, and return its hello."""
+    """Dial the listener with the secret, and return the listener's hello."""
     with met(tcp.dial(listener.address, 30), secret)[0] as sock:
         return receive(sock, 5)
 
@@ -58,7 +58,8 @@ def test_listener_accept_without_a_peer_times_out() -> None:
 
 
 def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer sends nothing while it waits for the last message, so a polling program asks the listener."""
+    """The peer sends nothing while it waits for the last message, so a polling program must call
+    ``has_proved_peer``."""
     end = authentication.PendingHandshake._end
     with opened() as listener:
 
@@ -205,6 +206,6 @@ def test_close_refuses_pending_handshakes() -> None:
             tcp.dial(listener.address, 30)
 
 
-def test_ctrl_c_ends_the_accept() -> None:
+def test_ctrl_c_interrupts_accept() -> None:
     with opened() as listener, ctrl_c():
         listener.accept(None)

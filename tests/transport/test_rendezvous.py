@@ -1,4 +1,4 @@
-"""Participants get the values of all others, or learn that the rendezvous has ended, and why."""
+"""Test that participants get the values of all others, or learn that the rendezvous has ended, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses: a listener uses the given address, and a peer can reach the address that it receives."""
+"""Test addresses: a listener uses the given address, and a peer can reach the address that it receives."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_connection_has_the_socket_options_of_a_link() -> None:
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
 def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
-    """The kernel does not grow a buffer of fixed size, which would limit the bytes per round trip."""
+    """The kernel does not grow a buffer whose size is set, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)
@@ -153,7 +153,7 @@ def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
 
 
 def test_socket_connected_to_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a program dials a free port, it may get that port as its own, and connects to itself."""
+    """A program that dials a free port may get that port as its own and connect to itself."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     with tcp.listen("127.0.0.1:0") as listener:
         port = int(listener.address.rpartition(":")[2])

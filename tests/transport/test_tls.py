@@ -1,4 +1,5 @@
-"""``tls=True``: a proxy process encrypts the connection, which is bound to the secret, and ends with it."""
+"""Test ``tls=True``: a proxy process encrypts the connection, which is bound to the secret, and ends with
+it."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def encrypted() -> Iterator[tuple[socket.socket, socket.socket]]:
 def relays() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # the proxy has ended in the meantime
+        with contextlib.suppress(psutil.Error):  # the proxy has already ended
             found += [child] if str(tls.PROGRAM) in child.cmdline() else []
     return found
 
@@ -135,7 +136,7 @@ with test_tls.encrypted() as ends:
 
 
 def test_proxy_exits_when_its_parent_is_killed() -> None:
-    """This must hold even while a child of the killed process still has the descriptors."""
+    """This must hold even if a child of the killed process still has the descriptors."""
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
@@ -235,9 +236,7 @@ def test_tls_interceptor_is_detected() -> None:
         to_dialled = tls.TlsProxy(his_listens, his, b"", 30)
         to_listens = tls.TlsProxy(his_dialled, None, right, 30)
         to_listens.end.sendall(bytes(9999))
-        assert "its certificate is not the one that it proved, so the connection is intercepted" in refusal(
-            one
-        )
+        assert "its certificate does not match the one it authenticated with" in refusal(one)
         assert "it does not know the secret" in refusal(two)
         for own_sock in (to_dialled, to_listens):
             own_sock.forget()
@@ -305,7 +304,7 @@ def test_listener_drops_the_socket_of_a_tls_peer() -> None:
         peer_sock, _ = peer.result()
         with own_sock, peer_sock:
             seen = Path(f"/proc/self/fdinfo/{listener.fileno()}").read_text()
-            assert seen.count("tfd:") == 1  # only the dialling end's
+            assert seen.count("tfd:") == 1  # only the dialling end's socket
 
 
 def test_missing_cryptography_package_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

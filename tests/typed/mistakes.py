@@ -1,4 +1,5 @@
-"""Mistakes. Behind each stands what mypy and pyright call it: ``tools/typed.py`` compares. Never run."""
+"""Type errors. The comment on each line lists the codes with which mypy and pyright report the error, and
+``tools/typed.py`` compares them. This file is never run."""
 
 # pyright: standard
 

@@ -61,7 +61,7 @@ def count(so_far: Counter[str], word: str) -> Counter[str]:
 
 
 class Shortener:
-    """Class that is built once per worker."""
+    """Class that is instantiated once per worker."""
 
     def __init__(self, longest: int = 4) -> None:
         self.longest = longest
@@ -129,7 +129,7 @@ async def awaited() -> list[int]:
 
 
 def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int, bytes]]]]:
-    """Return the lengths of the words in pages, and the beginnings of the words."""
+    """Return the lengths of the words in pages, and the first letters of the words."""
     all_words = graph.source(pages, 3).flat_map(words, name="words", workers=2)
     counted, measured, shortened = all_words.buffer(8).tee(3)
     frequencies = counted.reduce(count, Counter[str]()).map(lambda found: dict(found))

@@ -1,4 +1,4 @@
-"""The program that ``make lint`` checks with mypy and pyright also runs."""
+"""Test that the program which ``make lint`` checks with mypy and pyright also runs."""
 
 from __future__ import annotations
 

@@ -13,18 +13,19 @@ from flowchan.hosts.providers.output import OutputRelay, ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
-"""Returns why an agent ended, given the exit code (negative for a signal) and the output, or ``None`` if
-these do not show that it has ended."""
+"""Function that returns why an agent ended, given the exit code (negative for a signal) and the output.
+``None`` means that these do not show that the agent has ended."""
 
-GENTLY = 5.0  # seconds for a process that SIGKILL does not end, because it has remote processes to end
+GENTLY = 5.0  # grace period in seconds before SIGKILL, for a process that must first end remote processes
 UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIGCHLD or collects its children"
 
 
 class Child:
     """A child process that holds an agent.
 
-    It has its own session, so that Ctrl-C in a terminal does not end it: the driver decides. Its output is
-    relayed line by line, prefixed with the host's name. ``kill_by`` is the signal on which it ends the agent.
+    The child has its own session, so that Ctrl-C in a terminal does not end it: that is the driver's
+    decision. Its output is relayed line by line, prefixed with the host's name. On the signal ``kill_by``,
+    the child ends the agent.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Child:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._relay = OutputRelay(host, self._process.stdout)
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ended() reports why
+        with contextlib.suppress(BrokenPipeError):  # the child has already ended; ended() reports why
             os.write(self._process.stdin.fileno(), launch.stdin)
         self._process.stdin.close()
 
@@ -66,14 +67,14 @@ class Child:
         return False
 
     def _exitcode(self) -> int | None:
-        """Return the exit code if it has ended.
+        """Return the exit code if the child has ended.
 
-        The zombie stays until :meth:`close`, so that its process id is not used again.
+        The child stays a zombie until :meth:`close`, so that its process id is not reused.
         """
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            self._process.wait()  # returns at once
+            self._process.wait()  # returns immediately, because the process has been reaped elsewhere
             self._why = f"{self._host}: {UNKNOWN_EXIT}"
             return None
         if end is None:
@@ -84,7 +85,7 @@ class Child:
         self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # otherwise the number may belong to another process by now
+        if self._process.returncode is None:  # otherwise the process id may belong to another process by now
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 

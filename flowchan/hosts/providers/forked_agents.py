@@ -1,11 +1,11 @@
 """Agents on this machine, on the program's side.
 
 Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for all of them. A fork takes a
-tenth of the time of a new Python process.
+tenth of the time that a new Python process takes.
 
-The first agent starts the fork server, which ends with the program in any case. Settings that take effect
-when a process starts or imports modules are the server's. If the program has changed such a setting, the next
-agent starts another server.
+The first agent starts the fork server, which always ends with the program. Some settings take effect only
+when a process starts or imports modules; for these, agents have the server's values. If the program has
+changed such a setting, the next agent starts another server.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from flowchan.hosts.providers.provider import Launch
 from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.unfinished_runs import abort_unfinished
 
-LENGTH = 8  # bytes of the length field before the description of an agent
-GENTLY = 5.0  # seconds for a fork server to end without a signal
+LENGTH = 8  # size of the length field before the description of an agent, in bytes
+GENTLY = 5.0  # seconds that a fork server has to end without a signal
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "HOME", "GLIBC_", "MALLOC_", "OPENSSL_")
-"""Prefixes of the environment variables that matter when a process starts, or when it imports the modules
-that the server has imported."""
+"""Prefixes of the environment variables that take effect when a process starts, or when it imports the
+modules that the server has imported."""
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 def _inherited() -> tuple[Any, ...]:
-    """Return the state that a process started now would inherit from this one and keep."""
-    folder = os.stat(".")  # exists even after the folder was removed
+    """Return the state that a process would inherit from this one if it were started now, and keep."""
+    folder = os.stat(".")  # works even if the folder has been removed
     return (
         sys.executable,
         (folder.st_dev, folder.st_ino),
@@ -64,8 +64,8 @@ def _umask() -> str:
 def _errors() -> Iterator[int]:
     """Yield a descriptor of the program's standard error.
 
-    If that was closed before Python began, descriptor 2 may be any other file, so this yields one of
-    ``/dev/null``.
+    If standard error was closed before Python started, descriptor 2 may be any other file. In that case,
+    yield a descriptor of ``/dev/null``.
     """
     if sys.__stderr__ is not None:
         yield 2
@@ -78,11 +78,11 @@ def _errors() -> Iterator[int]:
 
 
 class _Seed:
-    """A fork server of this program."""
+    """A fork server that belongs to this program."""
 
     def __init__(self, inherited: tuple[Any, ...]) -> None:
         self.inherited = inherited
-        self.agents = 0  # how many are not closed
+        self.agents = 0  # number of agents that have not been closed
         self._control, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with child_end, _errors() as errors:
@@ -91,7 +91,7 @@ class _Seed:
                     stdin=child_end.fileno(),
                     stdout=errors,
                     stderr=errors,
-                    start_new_session=True,  # Ctrl-C in a terminal does not end it
+                    start_new_session=True,  # Ctrl-C in a terminal does not end the server
                 )
         except BaseException:
             self._control.close()
@@ -114,9 +114,9 @@ class _Seed:
             socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
-        """Say in words why a request got no answer.
+        """Describe why a request got no answer.
 
-        A server that still runs could not receive the descriptors.
+        If the server is still running, it was unable to receive the descriptors.
         """
         try:
             return exit_text(self._process.wait(GENTLY))
@@ -127,7 +127,7 @@ class _Seed:
         return (self._process.poll() or 0) < 0
 
     def end(self) -> None:
-        """End the server with all agents that it still has."""
+        """End the server and all its remaining agents."""
         self._control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GENTLY)
@@ -135,16 +135,16 @@ class _Seed:
         self._process.wait()
 
     def leave(self) -> None:
-        """Detach a forked child of the program from the server of its parent."""
+        """Detach a forked child of the program from its parent's server."""
         self._control.close()
         self._process.returncode = 0
 
 
 class Forked:
-    """An agent on this machine. Its end is certain, and killing it kills all processes that it has started.
+    """An agent on this machine, whose end is always reported. Killing it kills all processes that it started.
 
-    To kill it, this end of its socket is shut down rather than closed: a process forked in the meantime may
-    have a copy.
+    To kill the agent, this end of its socket is shut down rather than closed. Closing it might have no
+    effect, because a process that was forked in the meantime may have a copy.
     """
 
     def __init__(self, host: str, launch: Launch) -> None:
@@ -155,7 +155,7 @@ class Forked:
             launch_fd = _written(host, launch)
             try:
                 self._begin(launch_fd)
-                # the server was killed with the request pending
+                # the server was killed while the request was pending
                 if self._pid is None and self._seed.was_killed():
                     self.close()
                     self._is_closed = False
@@ -167,14 +167,14 @@ class Forked:
             raise HostError(f"{host}: {python} can't be started here: {error.strerror}", host) from error
 
     def _begin(self, launch_fd: int) -> None:
-        """Request a fork, and wait until it has happened."""
+        """Request a fork, and wait until the agent has been forked."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that was lost may have begun to read it
+        os.lseek(launch_fd, 0, os.SEEK_SET)  # a server that died may have read part of the file
         self._seed, self._socket = _request_agent(launch_fd)
         try:
             self._receive()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # for example Ctrl-C during the wait
             self.close()
             raise
 
@@ -188,7 +188,7 @@ class Forked:
         return False
 
     def _receive(self, how: int = 0) -> bool:
-        """Take the next message about the agent. Return False if there was none."""
+        """Receive the next message about the agent. Return False if there was none."""
         try:
             word, _, about = self._socket.recv(4096, how).decode().partition(" ")
         except BlockingIOError:
@@ -206,19 +206,19 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle an agent whose server has died, or had no descriptors free to start it.
+        """Handle an agent whose server died, or had no free descriptors to start the agent.
 
-        The kernel ends the agent and its workers with a dead server, but processes that the workers have
+        When the server dies, the kernel ends the agent and its workers, but processes that the workers have
         started may survive.
         """
-        self._why = f"the agent {self._host} was lost with the server process that forks agents, which "
+        self._why = f"the agent {self._host} was lost with the fork server, which "
         self._why += self._seed.how_it_ended()
         if self._pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is closed, or the server is dead
+        with self._lock, contextlib.suppress(OSError):  # the socket is closed, or the server is dead
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class Forked:
 
 
 def _written(host: str, launch: Launch) -> int:
-    """Write a file in memory that holds the description of the agent and then its standard input."""
+    """Write an in-memory file that holds the description of the agent and then its standard input."""
     described = json.dumps(
         {"host": host, "arguments": launch.arguments, "environ": dict(os.environ)}
     ).encode()
@@ -251,14 +251,14 @@ def _written(host: str, launch: Launch) -> int:
 
 _lock = threading.Lock()
 _seeds: list[_Seed] = []
-"""The last one serves the next agent; the others still have agents."""
+"""Fork servers. The last one starts the next agent; the others still have agents."""
 _held: dict[int, socket.socket] = {}
 """This program's ends of the agents' sockets. A child must not keep copies, or the agents would outlive this
 program."""
 
 
 def _request_agent(launch_fd: int) -> tuple[_Seed, socket.socket]:
-    """Request an agent. Return the server that got the request, and this end of the agent's socket."""
+    """Request an agent. Return the server that received the request, and this end of the agent's socket."""
     ours, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _held[id(ours)] = ours
     try:
@@ -266,7 +266,7 @@ def _request_agent(launch_fd: int) -> tuple[_Seed, socket.socket]:
             seed = _seed()
             try:
                 seed.ask(agent_end, launch_fd)
-            except ConnectionError:  # it has died just now
+            except ConnectionError:  # the server has just died
                 seed = _seed(new=True)
                 seed.ask(agent_end, launch_fd)
             seed.agents += 1
@@ -310,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise the runs would take their agents for lost and start others
+    abort_unfinished()  # otherwise the runs would consider their agents lost and start others
     end_seeds()
 
 
@@ -320,7 +320,7 @@ def seeds() -> list[_Seed]:
 
 
 def _reset_in_child() -> None:
-    """Drop the servers and agents of the parent in a forked child. The child starts its own."""
+    """In a forked child, drop the parent's servers and agents. The child starts its own."""
     global _lock
     _lock = threading.Lock()
     for seed in _seeds:

@@ -1,4 +1,4 @@
-"""Agents on this machine: for tests, and to try a graph that will run on several hosts."""
+"""Agents on this machine, for tests and to try out a graph that will run on several hosts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flowchan.items.arguments import whole
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Local:
-    """``count`` agents as processes of this machine, named ``local-1`` and so on.
+    """``count`` agents as processes on this machine, named ``local-1`` and so on.
 
-    A fork server, which is a child of this process, forks them with all modules imported.
+    A fork server, which is a child of this process, forks them with all modules already imported.
     """
 
     count: int
@@ -30,14 +30,14 @@ class Local:
         return "127.0.0.1"
 
     def start(self, number: int, launch: Launch) -> Forked:
-        """Start an agent. Its end is certain, and killing it kills all processes that it has started."""
+        """Start an agent, whose end is always reported. Killing it kills all processes that it started."""
         return Forked(self.hosts[number], launch)
 
 
 def local(count: int) -> Local:
     """Make a provider of ``count`` agents on this machine.
 
-    They share its memory, cores and files, and use TCP over loopback, as agents on other machines use the
-    network.
+    The agents share its memory, cores and files. They communicate over TCP on loopback, just as agents on
+    other machines do over the network.
     """
     return Local(whole("local", "count", count, 1))

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import IO
 
 LAST = 20
-LONGEST = 64 * 1024  # bytes of a line; a longer one is relayed in pieces of about this size
+LONGEST = 64 * 1024  # maximum bytes in a line; a longer line is relayed in pieces of about this size
 MARK = "flowchan-agent "
-"""Begins the part of a line that is meant for the provider and not for the user."""
+"""Text that begins the part of a line that is meant for the provider rather than the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutput:
-    """The last lines of a process, and the texts after its last marks."""
+    """The last lines of a process, and the texts that followed its last marks."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class ProcessOutput:
 
 
 class OutputRelay:
-    """Relay a pipe to standard error on a separate thread, and remember the last lines."""
+    """Relay a pipe to standard error in a separate thread, and keep the last lines."""
 
     def __init__(self, host: str, pipe: IO[bytes]) -> None:
         self._prefix = f"[{host}] ".encode()
@@ -41,7 +41,7 @@ class OutputRelay:
         self._thread.start()
 
     def _run(self) -> None:
-        """Relay until the pipe ends, or until the relay is stopped and the pipe is empty."""
+        """Relay until the pipe ends, or until the relay has been stopped and the pipe is empty."""
         source = self._pipe.fileno()
         poll = select.poll()
         poll.register(source, select.POLLIN)
@@ -74,20 +74,21 @@ class OutputRelay:
             self._marks.append(marked)
             if not text:
                 return
-            line = text.encode()  # the text before the mark had no end of line
+            line = text.encode()  # the text before the mark did not end with a newline
         self._last.append(text)
-        if sys.__stderr__ is None:  # closed before Python began; descriptor 2 is another file
+        if sys.__stderr__ is None:  # closed before Python started, so descriptor 2 is another file
             return
         try:
-            os.write(2, self._prefix + line + b"\n")  # one call, so that lines of different hosts do not mix
+            # a single call, so that lines from different hosts do not mix
+            os.write(2, self._prefix + line + b"\n")
         except OSError:  # standard error has no reader; the host must not wait for one
             pass
 
     def finish(self) -> ProcessOutput:
-        """Relay the rest of the pipe of a process that has ended, and return its output.
+        """Relay the remaining output of a process that has ended, and return its last lines.
 
-        Other processes that hold the pipe are not waited for, such as an ssh that stays for later
-        connections.
+        This does not wait for other processes that hold the pipe, such as an ssh process that stays open for
+        later connections.
         """
         if self._thread.is_alive():
             os.eventfd_write(self._stop, 1)

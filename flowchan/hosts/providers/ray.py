@@ -1,9 +1,9 @@
 """Agents on the nodes of a Ray cluster.
 
-Ray reserves the nodes by resources and starts one actor on each, which only holds an agent. Items use
-flowchan's links, not Ray.
+Ray selects nodes with free resources and starts one actor on each, whose only job is to hold an agent. Items
+are sent over flowchan's links, not through Ray.
 
-Ray is imported at its first use. It must not restart the actors, because each new agent needs a new epoch.
+Ray is imported on first use. It must not restart the actors, because each new agent needs a new epoch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flowchan.items.text import shown
 from flowchan.transport.addresses import address_towards
 
 WARN_AFTER_S = 10.0
-"""Seconds after which a warning says which resources are awaited: a cluster may have to grow, or other jobs
-may have to end."""
+"""Seconds until a warning lists the resources that the agents are waiting for. The cluster may have to grow,
+or other jobs may have to end."""
 
-REMEDY = "install the same environment for the workers of Ray"
+REMEDY = "install the same environment for Ray's workers"
 
 BOUND = """
 import ctypes, os, sys
@@ -41,7 +41,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ray:
-    """One agent on each of ``count`` different nodes that have these ``resources`` free, by Ray's names."""
+    """One agent on each of ``count`` different nodes with these free ``resources``, keyed by Ray's names."""
 
     count: int
     resources: tuple[tuple[str, float], ...] = ()
@@ -71,23 +71,23 @@ class Ray:
         return address_towards("ray", {node: node for node in nodes})
 
     def start(self, number: int, launch: Launch) -> HeldByRay:
-        """Return at once; Ray starts the agent as soon as a node has the resources."""
+        """Return immediately; Ray starts the agent as soon as a node has the resources."""
         return HeldByRay(_connected(), self, number, launch)
 
 
 @dataclass
 class _Reservation:
-    """A placement group for the agents of one run. It is removed when no agent holds a bundle any more."""
+    """A placement group for the agents of one run. It is removed once no agent holds one of its bundles."""
 
     group: Any
     taken: set[int] = field(default_factory=set)
     warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
     def warn_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested and which exist.
+        """Log once which resources were requested and which ones the cluster has.
 
         An infeasible request is not an error, because a cluster with an autoscaler may grow. Ray has no
-        public way to see whether it has one.
+        public API to find out whether a cluster has an autoscaler.
         """
         with _lock:
             if time.monotonic() < self.warn_at:
@@ -100,28 +100,28 @@ class _Reservation:
         )
         infeasible = table.get("stats", {}).get("scheduling_state") == "INFEASIBLE"
         why = (
-            "Ray calls this infeasible, and it waits for the cluster to grow"
+            "Ray considers this infeasible, and waits for the cluster to grow"
             if infeasible
-            else "it waits until other jobs free their resources"
+            else "Ray waits until other jobs free their resources"
         )
         _log.warning(
             "%r is waiting for resources: it needs %s on each of %d different nodes; of the %d "
-            "nodes in the cluster %s; %s",
+            "nodes in the cluster, %s; %s",
             *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 
 
 _log = logging.getLogger("flowchan.hosts")
 _reservations: dict[tuple[str, Ray], list[_Reservation]] = {}
-"""The reservations by the connection to Ray and the provider."""
+"""The reservations, keyed by the connection to Ray and the provider."""
 _lock = threading.Lock()
 
 
 class HeldByRay:
     """An agent held by a Ray actor.
 
-    Ray may call an actor dead because its node can't be reached. Then the agent may still run there until its
-    peer_timeout is over, but its messages are ignored.
+    Ray may report an actor as dead because its node can't be reached. The agent may then still run on that
+    node until its peer_timeout expires, but its messages are ignored.
     """
 
     def __init__(self, ray: Any, provider: Ray, number: int, launch: Launch) -> None:
@@ -129,7 +129,7 @@ class HeldByRay:
         self._host = provider.hosts[number]
         self._number = number
         self._why: str | None = None
-        self._placed = False  # Ray has found a node
+        self._placed = False  # whether Ray has found a node
         self._key = (ray.get_runtime_context().get_job_id(), provider)
         self._reservation: _Reservation | None = self._reserve()
         rest = provider.bundle
@@ -177,7 +177,7 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            # waits on the actor for the other call, if the actor lives on
+            # if the actor is still alive, this queues behind the earlier call
             self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:
@@ -218,9 +218,9 @@ class HeldByRay:
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
-    """Format resources without the internal ones of Ray.
+    """Format resources, leaving out Ray's internal ones.
 
-    Those are bundles of placement groups, names of nodes, and bytes of memory, which are rarely requested.
+    Those are bundles of placement groups, node names, and bytes of memory, which are rarely requested.
     """
     own = {
         name: amount
@@ -231,17 +231,17 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _gist(message: str) -> str:
-    """Return the lines of Ray's long error message that name the cause."""
+    """Return the lines of Ray's long error message that explain the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     relevant = [line for line in lines if "because" in line or "node" in line.lower()]
     return " ".join(relevant or lines[:1])
 
 
 def _holder() -> type:
-    """Make the actor's class.
+    """Define and return the actor's class.
 
-    A class made here is pickled by value, so the actor starts even on a node without flowchan, and can report
-    that.
+    A class that is defined here is pickled by value. The actor therefore starts even on a node without
+    flowchan, and can report that flowchan is missing.
     """
     most = LAST
 
@@ -250,14 +250,14 @@ def _holder() -> type:
             self._host = host
             self._result: tuple[str, int, list[str]] | None = None
 
-        def __repr__(self) -> str:  # Ray prefixes the actor's output with it
+        def __repr__(self) -> str:  # Ray prefixes the actor's output with this
             return self._host
 
         def hold(self, bound: str, arguments: tuple[str, ...], stdin: bytes) -> tuple[str, int, list[str]]:
-            """Run the agent to its end.
+            """Run the agent until it ends.
 
-            The launch is an argument of this call and not of the actor, because Ray stores the arguments of
-            an actor.
+            The launch is passed to this method rather than to the actor's constructor, because Ray stores the
+            arguments of the constructor.
             """
             import collections
             import contextlib
@@ -290,9 +290,9 @@ def _holder() -> type:
 
 
 def _connected() -> Any:
-    """Return the module ``ray``, connected to a cluster.
+    """Return the ``ray`` module, connected to a cluster.
 
-    The connection stays open: it belongs to the program.
+    The connection is left open, because it belongs to the program.
     """
     try:
         ray = importlib.import_module("ray")
@@ -313,10 +313,11 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
     """Make a provider of one agent on each of ``count`` different nodes of a Ray cluster.
 
     Args:
-        count: How many agents to start, at least 1.
-        resources: Resources that each agent reserves on its node, by Ray's names (default: one ``"CPU"``).
-        address: The address of this machine at which the nodes reach it, without a port (default: the one on
-            the kernel's route to them).
+        count: Number of agents to start, at least 1.
+        resources: Resources that each agent reserves on its node, keyed by Ray's names (default: one
+            ``"CPU"``).
+        address: The address at which the nodes can reach this machine, without a port (default: the address
+            that the kernel uses on its route to them).
 
     Returns:
         The provider.
@@ -328,6 +329,6 @@ def ray(count: int, *, resources: Mapping[str, float] | None = None, address: st
     for name, amount in (resources or {}).items():
         text("ray", "a resource", name)
         if isinstance(amount, bool) or not isinstance(amount, numbers.Real) or not amount >= 0:
-            raise ValueError(f"ray: resources[{name!r}] must be a number of at least 0, got {shown(amount)}")
+            raise ValueError(f"ray: resources[{name!r}] must be a non-negative number, got {shown(amount)}")
     ordered = tuple(sorted((name, float(amount)) for name, amount in (resources or {}).items()))
     return Ray(count, ordered, None if address is None else text("ray", "address", address))

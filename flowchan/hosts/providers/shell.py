@@ -1,8 +1,8 @@
-"""Explanation of the end of an agent behind a command such as ``ssh``.
+"""Explanation of how an agent behind a command such as ``ssh`` ended.
 
-The end of the command does not show what became of the agent. A broken connection ends the command but not
-the agent, and ``ssh`` exits with 255 for both and for a killed agent. So a small shell script runs the agent
-on the host. It prints when the agent starts and how it ended.
+The end of the command does not show whether the agent has ended. A broken connection ends the command but not
+the agent, and ``ssh`` exits with 255 both in that case and for a killed agent. A small shell script on the
+host therefore runs the agent, and prints a line when the agent starts and another when it ends.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flowchan.run.crew.process_exit import exit_text
 
 SCRIPT = f'echo "{MARK}started"; "$@"; echo "{MARK}ended $?"'
 ENDED = re.compile(r"ended (\d+)")
-NOT_FOUND = (126, 127)  # exit codes of a shell for a program that is missing or can't be executed
+NOT_FOUND = (126, 127)  # exit codes of a shell if a program is missing or can't be executed
 
-RAISED = 1  # exit code of Python after an exception, which is in the last line
+RAISED = 1  # exit code of Python after an exception, which is printed in the last line
 
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script and the agent's command as arguments."""
+    """Return the arguments that run the script with the agent's command."""
     return ("sh", "-c", SCRIPT, "sh", python, *arguments)
 
 
@@ -47,13 +47,13 @@ def explainer(
     unreached: Explain,
     cut_off: Callable[[ProcessOutput, bool], str | None] = lambda *_: None,
 ) -> Explain:
-    """Make the function that says why the agent of ``host`` ended.
+    """Return a function that explains why the agent on ``host`` ended.
 
     Args:
         host: The name of the host.
-        python: The Python executable there.
+        python: The Python executable on the host.
         remedy: The advice for a Python that is missing or lacks flowchan.
-        unreached: Says why the script has not run at all.
+        unreached: Explains why the script has not run at all.
         cut_off: Returns why something else has certainly ended the agent, or None. Its second argument is
             whether the script has reported the agent's end.
 
@@ -76,13 +76,14 @@ def _explain(
         return unreached(code, output)
     ended = ENDED.fullmatch(output.marks[-1])
     certain = cut_off(output, ended is not None)
-    if certain or not ended:  # without either report the connection is lost, but the agent may still run
+    # if both reports are missing, the connection is lost, but the agent may still be running
+    if certain or not ended:
         return certain
     return how_it_ended(host, python, int(ended[1]), output, remedy)
 
 
 def how_it_ended(host: str, python: str, code: int, output: ProcessOutput, remedy: str) -> str:
-    """Say what an agent's exit code, in the form of a shell, and its last lines mean."""
+    """Explain an agent's exit code, in the form that a shell uses, and its last lines."""
     if code in NOT_FOUND:
         return f"{host} has no Python at {python} ({output.last()}): {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in output.lines):

@@ -1,4 +1,4 @@
-"""Agents on the nodes of the Slurm allocation that this program runs in."""
+"""Agents on the nodes of the Slurm allocation in which this program runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
-    "--overlap",  # the agent may use resources of other steps of the allocation, such as the program's
+    # the agent may share resources with other job steps in the allocation, such as the program's own
+    "--overlap",
     "--nodes=1",
     "--ntasks=1",
     "--ntasks-per-node=1",
@@ -32,17 +33,17 @@ REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
-"""Matches a line in which the node reports the step's end to ``srun``, either directly or as the end of its
-only task."""
+"""Pattern of a line in which the node reports to ``srun`` that the step has ended, either directly or as the
+end of its only task."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Slurm:
     """One agent on each node of the current allocation.
 
-    The allocation is looked up at each use, so the value is the same everywhere. The agents run this
-    program's Python by its path, because nodes of a cluster share their files. Killing an agent ends its job
-    step.
+    The allocation is looked up each time it is needed, so the value is the same everywhere. The agents run
+    this program's Python by its path, because the nodes of a cluster share their files. Killing an agent ends
+    its job step.
     """
 
     address: str | None = None
@@ -56,7 +57,7 @@ class Slurm:
         nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST")
         if not os.environ.get("SLURM_JOB_ID") or not nodes:
             raise HostError(
-                "slurm: this program does not run in an allocation of Slurm (SLURM_JOB_ID is not "
+                "slurm: this program is not running in a Slurm allocation (SLURM_JOB_ID is not "
                 "set); start it with 'sbatch' or within 'salloc'"
             )
         return _names(nodes)
@@ -94,13 +95,13 @@ def _scontrol(*arguments: str) -> str:
 
 def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with code {code}"
-    return f"{host} could not start the agent: srun {how} first ({output.last()})"
+    return f"{host} could not start the agent: srun {how} ({output.last()})"
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
-    """Return the message that Slurm has ended the step and with it the agent, or None.
+    """Return Slurm's message that it ended the step, and the agent with it, or None.
 
-    If the agent has ended first, the end of the task is that of the agent.
+    If the agent had already ended, the message that its task is over does not count: the agent caused it.
     """
     over = CANCELLED if has_ended else OVER
     line = next((line.strip(" *") for line in output.lines if over.search(line)), None)
@@ -108,9 +109,9 @@ def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | 
 
 
 def slurm(*, address: str | None = None) -> Slurm:
-    """Make a provider of one agent on each node of the allocation that this program runs in.
+    """Make a provider of one agent on each node of the allocation in which this program runs.
 
-    ``address`` is the address of this machine at which the nodes reach it, without a port. The default is the
-    one on the kernel's route to them.
+    ``address`` is the address at which the nodes can reach this machine, without a port. The default is the
+    address that the kernel uses on its route to them.
     """
     return Slurm(None if address is None else text("slurm", "address", address))

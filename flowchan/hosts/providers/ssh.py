@@ -1,6 +1,6 @@
-"""Agents on machines that the system's ``ssh`` reaches.
+"""Agents on machines that the system's ``ssh`` can reach.
 
-The user's configuration applies: names, ports, keys, jump hosts and key agents are the same as in a terminal.
+The user's configuration applies: names, ports, keys, jump hosts and key agents work as they do in a terminal.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
     "-T",
-    "-oBatchMode=yes",  # it can't ask for a password
+    "-oBatchMode=yes",  # makes ssh fail instead of asking for a password
     "-oConnectTimeout=15",
-    "-oControlMaster=no",  # otherwise the end of this ssh would end others that share its connection
+    "-oControlMaster=no",  # otherwise ending this ssh would also end others that share its connection
     "-oClearAllForwardings=yes",
     "-oRemoteCommand=none",
 )
 FAILED = 255
-REMEDY = "set python= to one that has flowchan"
+REMEDY = "set python= to a Python that has flowchan"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ssh:
-    """One agent on each of ``hosts``, which are named as for ``ssh``: ``gpu1``, ``user@gpu2``.
+    """One agent on each of ``hosts``, in a form that ``ssh`` accepts: ``gpu1``, ``user@gpu2``.
 
-    Killing an agent ends the local ``ssh`` but not the agent. The agent runs until it has not heard from the
-    driver for peer_timeout. The end of an agent is known only while the connection of ``ssh`` lasts.
+    Killing an agent ends the local ``ssh`` process but not the agent. The agent runs until it has not heard
+    from the driver for ``peer_timeout`` seconds. The driver learns how an agent ended only while the ssh
+    connection lasts.
     """
 
     hosts: tuple[str, ...]
@@ -75,31 +76,31 @@ def _machine(host: str) -> str:
 
 
 def _unreached(host: str, code: int, output: ProcessOutput) -> str:
-    """Say why nothing has run on the host."""
+    """Explain why nothing has run on the host."""
     last = output.last()
     if code != FAILED:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-        return f"{host} could not start the agent: ssh {how} first ({last})"
+        return f"{host} could not start the agent: ssh {how} ({last})"
     if "Permission denied" in last:
         return (
             f"{host} does not accept a login without a password ({last}); make 'ssh "
             f"-oBatchMode=yes {host} true' work"
         )
     if "Host key verification failed" in last:
-        return f"{host} has no known or a changed host key ({last}); run 'ssh {host}' once to check it"
+        return f"{host} has an unknown or changed host key ({last}); run 'ssh {host}' once to check it"
     return f"{host} can't be reached: {last.removeprefix('ssh: ')}"
 
 
 def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh:
-    """Make a provider of one agent on each host, started by the system's ``ssh`` without a password.
+    """Make a provider of one agent on each host, started with the system's ``ssh`` without a password.
 
-    Killing an agent only cuts it off: it ends when its peer timeout is over.
+    Killing an agent only cuts it off: the agent ends when its peer timeout expires.
 
     Args:
-        hosts: The hosts as ``ssh`` takes them: ``"gpu1"``, ``"user@gpu2"``.
+        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``.
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
-        address: The address of this machine at which the hosts reach it, without a port (default: the one on
-            the kernel's route to them).
+        address: The address at which the hosts can reach this machine, without a port (default: the address
+            that the kernel uses on its route to them).
 
     Returns:
         The provider.

@@ -1,9 +1,9 @@
-"""Device memory that other processes can open: arenas that are exported once, and blocks on loan from them.
+"""Device memory that other processes can open: arenas that are exported once, and blocks lent from them.
 
-A block returns when its last reference is dropped, perhaps by the garbage collector in any thread. So the
-return is one append, and the next ``take`` does the bookkeeping. A block is lent again only when the device
-has finished the last write to it. Arenas are never freed while the process lives. Freeing device memory waits
-for the whole device, and a process that has opened an arena may read it at any time.
+A block returns when its last reference is dropped, perhaps by the garbage collector in any thread. Returning
+it is therefore a single append, and the next ``take`` does the bookkeeping. A block is lent again only when
+the device has finished the last write to it. Arenas are never freed while the process is alive: freeing
+device memory waits for the whole device, and another process may be reading the arena.
 """
 
 from __future__ import annotations
@@ -14,28 +14,29 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 ARENA = 64 << 20
-"""Bytes of an arena. A larger tensor gets an arena of its size."""
+"""Bytes in an arena. A larger tensor gets an arena of its own size."""
 
 EVENTS = 512
-"""Most events that a process shares. CUDA allows some thousands on a machine. Without an event the writer
-waits for the device."""
+"""Maximum number of events that a process shares. CUDA allows a few thousand on one machine. Without an
+event, the writer waits for the device."""
 
-AT_ONCE = 16  # events made at a time: drivers before 460 may deadlock if one is made while others are in use
+# events made at a time: drivers before 460 may deadlock if an event is made while others are in use
+AT_ONCE = 16
 
-# handles name whole pages of this size, so an arena must not share one with other memory
+# handles refer to whole pages of this size, so an arena must not share a page with other memory
 PAGE = 2 << 20
 UNIT = 512
 
 
 class ArenaFull(Exception):
-    """No device memory can be shared, so the tensor goes through host memory."""
+    """No device memory can be shared, so the tensor is sent through host memory."""
 
 
 class Device(Protocol):
     """Kind of device memory.
 
-    A device is named by its identity, which is the same in every process. Copies and events are enqueued on
-    the calling thread's current stream of that device. Only ``finish`` waits for the device.
+    A device is identified by a text that is the same in every process. Copies and events are enqueued on the
+    calling thread's current stream of that device. Only ``finish`` waits for the device.
     """
 
     name: str
@@ -44,28 +45,28 @@ class Device(Protocol):
         """Return the identities of the devices that this process can use."""
 
     def identity(self, tensor: Any) -> str:
-        """Return the identity of the device of a tensor."""
+        """Return the identity of a tensor's device."""
 
     def allocate(self, device: str, size: int) -> tuple[Any, bytes]:
-        """Allocate memory, and return it with the handle for other processes. Raises :class:`ArenaFull`."""
+        """Allocate memory, and return it with its handle for other processes. Raises :class:`ArenaFull`."""
 
     def open(self, device: str, handle: bytes, size: int) -> Any:
-        """Open the memory of another process's handle. Raises ``OSError``."""
+        """Open memory from a handle that another process exported. Raises ``OSError``."""
 
     def close(self, device: str, memory: Any) -> None:
         """Close memory that ``open`` returned. This may wait for the device."""
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
-        """Enqueue the copy of a tensor to ``offset`` of the memory."""
+        """Enqueue a copy of a tensor to ``offset`` in the memory."""
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:
-        """Enqueue the copy from the memory into a new tensor of the given form, and return the tensor."""
+        """Enqueue a copy from the memory into a new tensor of the given form, and return the tensor."""
 
     def share_event(self, device: str) -> tuple[Any, bytes]:
-        """Make an event that other processes can wait for, and return it with its handle."""
+        """Make an event that other processes can wait for, and return the event with its handle."""
 
     def open_event(self, device: str, handle: bytes) -> Any:
-        """Open the event of another process's handle."""
+        """Open an event from a handle that another process exported."""
 
     def event(self, device: str) -> Any:
         """Make an event for this process only."""
@@ -74,7 +75,7 @@ class Device(Protocol):
         """Enqueue the event."""
 
     def wait(self, event: Any, device: str) -> None:
-        """Make later work of the stream wait for the event's latest record."""
+        """Make later work on the stream wait until the event's latest record is reached."""
 
     def done(self, event: Any) -> bool:
         """Return whether the device has reached all records of the event."""
@@ -139,7 +140,7 @@ class Block:
 class ArenaPool:
     """Arenas of one kind of device.
 
-    Calls must not overlap in several threads, but blocks may return in any thread at any time.
+    Calls from several threads must not overlap, but blocks may be returned in any thread at any time.
     """
 
     def __init__(self, device: Device, shortage: Callable[[], None]) -> None:
@@ -151,7 +152,7 @@ class ArenaPool:
         self._back: deque[tuple[Arena, int, int, SharedEvent | None]] = deque()
 
     def take(self, device: str, size: int) -> Block:
-        """Take a block from a returned one or a new arena. Raises :class:`ArenaFull`."""
+        """Take a block from the free memory or a new arena. Raises :class:`ArenaFull`."""
         size = (size + UNIT - 1) // UNIT * UNIT
         found = self._find(device, size)
         if found is None:
@@ -187,7 +188,7 @@ class ArenaPool:
         for _ in range(0 if idle else min(AT_ONCE, EVENTS - len(self.events))):
             try:
                 event = SharedEvent(*self._device.share_event(device))
-            except RuntimeError:  # other processes of this machine have used them up
+            except RuntimeError:  # other processes on this machine have used up the events
                 break
             self.events[event.handle] = event
             idle.append(event)

@@ -1,9 +1,9 @@
 """CUDA tensors of torch, for ``transfer.py``.
 
-Copies, streams and events use torch. Shared memory uses the driver. The allocator of torch may return memory
-without a handle, such as expandable segments. The sharing of storages in torch keeps separate reference
-counts in files. So this file calls the driver directly, with functions that every driver since CUDA 9 has.
-Each call is made in the device's primary context, which torch also uses.
+Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
+since CUDA 9 has. The allocator of torch may return memory without a handle, such as expandable segments. The
+sharing of storages in torch keeps separate reference counts in files. Each call is made in the device's
+primary context, which torch also uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from flowchan.transport.device.arenas import ArenaFull
 
-cuda: Any = torch.cuda  # torch.cuda is typed only in parts
+cuda: Any = torch.cuda  # torch.cuda is only partly typed
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -31,7 +31,7 @@ class IpcHandle(ctypes.Structure):
 
 
 class Driver:
-    """Call the functions of ``libcuda`` that torch lacks. A call that fails raises ``OSError``."""
+    """Call the functions in ``libcuda`` that torch lacks. A call that fails raises ``OSError``."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         calls = self._calls = ctypes.CDLL(library)
@@ -130,10 +130,10 @@ def read(memory: Any, offset: int, size: int, form: Any) -> Any:
 
 
 class TorchDevice:
-    """CUDA devices of this process.
+    """CUDA devices that this process can use.
 
-    The identity of a device is its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. A memory is
-    a tensor of all its bytes.
+    A device is identified by its UUID, because its number depends on ``CUDA_VISIBLE_DEVICES``. Device memory
+    is represented by a tensor of all its bytes.
     """
 
     name = "cuda"
@@ -159,7 +159,7 @@ class TorchDevice:
         with cuda.device(index):
             if cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "a CUDA graph is being captured on this stream; put the tensor before or after"
+                    "a CUDA graph is being captured on this stream; put the tensor before or after that"
                 )
         return self._uuids[index]
 
@@ -169,7 +169,7 @@ class TorchDevice:
             address, handle = self._driver.allocate(index, size)
         except OSError:
             try:
-                cuda.empty_cache()  # torch's reserve; this waits for the device, but is rare
+                cuda.empty_cache()  # frees torch's cached memory; this waits for the device, but is rare
                 address, handle = self._driver.allocate(index, size)
             except OSError as error:
                 raise ArenaFull(str(error)) from error
@@ -189,7 +189,7 @@ class TorchDevice:
 
     def copy_in(self, tensor: Any, memory: Any, offset: int, size: int) -> None:
         write(tensor, memory, offset, size)
-        # keeps the tensor's memory from reuse until the copy is done
+        # keeps the tensor's memory from being reused before the copy is done
         tensor.record_stream(cuda.current_stream(tensor.device))
 
     def copy_out(self, device: str, memory: Any, offset: int, size: int, form: Any) -> Any:
@@ -227,6 +227,6 @@ class TorchDevice:
         return host
 
     def from_host(self, host: Any, device: str, form: Any) -> Any:
-        pinned = host.pin_memory()  # torch keeps it until the device has read it
+        pinned = host.pin_memory()  # torch keeps this memory until the device has read it
         tensor = pinned.to(torch.device("cuda", self._uuids.index(device)), non_blocking=True)
         return tensor.requires_grad_(form[3])

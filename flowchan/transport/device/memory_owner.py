@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 class Owner:
-    """Another process, with its memory and events that are open here."""
+    """Another process, and its memory and events that are open in this process."""
 
     def __init__(self, pid: int) -> None:
         self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
@@ -24,7 +24,7 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        except OSError:  # it has ended, or its pid means nothing here: opening its memory will fail
+        except OSError:  # the process has ended, or its pid means nothing here; opening its memory will fail
             pass
 
     def has_ended(self) -> bool:
@@ -34,10 +34,10 @@ class Owner:
         return self._ended
 
     def close(self) -> None:
-        """Close its memory and events. This may wait for the devices."""
+        """Close the process's memory and events. This may wait for the devices."""
         self.events.clear()
         for device, identity, memory in self.arenas.values():
-            with contextlib.suppress(OSError):  # the driver may have freed it with its process
+            with contextlib.suppress(OSError):  # the driver may have freed the memory when its process ended
                 device.close(identity, memory)
         self.arenas.clear()
         self.forget()

@@ -1,29 +1,29 @@
-"""Transfer of tensors between processes of one host without leaving the device.
+"""Transfer of tensors between processes on one host without leaving the device.
 
-*Put.* The contents are copied, on the device and on the current stream, into a block of a pool of shared
-memory. The item names that block: a handle of the allocation, an offset, and an event for the end of the
-copy. The sender does not wait, and neither does the receiver: only its stream waits for the event. *Get.* The
+*Put.* The contents are copied, on the device and on the current stream, into a block from a pool of shared
+memory. The item contains a handle of the allocation, an offset, and an event that marks the end of the copy.
+The sender does not wait, and neither does the receiver: only its stream waits for the event. *Get.* The
 receiver opens the allocation once, and closes it only when its owner has ended. It copies the contents into
-new memory. So an item is a copy, as between processes in general. The sender may write to its tensor at once.
-The received tensor belongs to the receiver, which may write to it and keep it, also after the sender has
-ended. An item that returns to the channel because a worker died is intact, whatever that worker did with its
-copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
+new memory. An item is therefore a copy, as it always is between processes. The sender may write to its tensor
+immediately. The received tensor belongs to the receiver, which may write to it and keep it, even after the
+sender has ended. If an item returns to the channel because a worker died, it is intact, even if that worker
+changed its copy. The cost is two copies at the speed of device memory, and as much memory as is in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is made. The item is
-PINNED (frame.hpp): it has an id, and the channel knows the ids that exist. A receiver holds the item by a
-view (``keep``) until its copy is made. This also holds for receivers that are killed, because the channel
+PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver holds the item through a
+view (``keep``) until its copy is made. This also works for receivers that are killed, because the channel
 itself detects their death. A process that exits waits until it keeps no more blocks, or until no process can
-read them. It prints a message and gives up when nothing has been read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds
-(60). If a process is killed or leaves by ``os._exit``, the contents of its items are lost, and their get
+read them. If nothing has been read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), it prints a message and
+gives up. If a process is killed or calls ``os._exit``, the contents of its items are lost, and getting them
 raises ``ChannelError``.
 
-*Host memory instead.* Some tensors go through host memory:
+*Host memory instead.* Some tensors are sent through host memory:
 
-- Tensors for another host, where they arrive on the device of the same number.
-- All tensors that a process puts while its ``FLOWCHAN_CUDA_IPC=0`` is set.
-- Any tensor for which no shared device memory is left.
+- Tensors for another host, where they arrive on the device with the same number.
+- All tensors that a process puts while ``FLOWCHAN_CUDA_IPC=0`` is set in its environment.
+- Any tensor that finds no free shared device memory.
 
-Expandable segments need no such detour, because the blocks do not come from torch's allocator.
+Tensors in expandable segments need no such detour, because the blocks do not come from torch's allocator.
 
 The kind of device is a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake one.
 """
@@ -51,15 +51,13 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # items that a channel keeps before it is first asked which of them exist
-POLL_INTERVAL_S, IDLE_POLLS = (
-    0.02,
-    25,
-)  # seconds between two checks of running copies; checks without one before the checks end
+EVERY_FEW = 16  # number of items to keep before first asking the channel which ones still exist
+# seconds between two checks of running copies; number of checks without running copies before they stop
+POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
-    """Place of an item's contents, and the owner of that memory."""
+    """Location of an item's contents, and the process that owns that memory."""
 
     kind: str
     device: str
@@ -74,13 +72,13 @@ class DeviceKind(NamedTuple):
 
 
 class Ticket(bytes):
-    """Buffer of a pickled :class:`DeviceKind`. At the sender it also holds the block."""
+    """Buffer that contains a pickled :class:`DeviceKind`. At the sender, it also holds the block."""
 
     block: Block
 
 
 class Arrived(bytes):
-    """Buffer of a pickled :class:`DeviceKind` at the receiver, with the view that keeps the item alive."""
+    """Buffer that contains a pickled :class:`DeviceKind`, at the receiver. Its view keeps the item alive."""
 
     keep: Any
 
@@ -89,7 +87,7 @@ class Arrived(bytes):
 
 
 class DeviceParcel:
-    """Blocks of one item. It is called with the channel when the item is inside."""
+    """Blocks of one item. Called with the channel once the item is in that channel."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -118,7 +116,8 @@ class TransferState:
     """State of device transfers in one process. A forked child begins with an empty one."""
 
     def __init__(self) -> None:
-        # The same thread enters it again if a collection inside runs a finaliser that puts a tensor.
+        # Reentrant, because a garbage collection while the lock is held may run a finaliser that puts a
+        # tensor.
         self.lock = threading.RLock()
         self.devices: dict[str, Device] = {}
         self.owner = os.urandom(16)
@@ -139,7 +138,8 @@ class TransferState:
 
     def pool(self, device: Device) -> ArenaPool:
         if device.name not in self.pools:
-            if not self.pools:  # below zero: after the join of the children, which may be the receivers
+            # a negative priority runs after the children are joined, because they may be the receivers
+            if not self.pools:
                 util.Finalize(None, _wait_at_exit, exitpriority=-100)
             self.pools[device.name] = ArenaPool(device, self.sweep)
         return self.pools[device.name]
@@ -156,7 +156,7 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                is_used = sys.getrefcount(kept.channel) > 2  # more than ours and the argument
+                is_used = sys.getrefcount(kept.channel) > 2  # more references than ours and the argument
                 if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]
 
@@ -169,7 +169,7 @@ def use(device: Device) -> None:
 def reduce(tensor: Any, form: Any, size: int, kind: str) -> tuple[Any, ...]:
     """Reduce a dense tensor of ``size`` bytes on a device of the kind ``kind``.
 
-    ``form`` has what else is needed to make the tensor.
+    ``form`` holds everything else that is needed to rebuild the tensor.
     """
     device = _state.device(kind)
     identity = device.identity(tensor)
@@ -212,7 +212,7 @@ def _ticket(tensor: Any, size: int, device: Device, identity: str) -> Ticket:
 
 
 def parcel(buffers: list[pickle.PickleBuffer]) -> DeviceParcel | None:
-    """Return the blocks that an item's buffers name, or None."""
+    """Return the blocks that an item's buffers refer to, or None."""
     if not _state.pools:
         return None
     tickets = [buffer for buffer in map(_exporter, buffers) if type(buffer) is Ticket]
@@ -239,7 +239,7 @@ class Copy(NamedTuple):
 
 
 def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
-    """Return the buffers of a PINNED item, with ``keep`` for ``_rebuild``."""
+    """Return the buffers of a PINNED item, with ``keep`` attached for ``_rebuild``."""
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, bytes) and buffer.startswith(MAGIC):
             buffers[index] = Arrived(buffer)
@@ -250,7 +250,7 @@ def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
 def _rebuild(buffer: Any, form: Any) -> Any:
     if not isinstance(buffer, Arrived):
         raise TypeError(
-            "a tensor on a device can be sent through a channel only; otherwise pickle tensor.cpu()"
+            "a tensor on a device can only be sent through a channel; otherwise, pickle tensor.cpu()"
         )
     settle()
     place = DeviceKind(*pickle.loads(buffer[len(MAGIC) :]))
@@ -259,7 +259,7 @@ def _rebuild(buffer: Any, form: Any) -> Any:
     if event is not None:
         device.wait(event, place.device)
     tensor = device.copy_out(place.device, memory, place.offset, place.size, form)
-    if buffer.keep is None:  # the item ends with this call
+    if buffer.keep is None:  # the item ends when this call returns
         device.finish(place.device)
         return tensor
     made = device.event(place.device)
@@ -275,7 +275,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
 
 
 def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
-    """Make the tensor on the same device if it is visible, or else on the device of the same number."""
+    """Make the tensor on the same device if it is visible, or else on the device with the same number."""
     device = _state.device(kind)
     seen = device.visible()
     if identity in seen:
@@ -283,8 +283,8 @@ def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, 
     if number < len(seen):
         return device.from_host(host, seen[number], form)
     raise ChannelError(
-        f"the item holds a tensor of {kind}:{number} on another host, but process "
-        f"{os.getpid()} here has {len(seen)} {kind} devices; use gpus=1, or put tensor.cpu()"
+        f"the item contains a tensor on {kind}:{number} of another host, but process {os.getpid()} "
+        f"on this host has {len(seen)} {kind} devices; use gpus=1, or put tensor.cpu()"
     )
 
 
@@ -293,14 +293,14 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item holds a tensor on {kind} device {identity} of process {pid}, but process "
-        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set one "
-        "CUDA_VISIBLE_DEVICES, or put tensor.cpu()"
+        f"the item contains a tensor on {kind} device {identity} of process {pid}, but process "
+        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set the "
+        "same CUDA_VISIBLE_DEVICES for both, or put tensor.cpu()"
     )
 
 
 def _open(device: Device, place: DeviceKind) -> tuple[Any, Any]:
-    """Return the memory of an item's contents, and the event after which they are complete, or None."""
+    """Return the memory with an item's contents, and the event that marks them as complete, or None."""
     with _state.lock:
         if place.owner == _state.owner:  # a process cannot open its own handles
             pool = _state.pools[place.kind]
@@ -331,7 +331,7 @@ def _open_owner(place: DeviceKind) -> Owner:
 
 
 def _close_ended() -> None:
-    """Close the memory of processes that have ended. Call it rarely, since this may wait for the device."""
+    """Close the memory of processes that have ended. Call this rarely, because it may wait for the device."""
     busy = {copy.owner for copy in _state.copies}
     for token, owner in _state.owners.items():
         if token not in busy and owner.has_ended():
@@ -352,12 +352,13 @@ def settle() -> None:
     for _ in range(len(copies)):
         try:
             copy = copies.popleft()
-        except IndexError:  # another thread does the same
+        except IndexError:  # another thread is doing the same
             return
         try:
             if not copy.device.done(copy.event):
                 copies.append(copy)
-        except RuntimeError:  # a failed device does not finish its copies; its next use reports the failure
+        # a failed device does not finish its copies; the next use of the device reports the failure
+        except RuntimeError:
             continue
 
 
@@ -388,7 +389,7 @@ def _settle_loop() -> None:
 def _wait_at_exit() -> None:
     """Wait until other processes have read this process's memory, or until no process can read it.
 
-    During a run this has no time limit: the supervisor ends this process when the run is over.
+    During a run, the wait has no time limit, because the supervisor ends this process when the run is over.
     """
     limit, pause, next_check = float(os.environ.get(EXIT_WAIT, "60")), 0.0005, 0.02
     began = since = time.monotonic()
@@ -412,7 +413,7 @@ def _wait_at_exit() -> None:
     for kept in _state.kept.values():
         print(
             f"flowchan: process {os.getpid()} ends with {len(kept.blocks)} items in "
-            f"{kept.channel!r}, device tensors that no process has read for {limit:g} s "
+            f"{kept.channel!r} whose device tensors no process has read for {limit:g} s "
             f"({EXIT_WAIT}); their contents are lost. Set {SWITCH}=0 to send them through host "
             "memory.",
             file=sys.stderr,
@@ -422,7 +423,7 @@ def _wait_at_exit() -> None:
 def only_ports_read(channels: Iterable[Any]) -> None:
     """Declare that these channels are read only through ports.
 
-    At exit, this process keeps nothing for a channel of theirs that has no reading port left.
+    At exit, this process does not keep items for such a channel if the channel has no reading port left.
     """
     _state.ported.update(channels)
 
@@ -447,7 +448,7 @@ def _is_open_in_other_process(channel: Any) -> bool:
                 found = os.stat(f"/proc/{pid}/fd/{number}")
                 if (found.st_dev, found.st_ino) == (memory.st_dev, memory.st_ino):
                     return True
-        except OSError:  # it has just ended, or belongs to another user
+        except OSError:  # the process has just ended, or belongs to another user
             continue
     return False
 
@@ -463,6 +464,6 @@ def _reset_after_fork() -> None:
 
 
 _state = TransferState()
-# A parent's state is never released here: its handles are invalid in this process.
+# A parent's state is never released here, because its handles are invalid in this process.
 _inherited: list[TransferState] = []
 os.register_at_fork(after_in_child=_reset_after_fork)
