@@ -77,7 +77,7 @@ class Dataset(IterableDataset[T_co]):
             yield from run.iter(self._items)
 
     def _seed_of(self, epoch: int) -> int:
-        """Return the seed for an epoch; without a seed of its own, a dataset draws one from torch."""
+        """Return the seed for an epoch; if the dataset has no seed, draw one from torch."""
         if self._seed is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())

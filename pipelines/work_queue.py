@@ -318,9 +318,9 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
     """Create a work queue, or open the existing queue with this name.
 
     The first caller with a name creates the queue and owns it. Later callers open the queue as workers. The
-    name stays taken while the creating process has a handle of the queue, even after the queue is closed, so
-    a late worker sees a closed queue. If the owner calls this function again after closing the queue, it
-    creates a new one.
+    name stays taken while the creating process has a handle of the queue, even after the queue is closed. A
+    late worker therefore sees a closed queue. If the owner calls this function again after closing the queue,
+    it creates a new one.
 
     Args:
         name: Name of the queue (default: none; such a queue is always new).

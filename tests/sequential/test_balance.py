@@ -185,8 +185,8 @@ def test_param_scale_multiplies_the_bytes_of_parameters() -> None:
     ("options", "message"),
     [
         ({"param_scale": 2}, 'balance must be "memory" with param_scale'),
-        ({"param_scale": -1, "balance": "memory"}, "at least 0, got -1"),
-        ({"param_scale": "2", "balance": "memory"}, "at least 0, got '2'"),
+        ({"param_scale": -1, "balance": "memory"}, "a non-negative number, got -1"),
+        ({"param_scale": "2", "balance": "memory"}, "a non-negative number, got '2'"),
     ],
 )
 def test_invalid_param_scale_raises(options: dict[str, Any], message: str) -> None:

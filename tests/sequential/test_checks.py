@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a missing device": (
         {"devices": ["cpu", "cuda:99"]},
         ValueError,
-        ["got 'cuda:99'", "it does not exist"],
+        ["got 'cuda:99'", "no such device"],
     ),
     "a device without values": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
     "a device that is None": ({"devices": ["cpu", None]}, ValueError, ["got None"]),

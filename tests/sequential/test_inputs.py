@@ -115,7 +115,7 @@ def test_batch_can_be_another_dimension(on: Any) -> None:
             ValueError, match=r"x must have dimension 1, the batch dimension, got shape \(3,\)"
         ):
             pipe(torch.ones(3))
-        with pytest.raises(ValueError, match=r"got dim=1; compute the loss of pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"got dim=1; compute the loss yourself from pipe\(x\)"):
             pipe.trainer(loss=cross_entropy)
     torch.testing.assert_close(x.grad, twin.grad)
     for actual, other in zip(module.parameters(), plain.parameters(), strict=True):

@@ -57,7 +57,8 @@ def test_training_rejects_hooks_of_parameters(on: Any, hook: str) -> None:
     with (
         Sequential(plain, on=on) as pipe,
         pytest.raises(
-            ValueError, match=r"parameter '0.weight' .*must not have hooks.*compute the loss of pipe\(x\)"
+            ValueError,
+            match=r"parameter '0.weight' .*must not have hooks.*compute the loss yourself from pipe\(x\)",
         ),
     ):
         training(pipe)

@@ -161,7 +161,7 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') after it"),
     "stashed twice": (
         [Stash("a"), Stash("a"), Pop("a")],
-        "layer '1', Stash('a'), repeats the Stash of layer '0' without",
+        "layer '1', Stash('a'), repeats the Stash in layer '0' without",
     ),
     "nested": (
         [nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()],

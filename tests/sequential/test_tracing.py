@@ -247,7 +247,9 @@ def test_traced_pipe_takes_required_arguments_only() -> None:
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
         torch.testing.assert_close(pipe(x, y), module(x, y))
-        with pytest.raises(Exception, match="a traced module takes exactly the arguments x, y; pass these"):
+        with pytest.raises(
+            Exception, match="a traced module must get exactly the arguments x, y; pass these"
+        ):
             pipe(x)
 
 
@@ -330,7 +332,7 @@ def test_names_out_of_order_raise(names: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
 def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in their order, without the first"):
+    with pytest.raises(ValueError, match="must name layers in their order, starting after the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 

@@ -79,7 +79,7 @@ def test_workers_start_with_the_first_batch() -> None:
     with pipe.trainer(loss=cross_entropy) as training:
         assert training.active
     assert not training.active
-    with pytest.raises(RuntimeError, match="training: this training is over"):
+    with pytest.raises(RuntimeError, match="training: training is over"):
         training.step(*next(batches([8])))
 
 
