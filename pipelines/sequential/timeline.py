@@ -223,7 +223,7 @@ class _Picture:
                 self._write(x + 17, 70, NAMES[op], fill=FAINT)
                 x += 17 + _long(NAMES[op]) + 18
         if any(len(parts) > 1 for parts in self.parts.values()):
-            self._write(x, 70, "lighter: the worker's later parts", fill=FAINT)
+            self._write(x, 70, "lighter: a worker's later parts", fill=FAINT)
 
     def _axis(self) -> None:
         """Draw the axis in milliseconds below the rows, with a faint vertical line at each label."""

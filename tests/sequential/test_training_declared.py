@@ -1,4 +1,4 @@
-"""A training before its first step: checks of arguments, the graph and the schedule; and its timeline."""
+"""Test a trainer before its first step: argument checks, graph and schedule; and test its timeline."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_unpicklable_loss_raises_before_start() -> None:
         training.step(*next(batches([8])))
 
 
-def test_target_of_another_size_raises_without_ending_the_training() -> None:
+def test_target_of_different_size_raises_without_ending_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
@@ -107,7 +107,7 @@ def test_training_outside_its_block_raises() -> None:
         training.step(x, target)
         with pytest.raises(RuntimeError, match="training has already started"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"is over; create a new one with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)
 
 

@@ -1,4 +1,4 @@
-"""A pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
+"""Test that a pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
 
 Unsupported kinds of sharding raise.
 """
