@@ -38,7 +38,9 @@ def consume(channel: Channel, accounts: Channel) -> None:
     got: Counter[int] = Counter()
     for producer, serial in channel:
         if serial != got[producer]:
-            raise AssertionError(f"producer {producer}: item {serial} came where {got[producer]} was due")
+            raise AssertionError(
+                f"producer {producer}: item {serial} arrived, but {got[producer]} was expected"
+            )
         got[producer] += 1
     for producer in range(PRODUCERS):
         accounts.put(("got", producer, got[producer]))

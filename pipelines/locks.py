@@ -212,7 +212,7 @@ class Semaphore(Held, Shared):
         try:
             permit = self._held.pop()
         except IndexError:
-            raise ValueError("release: this process holds no permit of the semaphore") from None
+            raise ValueError("release: this process does not hold a permit of the semaphore") from None
         give_back(permit)
 
     def __repr__(self) -> str:

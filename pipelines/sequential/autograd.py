@@ -274,7 +274,7 @@ class _Through:
             if parameter._version != version:
                 raise RuntimeError(
                     f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an inplace "
-                    "operation after the output; call backward() before the optimizer's step()"
+                    "operation after the output was computed; call backward() before the optimizer's step()"
                 )
 
 

@@ -221,7 +221,7 @@ def _check_placement(on: Any) -> None:
         )
     if isinstance(on, Placement) and on.shares:
         raise ValueError(
-            f"Sequential: on must be a pool without shares, because parts go to its hosts in turn, got {on}"
+            f"Sequential: on must be a pool without shares, because hosts get parts in turn, got {on}"
         )
 
 
@@ -254,7 +254,8 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     if len(devices) != parts:
         raise ValueError(
-            f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
+            f"Sequential: devices must have {parts} entries, one for each part, "
+            f"got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):

@@ -142,7 +142,7 @@ def _durations(parts: int, forward: Times, backward: Times, weights: Times | Non
     for name, given in (("forward", forward), ("backward", backward), ("weights", weights)):
         times = list(given) if isinstance(given, Sequence) else [given] * max(parts, 1)
         if len(times) < parts:
-            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, got {given!r}")
+            raise ValueError(f"simulate: {name} must have a time for each of {parts} parts, got {given!r}")
         for one in times:
             if not 0 < one < math.inf:
                 raise ValueError(f"simulate: {name} must be a time greater than 0, got {one!r}")

@@ -29,7 +29,7 @@ def check_training(
         _check_clip(clip, optimizer)
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
         raise TypeError(
-            "training: autocast must be a floating type such as torch.bfloat16, or None, "
+            "training: autocast must be a floating-point dtype such as torch.bfloat16, or None, "
             f"got {short(autocast)}"
         )
     _check_tensors(parts)

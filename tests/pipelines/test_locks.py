@@ -246,7 +246,7 @@ def test_process_cannot_release_more_permits_than_it_acquired() -> None:
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()
-    with pytest.raises(ValueError, match="holds no permit"):
+    with pytest.raises(ValueError, match="does not hold a permit"):
         semaphore.release()
     with pytest.raises(ValueError, match="at least 1"):
         Semaphore(0)

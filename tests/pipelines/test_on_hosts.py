@@ -64,7 +64,7 @@ def test_missing_module_on_host_is_named_with_the_host(
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
             task.result()
     note = caught.value.__notes__[0]
-    assert note.startswith("raised on host 'local-1': the objects of a task must be importable there, or")
+    assert note.startswith("raised on host 'local-1': the objects in a task must be importable there, or")
 
 
 def test_process_on_host_is_replaced_after_max_tasks() -> None:

@@ -102,7 +102,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "a device without values": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
     "a device that is None": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
-    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, got 1"]),
+    "too few devices": (
+        {"devices": ["cpu"]},
+        ValueError,
+        ["devices must have 2 entries, one for each part, got 1"],
+    ),
     "a pool with shares of workers": (
         {"on": local(2)[{"local-1": 1}]},
         ValueError,

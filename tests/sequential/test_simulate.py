@@ -288,7 +288,7 @@ def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> No
         ({"backward": -1.0}, "simulate: backward must be a time greater than 0, got -1.0"),
         ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, got nan"),
         ({"weights": 2.0}, "simulate: weights must be less than backward=2.0, got 2.0"),
-        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, got []"),
+        ({"backward": []}, "simulate: backward must have a time for each of 1 parts, got []"),
     ],
 )
 def test_simulate_rejects_a_wrong_argument(arguments: dict[str, Any], message: str) -> None:

@@ -52,8 +52,8 @@ from flowchan.viz import to_dot
         ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
         ({"clip": 0.0}, ValueError, "clip must be a maximum norm greater than 0"),
         ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
-        ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating type"),
-        ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
+        ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating-point dtype"),
+        ({"autocast": torch.int8}, TypeError, "autocast must be a floating-point dtype"),
     ],
 )
 def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error: Any, message: str) -> None:

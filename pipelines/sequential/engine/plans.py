@@ -85,7 +85,7 @@ class Plans:
         if self._lines is not None:
             if workers not in (None, len(self._lines)):
                 raise ValueError(
-                    f"training: workers must be {len(self._lines)}, the number of lines of the schedule, "
+                    f"training: workers must be {len(self._lines)}, the number of lines in the schedule, "
                     f"got {short(workers)}"
                 )
             workers = len(self._lines)
@@ -134,9 +134,7 @@ def _steps(given: Any) -> list[Step]:
     steps = list(given) if isinstance(given, Iterable) else [given]
     for step in steps:
         if not isinstance(step, Step):
-            raise TypeError(
-                f"training: the function of the schedule must return steps or text, got {shown(step)}"
-            )
+            raise TypeError(f"training: the schedule function must return steps or text, got {shown(step)}")
     return steps
 
 
