@@ -51,7 +51,7 @@ class _Generation:
 
 
 class Barrier:
-    """Barrier at which a fixed number of threads, in any processes, wait for each other, any number of times.
+    """Barrier at which a fixed number of threads, in any processes, repeatedly wait for each other.
 
     The same threads must take part each time. If one of them dies before it arrives, the others keep waiting,
     as they would at a barrier from the standard library. If that can happen, pass a timeout to :meth:`wait`.

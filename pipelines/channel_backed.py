@@ -1,8 +1,7 @@
 """Base classes for patterns that are made of channels and also keep state in each process.
 
 When an object of :class:`Shared` is sent to another process, only its channels are sent. Each process has one
-object per set of channels, no matter how often the object is received. A forked child creates its own state
-afresh.
+object per set of channels, no matter how often the object is received. A forked child creates new state.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ Among = Literal["processes", "hosts"]
 
 
 def check_among(pattern: str, across: object) -> None:
-    """Check ``across``, the scope of a pattern; its channels cannot be between threads."""
+    """Raise ``ValueError`` unless ``across`` is a scope that patterns support; threads are not."""
     if across not in get_args(Among):
         allowed = " or ".join(map(repr, get_args(Among)))
         raise ValueError(f"{pattern}: across must be {allowed}, got {across!r}")
 
 
 class Shared(abc.ABC):
-    """Base class of an object that is made of ``channels`` and is sent to other processes as such."""
+    """Base class of objects made of ``channels``; only these channels are sent to other processes."""
 
     channels: tuple[Channel[Any], ...]
 
@@ -95,7 +94,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Exception with which a reading port is left so that it returns its leased items."""
+    """Exception that leaves a reading port's block, so that the port returns its leased items."""
 
 
 def give_back(port: In[Any]) -> None:

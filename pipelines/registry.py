@@ -35,7 +35,7 @@ A fork waits for this lock, because the child must close its copy of every claim
 
 
 class Claim(ExitStack):
-    """Open files that hold a claimed name, returned by :func:`claim`."""
+    """Open sockets and file that hold a claimed name, returned by :func:`claim`."""
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""

@@ -41,7 +41,7 @@ PASSING = {"process": 100e-6, "thread": 50e-6}
 
 
 class Cut:
-    """Parts of a module; several threads can use it at the same time.
+    """Choice of a module's parts, which several threads can share.
 
     ``counts`` is the number of layers in each part, or the number of parts. If it is the number of parts, the
     parts first have equal numbers of layers. The first batch then determines the cut that makes the slowest

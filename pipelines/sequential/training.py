@@ -57,7 +57,7 @@ class TrainingOptions(NamedTuple):
 
 
 class Training:
-    """Training loop's interface to a pipe, returned by ``pipe.trainer(...)``.
+    """Trainer of a pipe, returned by ``pipe.trainer(...)``.
 
     Use it in a ``with`` block, which starts and ends the workers. A step that fails raises ``RunError``; the
     message names the part, the step in the schedule and the micro-batch. Training is then over, and some
