@@ -3,8 +3,7 @@
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph; with the same seed, the epochs are the same. The example needs torch and
-scikit-learn.
+Each epoch is a run of the graph; a seed makes epochs repeatable. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model recognises scikit-learn's digits, so the example needs scikit-learn. The program calls its own
-service.
+The model recognises scikit-learn's digits. The program calls its own service. The example needs scikit-learn.
 """
 
 from __future__ import annotations

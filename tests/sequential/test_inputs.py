@@ -160,7 +160,7 @@ class Sometimes(nn.Module):
 def test_output_that_is_sometimes_none_raises() -> None:
     with (
         Sequential([nn.Identity(), Sometimes()], chunks=2) as pipe,
-        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches .* join="),
+        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches, .* join="),
     ):
         pipe(torch.tensor([[1.0], [11.0]]))
 

@@ -151,7 +151,9 @@ def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
                 setattr(pipe, "4", nn.Linear(16, 2))
                 torch.testing.assert_close(pipe(x), pipe.module(x))
         pipe.module.append(nn.ReLU())
-        with pytest.raises(ValueError, match=r"the module must have 5 layers .*, got 6; create another pipe"):
+        with pytest.raises(
+            ValueError, match=r"the module must have 5 layers, .*, got 6; create another pipe"
+        ):
             pipe(x)
 
 
