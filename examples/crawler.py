@@ -1,7 +1,6 @@
-"""Crawl a site and find broken links; here the site is pydoc's pages of modules.
+"""Crawl a site and find broken links; the site here is pydoc's pages about Python modules.
 
-python examples/crawler.py [PAGES]
-flowchan viz examples/crawler.py -o crawler.svg
+python examples/crawler.py [PAGES] flowchan viz examples/crawler.py -o crawler.svg
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Documentation(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
-def fetch(url: str) -> tuple[str, list[str] | None]:  # None: the page does not exist
+def fetch(url: str) -> tuple[str, list[str] | None]:  # returns None as the links if the page does not exist
     try:
         with urlopen(url, timeout=10) as answer:
             text = answer.read().decode()

@@ -1,4 +1,5 @@
-"""Find files with equal content below a directory: first by size, then by a hash, in two processes.
+"""Find files with equal content below a directory: compare sizes first, then hashes computed in two
+processes.
 
     python examples/duplicates.py [DIRECTORY]
     flowchan run examples/duplicates.py [-- DIRECTORY]
@@ -25,9 +26,9 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
-    """Yield all plain files below ``directory`` with their sizes, without installed packages.
+    """Yield all regular files below ``directory`` with their sizes, except installed packages.
 
-    A link to a file does not count as a second copy.
+    A symbolic link to a file does not count as a second copy.
     """
     for file in directory.rglob("*"):
         installed = "site-packages" in file.relative_to(directory).parts
@@ -36,9 +37,9 @@ def sized_files(directory: Path) -> Iterator[tuple[int, Path]]:
 
 
 def group(keyed: In[tuple[Any, Path]], groups: Out[list[Path]]) -> None:
-    """Read (key, file) pairs to their end, then put each group of two or more files with one key.
+    """Read all (key, file) pairs, then put each group of two or more files that have the same key.
 
-    This is the function of a stage with ports.
+    A stage with ports uses this function.
     """
     found = defaultdict(list)
     for key, file in keyed:
@@ -58,7 +59,7 @@ def unreadable(failed: Any) -> None:
 
 
 def show(groups: list[list[Path]]) -> None:
-    """Print the groups that waste most, each with its first three files."""
+    """Print the groups that waste the most space, each with its first three files."""
     wasted = {min(files): min(files).stat().st_size * (len(files) - 1) for files in groups}
     lines = [f"{len(groups):,} groups of equal files, {sum(wasted.values()):,} bytes could be saved\n"]
     for files in sorted(map(sorted, groups), key=lambda files: (-wasted[files[0]], files[0])):
@@ -75,7 +76,7 @@ def duplicates(directory: str = str(STANDARD_LIBRARY)) -> Graph:
     same_size = graph.stage(group, files, name="same size")
     hashed = same_size.unbatch(name="candidates").map(with_digest, workers=2, on="process", ordered=False)
     hashed.errors.sink(unreadable)
-    # Equal digests go to the same part, so each part can be grouped alone.
+    # Equal digests go to the same partition, so each partition can be grouped separately.
     low, high = hashed.partition(itemgetter(0), 2, name="by digest")
     equal = graph.merge(graph.stage(group, low, name="equal 1"), graph.stage(group, high, name="equal 2"))
     equal.collect(name="report").sink(show)

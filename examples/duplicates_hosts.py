@@ -1,10 +1,10 @@
-"""Search for duplicates like duplicates.py on several hosts, which compute the hashes.
+"""Find duplicates like duplicates.py, but compute the hashes on several hosts.
 
     python examples/duplicates_hosts.py [DIRECTORY [HOST …]]
     flowchan viz examples/duplicates_hosts.py -o duplicates_hosts.svg
 
-The program prints the work of each host. DIRECTORY must exist on every host. The hosts are reached by ssh;
-without hosts, two agents run on this machine.
+The program prints how many files each host has hashed. DIRECTORY must exist on every host. The hosts are
+reached with ssh; if no hosts are given, two agents run on this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def with_digest_and_host(file: Path) -> tuple[tuple[bytes, Path], str]:
 
 def tell(hosts: list[str]) -> None:
     lines = [f"{host} hashed {number:,} files\n" for host, number in sorted(Counter(hosts).items())]
-    print("".join(lines), end="")  # one call, because the other sink prints at the same time
+    print("".join(lines), end="")  # a single call, because the other sink prints at the same time
 
 
 def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> Graph:
@@ -44,7 +44,9 @@ def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find files with equal content, with hashes from hosts.")
+    parser = argparse.ArgumentParser(
+        description="Find files with equal content, and compute the hashes on several hosts."
+    )
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     parser.add_argument("hosts", nargs="*")
     asked = parser.parse_args()

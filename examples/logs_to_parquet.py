@@ -1,9 +1,9 @@
-"""Convert logs to a Parquet file: the import times that Python logs.
+"""Convert logs to a Parquet file; the logs are Python's own import times.
 
     python examples/logs_to_parquet.py [MODULE …] [-o IMPORTS.parquet] [--workers N]
     flowchan viz examples/logs_to_parquet.py -o imports.svg
 
-For each module a fresh `python -X importtime` writes a log. The example needs pyarrow.
+For each module, a new `python -X importtime` process writes a log. The example needs pyarrow.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def log(module: str) -> tuple[str, str]:
 
 
 def rows(program_and_log: tuple[str, str]) -> Iterator[dict[str, str | int]]:
-    """Yield the rows of a log with lines like `import time:       153 |        153 |   json.scanner`."""
+    """Yield the rows of a log whose lines look like `import time: 153 | 153 | json.scanner`."""
     program, text = program_and_log
     for line in text.splitlines()[1:]:
         own, _, module = line.removeprefix("import time:").split("|")
@@ -60,7 +60,7 @@ def imports(modules: str = MODULES, output: Path = Path("imports.parquet"), work
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The logs of imports as a Parquet file.")
+    parser = argparse.ArgumentParser(description="Convert Python's import-time logs to a Parquet file.")
     parser.add_argument("modules", nargs="*", default=MODULES.split())
     parser.add_argument("-o", "--output", type=Path, default=Path("imports.parquet"))
     parser.add_argument("--workers", type=int, default=2)

@@ -5,7 +5,7 @@
     flowchan viz examples/producer_consumer.py -o producer_consumer.svg
 
 The script uses a bare channel and starts its own threads or processes. The main program closes the channel.
-The graph below declares the same program, with producers that end on their own.
+The graph below declares the same program, but its producers end without being stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCERS = 3
 
 
 def produce(producer: int, channel: Channel, accounts: Channel) -> None:
-    """Put (producer, serial number) until the channel is closed, then report the number of items."""
+    """Put (producer, serial number) until the channel is closed, then report how many items were put."""
     for serial in count():
         try:
             channel.put((producer, serial))
@@ -34,18 +34,20 @@ def produce(producer: int, channel: Channel, accounts: Channel) -> None:
 
 
 def consume(channel: Channel, accounts: Channel) -> None:
-    """Get items until the channel is drained. No item that was put before the close is lost."""
+    """Get items until the channel is drained. Items that were put before it was closed are never lost."""
     got: Counter[int] = Counter()
     for producer, serial in channel:
         if serial != got[producer]:
-            raise AssertionError(f"producer {producer}: item {serial} came where {got[producer]} was due")
+            raise AssertionError(
+                f"producer {producer}: item {serial} arrived, but {got[producer]} was expected"
+            )
         got[producer] += 1
     for producer in range(PRODUCERS):
         accounts.put(("got", producer, got[producer]))
 
 
 def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
-    """Return the number of items from each producer, and the number that the consumer got."""
+    """Return how many items each producer put, and how many of them the consumer got."""
     channel = Channel(64, across=across)
     accounts = Channel(2 * PRODUCERS, across=across)
     start = threading.Thread if across == "threads" else multiprocessing.Process
@@ -55,7 +57,7 @@ def run(across: str, seconds: float) -> dict[tuple[str, int], int]:
         party.start()
     try:
         time.sleep(seconds)
-    finally:  # also after Ctrl-C: the close ends producers and consumer
+    finally:  # also after Ctrl-C: closing the channel ends the producers and the consumer
         channel.close()
     for party in parties:
         party.join()
@@ -83,9 +85,11 @@ graph.merge(*producers, name="channel").reduce(account, Counter(), name="consume
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Three producers and one consumer on one channel.")
+    parser = argparse.ArgumentParser(description="Run three producers and one consumer on one channel.")
     parser.add_argument("--across", choices=["threads", "processes"], default="threads")
-    parser.add_argument("--seconds", type=float, default=1.0, help="when to close the channel (default: 1)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="seconds until the channel is closed (default: 1)"
+    )
     args = parser.parse_args()
 
     accounts = run(args.across, args.seconds)

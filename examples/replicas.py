@@ -1,16 +1,16 @@
-"""Train two replicas of a network together, each of them in two parts.
+"""Train two replicas of a network together, each of them split into two parts.
 
     python examples/replicas.py [--replicas N] [--epochs N]
     flowchan run examples/replicas.py [-- REPLICAS EPOCHS]
     flowchan viz examples/replicas.py -o replicas.svg
 
 One graph holds the data pipeline, a Sequential in each replica, and an allreduce over the replicas. Two
-processes add noise to batches of scikit-learn's digits. Each batch goes to a free replica.
+processes add noise to batches of scikit-learn's digits. Each batch goes to the next free replica.
 
-The replicas are a gang: each is a process with its member of a group. The group averages their gradients, so
-they stay equal, bit for bit, even if one gets a batch more than the other. A node of the graph combines the
-losses of each step. When the source ends, or with Ctrl-C, the whole graph drains and ends. The example needs
-torch and scikit-learn.
+The replicas are a gang: each is a process that is a member of a group. The group averages their gradients, so
+they stay bit-identical even if one gets a batch more than the other. A node of the graph combines the losses
+of each step. When the source ends, or after Ctrl-C, the whole graph drains and ends. The example needs torch
+and scikit-learn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ State = dict[str, Tensor]
 
 
 def digits() -> Batch:
-    """Return 1,797 images of 8 × 8 pixels from 0 to 1 and their digits, shuffled."""
+    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -50,7 +50,7 @@ def batches(epochs: int) -> Iterator[Batch]:
 
 
 def noisy(batch: Batch) -> Batch:
-    """Add noise, so no image comes twice in the same form."""
+    """Add noise, so that the network never sees the same image twice."""
     images, labels = batch
     return images + 0.1 * torch.randn(images.shape), labels
 
@@ -64,7 +64,7 @@ def network() -> nn.Sequential:
 
 
 def train(batches: In[Batch], group: Group, losses: Out[float], trained: Out[State]) -> None:
-    """Train one replica, in two parts that work at the same time."""
+    """Train one replica in two parts that run at the same time."""
     torch.set_num_threads(1)
     with Sequential(network(), parts=[3, 7], chunks=2) as replica:
         synchronize(replica, group)
@@ -107,7 +107,9 @@ def replicas(count: int = 2, epochs: int = 6) -> Graph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train replicas of a network on digits, in one graph.")
+    parser = argparse.ArgumentParser(
+        description="Train several replicas of a network on digits, in one graph."
+    )
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=6)
     arguments = parser.parse_args()

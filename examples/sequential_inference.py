@@ -1,10 +1,10 @@
-"""Recognise handwritten digits with a plain module, then with its parts in two processes.
+"""Recognise handwritten digits with a plain module, and then with its parts in two processes.
 
     python examples/sequential_inference.py [--parts N] [--on thread|process] [--batches N]
     flowchan viz examples/sequential_inference.py -o sequential.svg
 
-A convolutional network learns from half of scikit-learn's digits for a second or two. Then it classifies the
-other half, in any number of batches. The plain module and each part compute with one thread. The example
+A convolutional network is trained on half of scikit-learn's digits for a second or two. Then it classifies
+the other half, in any number of batches. The plain module and each part compute with one thread. The example
 needs torch and scikit-learn.
 """
 
@@ -37,7 +37,7 @@ def network() -> nn.Sequential:
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return 1,797 images of 8 × 8 pixels from 0 to 1, and their digits."""
+    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -56,7 +56,7 @@ def learn(module: nn.Sequential, images: Tensor, labels: Tensor, rounds: int = 5
 
 
 def pipeline(module: nn.Sequential | None = None, parts: int = 2, on: str = "process") -> Sequential:
-    """Return the network in parts that take equally long with a typical batch."""
+    """Return the network, split into parts that take equally long for a typical batch."""
     module = network().eval() if module is None else module
     sample = torch.rand(BATCH, 1, 8, 8)
     return Sequential(module, parts, on=on, chunks=CHUNKS, balance="time", sample=sample)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def timed(outputs: Iterable[Tensor]) -> tuple[Tensor, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Recognise digits, sequentially and in a pipeline.")
+    parser = argparse.ArgumentParser(description="Recognise digits with and without a pipeline.")
     parser.add_argument("--parts", type=int, default=2)
     parser.add_argument("--on", choices=["thread", "process"], default="process")
     parser.add_argument("--batches", type=int, default=24)

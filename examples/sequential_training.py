@@ -1,14 +1,14 @@
-"""Train a convolutional network on handwritten digits: as a plain module, then in two parts.
+"""Train a convolutional network on handwritten digits, first as a plain module and then in two parts.
 
     python examples/sequential_training.py [--parts N] [--on thread|process]
         [--schedule gpipe|1f1b] [--epochs N]
     flowchan viz examples/sequential_training.py -o training.svg
 
-The two parts work at the same time. Both trainings begin with the same weights and use the same batches of
-scikit-learn's digits, so both follow the same curve. They compute with double precision, because the parts
-add up gradients in another order, and training amplifies rounding differences. A quarter of the digits is
-held out for the end. Each part, and the plain module, has one thread. With ``--picture FILE`` the example
-draws the last steps: which part did what and when. It needs torch and scikit-learn.
+The two parts run at the same time. Both runs start with the same weights and use the same batches of
+scikit-learn's digits, so their losses are the same. They compute with double precision, because the parts add
+up gradients in a different order, and training amplifies rounding differences. A quarter of the digits is
+held out for a test at the end. The plain module and each part have one thread. With ``--picture FILE`` the
+example draws the last steps: which part did what and when. It needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def network() -> nn.Sequential:
 
 
 def pipeline(module: nn.Sequential | None = None, parts: int = 2, on: Any = "process") -> Sequential:
-    """Return the network in parts that take equally long with a typical batch."""
+    """Return the network, split into parts that take equally long for a typical batch."""
     module = network() if module is None else module
     return Sequential(module, parts, on=on, chunks=CHUNKS, balance="time", sample=torch.rand(BATCH, 1, 8, 8))
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return 1,797 images of 8 × 8 pixels from 0 to 1 and their digits, shuffled."""
+    """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -82,19 +82,19 @@ def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, t
 
 
 def right(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Return the share of the images that the module recognises."""
+    """Return the share of images that the module recognises."""
     with torch.no_grad():
         return float((module(images).argmax(1) == labels).double().mean())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on digits, plainly and in a pipeline.")
+    parser = argparse.ArgumentParser(description="Train on digits with and without a pipeline.")
     parser.add_argument("--parts", type=int, default=2)
     parser.add_argument("--on", choices=["thread", "process"], default="process")
     parser.add_argument("--schedule", choices=["gpipe", "1f1b"], default="1f1b")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument(
-        "--picture", help="a file for the timeline of the last steps: .svg, or .json for Perfetto"
+        "--picture", help="file for the timeline of the last steps (.svg, or .json for Perfetto)"
     )
     arguments = parser.parse_args()
 

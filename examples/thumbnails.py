@@ -1,10 +1,10 @@
-"""Make thumbnails of all pictures below a directory, on one sheet.
+"""Make thumbnails of all pictures below a directory, and put them on one sheet.
 
     python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N]
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
-The default pictures are those of the installed Python packages. Other files are counted and left out. Workers
-are threads, because Pillow releases the GIL while it computes. The example needs pillow.
+The default directory is that of the installed Python packages. Files that are not pictures are counted and
+skipped. Workers are threads, because Pillow releases the GIL while it computes. The example needs pillow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def save(images_and_bad: tuple[list[Image.Image], int], output: str) -> None:
     for place, image in enumerate(images):
         sheet.paste(image, (place % COLUMNS * SIZE, place // COLUMNS * SIZE))
     sheet.save(output)
-    print(f"{len(images):,} pictures on {output}, {bad:,} files are none")
+    print(f"{len(images):,} pictures on {output}, {bad:,} other files skipped")
 
 
 def thumbnails(
@@ -60,7 +60,7 @@ def thumbnails(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Thumbnails of all pictures below a directory.")
+    parser = argparse.ArgumentParser(description="Make thumbnails of all pictures below a directory.")
     parser.add_argument("directory", nargs="?", type=Path, default=PACKAGES)
     parser.add_argument("-o", "--output", default="thumbnails.png")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)

@@ -1,9 +1,9 @@
-"""Feed a training loop from a graph: two processes rotate handwritten digits while a model learns.
+"""Feed a training loop from a graph: two processes rotate handwritten digits while a model is trained.
 
     python examples/training_loop.py [--epochs N] [--workers N] [--seed N]
     flowchan viz examples/training_loop.py -o digits.svg
 
-Each epoch is a run of the graph; a seed repeats the epochs. The example needs torch and scikit-learn.
+Each epoch is a run of the graph; a seed makes epochs repeatable. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def digits(workers: int = 2) -> Graph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Learns digits from a graph.")
+    parser = argparse.ArgumentParser(description="Train a digit classifier on batches that a graph prepares.")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""Serve a model over HTTP: requests come one by one and go through the model in batches.
+"""Serve a model over HTTP: requests arrive one at a time and pass through the model in batches.
 
     python examples/web_service.py [REQUESTS]
     flowchan viz examples/web_service.py -o service.svg
 
-The model reads the digits of scikit-learn, which it needs. The program calls its own service.
+The model recognises scikit-learn's digits. The program calls its own service. The example needs scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sklearn.svm import SVC
 from flowchan import Graph, Stream
 
 DIGITS = load_digits()
-SEEN = 1000  # number of digits for training
+SEEN = 1000  # number of digits used for training
 
 
 class Model:
@@ -35,7 +35,7 @@ class Model:
 
 
 def asked(graph: Graph) -> Stream[list[float]]:
-    """Declare the input of the requests."""
+    """Declare the input for requests and the stages that answer them."""
     questions = graph.input("questions")
     questions.batch(64, timeout=0.002).map(Model, on="process").unbatch().collect()
     return questions

@@ -1,4 +1,4 @@
-"""Count the words of all Python files below a directory, on two processes.
+"""Count the words in all Python files below a directory, in two processes.
 
     python examples/wordcount.py [DIRECTORY]
     flowchan run examples/wordcount.py [-- DIRECTORY]
@@ -23,22 +23,22 @@ STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def python_files(directory: Path) -> Iterator[Path]:
-    """Yield the Python files below ``directory``, without installed packages."""
+    """Yield the Python files below ``directory``, except installed packages."""
     for folder, folders, files in os.walk(directory):
         folders[:] = [name for name in folders if name not in ("site-packages", "__pycache__")]
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def words(file: Path) -> list[str]:
-    """Return the words of a file, without bytes that are not UTF-8.
+    """Return the words in a file, ignoring bytes that are not UTF-8.
 
-    Some files of the standard library contain such bytes on purpose.
+    Some files in the standard library contain such bytes on purpose.
     """
     return re.findall(r"\w+", file.read_text(encoding="utf-8", errors="replace").lower())
 
 
 def count_words(files: list[Path]) -> Counter[str]:
-    """Count the words of several files, so that one Counter for many files goes to the main process."""
+    """Count the words in several files, so that the main process receives one Counter for many files."""
     counts: Counter[str] = Counter()
     for file in files:
         counts.update(words(file))
@@ -46,7 +46,7 @@ def count_words(files: list[Path]) -> Counter[str]:
 
 
 def add(total: Counter[str], counts: Counter[str]) -> Counter[str]:
-    """Add the counts in place, because the total is large and has no other user."""
+    """Add the counts in place, because the total is large and not used elsewhere."""
     total.update(counts)
     return total
 
@@ -68,7 +68,7 @@ def wordcount(directory: str = str(STANDARD_LIBRARY)) -> Graph:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the words of all Python files below a directory.")
+    parser = argparse.ArgumentParser(description="Count the words in all Python files below a directory.")
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     wordcount(parser.parse_args().directory).run(progress=True)
 

@@ -1,17 +1,17 @@
-"""Ready-made patterns of concurrent programs, built on the public names of flowchan only.
+"""Ready-made patterns for concurrent programs, built only on flowchan's public names.
 
 - :func:`map`: run one function in n workers.
 - :func:`workqueue`: one owner puts questions, and many workers put answers.
 - :class:`TaskPool` and :class:`BackgroundTask`: executors in the style of ``concurrent.futures``.
 - :class:`Server` and :class:`Client`: one program that serves many others, on any hosts.
-- :func:`marshal`: an object that is serialised once and read many times.
+- :func:`marshal`: serialise an object once and read it many times.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: synchronisation and state for several processes.
-- :class:`Sequential`: an ``nn.Sequential`` whose parts work at the same time. :class:`Stash` and :class:`Pop`
+- :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
-- :func:`dataset`: a graph as the data of a training loop.
+- :func:`dataset`: use a graph as the data of a training loop.
 
-Only ``dataset`` and ``Sequential`` need torch. They are loaded at their first use.
+Only ``dataset`` and ``Sequential`` need torch. They are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
     "workqueue",
 ]
 
-# Messages, tracebacks and pickles name the module that users import from.
+# In messages, tracebacks and pickles, the names belong to the module that users import.
 for _name in __all__:
     if _name in globals():
         globals()[_name].__module__ = "flowchan.pipelines"
@@ -74,7 +74,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that needs torch at its first use."""
+    """Import a name that needs torch on its first use."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,12 +1,11 @@
-"""Barrier, event and condition for the threads of several processes.
+"""Barrier, event and condition for threads in several processes.
 
-``across="hosts"`` extends them to several machines, as long as the process that created the object lives.
-
-All three wait at gates. A gate is a channel that is almost always empty, and a :class:`SharedDict` names the
-current gate. Closing a gate opens it for all waiting and later threads; an item opens it for one thread. Each
-new phase gets a new gate, so a late thread cannot take an item that was meant for another. With
-``across="hosts"``, the process that created the first gate owns all gates. So no thread waits at a gate whose
-owner may leave.
+With ``across="hosts"`` they also work across machines, while the process that created the object is alive.
+All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict` holds the
+current gate. Closing the gate releases all waiting and later threads; putting an item releases one thread.
+Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. With
+``across="hosts"``, the process that created the first gate owns all gates, so no gate disappears because some
+other process exits.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from flowchan.pipelines.shared_dict import SharedDict
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """Channels at which the parties of a barrier meet until it is broken."""
+    """Channels that the parties of a barrier use until the barrier breaks or is reset."""
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
-    """Used in turns, so an early thread of the next meeting cannot leave through the gate of this one."""
+    """Used alternately: a thread that is early for the next meeting cannot pass the gate of this one."""
 
     @classmethod
     def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
-        """Return the number of earlier arrivals, from the channel's own count."""
+        """Record an arrival, and return the number of earlier ones, counted by the channel itself."""
         while len(self.arrivals):
             self.arrivals.get_nowait()
         self.arrivals.put_nowait(None)
@@ -52,16 +51,17 @@ class _Generation:
 
 
 class Barrier:
-    """Barrier at which a number of threads, of any processes, wait for each other any number of times.
+    """Barrier at which a fixed number of threads, in any processes, repeatedly wait for each other.
 
-    The same participants must come each time. If one dies before it arrives, the others wait, like at a
-    barrier of the standard library. Pass a timeout to :meth:`wait` if that can happen.
+    The same threads must take part each time. If one of them dies before it arrives, the others keep waiting,
+    as they would at a barrier from the standard library. If that can happen, pass a timeout to :meth:`wait`.
 
     Args:
         parties: Number of threads that must arrive, at least 1.
-        action: Function that the last thread calls before any thread continues (default: none). If it raises,
-            the barrier breaks.
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+        action: Function that the last thread to arrive calls before any thread continues (default: none). If
+            it
+            raises, the barrier breaks.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
         TypeError: ``parties`` is not an int, or ``action`` cannot be called.
@@ -94,11 +94,12 @@ class Barrier:
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The order of arrival of this thread, from 0 to ``parties - 1``.
+            This thread's position in the order of arrival, from 0 to ``parties - 1``.
 
         Raises:
-            threading.BrokenBarrierError: ``timeout`` expired here or in another thread, or the barrier was
-                broken or reset. All waiting threads raise it, and all later ones until :meth:`reset`.
+            threading.BrokenBarrierError: ``timeout`` expired in this or another thread, or the barrier was
+            aborted or
+                reset. All waiting threads raise it, and so do later calls until :meth:`reset`.
         """
         generation = self._generation
         try:
@@ -113,14 +114,14 @@ class Barrier:
                     return index
             gate.get(timeout)
         except ChannelError as error:
-            generation.abort()  # the thread that broke it may have died before it finished
+            generation.abort()  # the thread that began to break the barrier may have died before it finished
             raise threading.BrokenBarrierError from error
         return index
 
     def _now(self) -> _Generation:
-        """Return the current room: the known one, or its successor if it was broken."""
+        """Return the current generation; if the one this process knows is broken, fetch the newest one."""
         if self._generation.arrivals.broken:
-            with contextlib.suppress(Broken):  # the creator of the barrier is gone, so it stays broken
+            with contextlib.suppress(Broken):  # the barrier's creator has ended, so the barrier stays broken
                 self._generation = self._generations["now"]
         return self._generation
 
@@ -136,7 +137,7 @@ class Barrier:
     def reset(self) -> None:
         """Make a broken barrier usable again.
 
-        Waiting threads get ``threading.BrokenBarrierError``.
+        Threads that are waiting get ``threading.BrokenBarrierError``.
 
         Example:
             >>> from flowchan.pipelines import Barrier
@@ -154,7 +155,8 @@ class Barrier:
     def abort(self) -> None:
         """Break the barrier.
 
-        Waiting threads get ``threading.BrokenBarrierError``, and later ones too, until :meth:`reset`.
+        Threads that are waiting or that arrive before the next :meth:`reset` get
+        ``threading.BrokenBarrierError``.
 
         Example:
             >>> from flowchan.pipelines import Barrier
@@ -172,7 +174,7 @@ class Barrier:
 
     @property
     def n_waiting(self) -> int:
-        """Return the number of threads that wait now."""
+        """Return the number of threads that are waiting now."""
         arrivals = self._now().arrivals
         return 0 if arrivals.broken else arrivals.stats().items_in % self.parties
 
@@ -181,22 +183,22 @@ class Barrier:
 
 
 def _clear(gate: Channel[None]) -> None:
-    """Empty the gate of the meeting before the last one.
+    """Empty a gate that was last used two meetings ago.
 
-    All parties have arrived since then, so that meeting is over. Items in the gate were meant for a
-    participant that died.
+    All parties have arrived since that meeting, so it is over. Any items left in the gate were meant for
+    participants that died.
     """
     while len(gate):
         gate.get_nowait()
 
 
 class Event:
-    """Flag that threads of several processes can wait for, like ``threading.Event``.
+    """Flag that threads in several processes can wait for, like ``threading.Event``.
 
-    The death of a process cannot set it, clear it, or block the others.
+    A process that dies cannot set or clear the event, or block other processes.
 
     Args:
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
         ValueError: ``across`` is unknown.
@@ -223,7 +225,7 @@ class Event:
     def set(self) -> None:
         """Set the event.
 
-        All waiting threads continue, and later ones do not wait until :meth:`clear`.
+        All waiting threads continue. Later threads do not wait, until :meth:`clear` is called.
 
         Example:
             >>> from flowchan.pipelines import Event
@@ -240,7 +242,7 @@ class Event:
     def clear(self) -> None:
         """Clear the event.
 
-        Later threads wait for the next :meth:`set`.
+        Threads that call :meth:`wait` later wait for the next :meth:`set`.
         """
         with self._gates.lock:
             if self.is_set():
@@ -261,21 +263,24 @@ class Event:
             return True
         except Empty:
             return False
-        raise AssertionError("Event: its channel holds an item, but it must stay empty")
+        raise AssertionError("Event: the channel holds an item, but must stay empty")
 
     def __repr__(self) -> str:
         return f"<Event {'set' if self.is_set() else 'not set'}>"
 
 
 class Condition(Held):
-    """Condition variable for threads of several processes, like ``threading.Condition``.
+    """Condition variable for threads in several processes, like ``threading.Condition``.
 
-    A thread that waits holds the lock, gives it up while it waits, and then tests again. If a waiting thread
-    dies, ``notify`` wakes another one. About a hundred processes of one machine can wait at a time.
+    A thread acquires the lock and calls :meth:`wait`, which releases the lock while the thread is waiting. If
+    a waiting thread dies, ``notify`` wakes another one. About a hundred processes on one machine can wait at
+    a time.
 
     Args:
         lock: :class:`Lock` that guards the shared state (default: a new lock).
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``; with ``lock``, that of the lock.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``. If ``lock`` is given, ``across``
+            must
+            match it and is by default that of the lock.
 
     Raises:
         TypeError: ``lock`` is not a :class:`Lock`.
@@ -306,21 +311,21 @@ class Condition(Held):
         its = cast(Among, self._lock.channels[0].across)
         if across not in (None, its):
             raise ValueError(
-                f"Condition: across must be {its!r} like that of the lock, got {across!r}; use "
+                f"Condition: across must be {its!r}, the value of the lock, got {across!r}; use "
                 f"Lock(across={across!r}), or pass no lock"
             )
-        # In order of arrival, each with its own gate.
+        # One gate for each waiting thread, in order of arrival.
         self._waiting: SharedDict[int, Channel[None]] = SharedDict(across=its)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock, like :meth:`Lock.acquire`.
 
         Args:
-            blocking: False to return at once (default: True).
+            blocking: False to return at once if the lock is not free (default: True).
             timeout: Maximum seconds to wait (default: -1, no limit).
 
         Returns:
-            True if this thread holds the lock now.
+            True if this thread now holds the lock.
         """
         return self._lock.acquire(blocking, timeout)
 
@@ -333,18 +338,18 @@ class Condition(Held):
         self._lock.release()
 
     def __exit__(self, *how: Any) -> None:
-        # Skip the release if a wait could not get the lock back.
+        # If wait() failed to take the lock again, there is nothing to release.
         if how[1] is None or self._lock._is_owned():
             super().__exit__(*how)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Give up the lock, wait for a notification, and take the lock again.
+        """Release the lock, wait for a notification, and acquire the lock again.
 
         Args:
             timeout: Maximum seconds to wait for the notification (default: no limit).
 
         Returns:
-            True if notified, False if ``timeout`` expired.
+            True if this thread was notified, False if ``timeout`` expired.
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
@@ -358,7 +363,7 @@ class Condition(Held):
         """
         self._check("wait")
         ticket, gate = secrets.randbits(62), self._waiting._another(1)
-        with gate.reader() as port:  # The port ends with this process, so a notifier can detect the death.
+        with gate.reader() as port:  # If this process dies, the port closes, and notifiers skip it.
             self._waiting[ticket] = gate
             depth = self._lock._release_save()
             try:
@@ -369,13 +374,14 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            return gate.stats().items_in > 0  # notified after the timeout, before the lock was back
+            # True if the notification came after the timeout, before this thread had the lock
+            return gate.stats().items_in > 0
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
         """Wait until ``predicate()`` is true.
 
         Args:
-            predicate: Function without arguments, called under the lock.
+            predicate: Function without arguments, called while the lock is held.
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
@@ -426,14 +432,14 @@ class Condition(Held):
             self._wake(ticket)
 
     def _wake(self, ticket: int) -> bool:
-        """Wake a waiting thread, and return whether it was still there.
+        """Wake a waiting thread, and return False if it was no longer waiting.
 
-        The order of the steps loses no waiting thread if a notifier dies between them.
+        The steps are ordered so that no waiting thread is forgotten if a notifier dies between them.
         """
         try:
             self._waiting[ticket].put_nowait(None)
             woken = True
-        except (Closed, Full):  # the waiting thread has died; or another notifier has woken it, and died
+        except (Closed, Full):  # the waiting thread has died; or another notifier has woken it and then died
             woken = False
         del self._waiting[ticket]
         return woken

@@ -1,7 +1,7 @@
-"""Base classes of patterns that consist of channels and keep further state in each process.
+"""Base classes for patterns that are made of channels and also keep state in each process.
 
-An object of :class:`Shared` is sent to another process as its channels. Each process has one object for one
-set of channels, however often the object arrives. A forked child creates the state of its process again.
+When an object of :class:`Shared` is sent to another process, only its channels are sent. Each process has one
+object per set of channels, no matter how often the object is received. A forked child creates new state.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from typing import Any, Literal, TypeVar, get_args
 from flowchan import Channel, In
 
 Among = Literal["processes", "hosts"]
-"""Scope of a pattern: the processes of one machine, or of several."""
+"""Scope of a pattern: the processes on one machine, or on several hosts."""
 
 
 def check_among(pattern: str, across: object) -> None:
-    """Check the scope of a pattern, which cannot consist of channels between threads."""
+    """Raise ``ValueError`` unless ``across`` is a scope that patterns support; threads are not."""
     if across not in get_args(Among):
         allowed = " or ".join(map(repr, get_args(Among)))
         raise ValueError(f"{pattern}: across must be {allowed}, got {across!r}")
 
 
 class Shared(abc.ABC):
-    """Base class of an object that consists of ``channels`` and is sent to other processes with them."""
+    """Base class of objects made of ``channels``; only these channels are sent to other processes."""
 
     channels: tuple[Channel[Any], ...]
 
     def _open(self, channels: tuple[Channel[Any], ...]) -> None:
-        """Initialise an object, both the original and one that arrives in another process."""
+        """Initialise the object, either the original or one that has been received from another process."""
         self.channels = channels
         self._renew()
-        # No other object can have this id while this object holds the channel.
+        # While this object holds the channel, no other object can have the same id.
         _known[id(channels[0])] = self
 
     @abc.abstractmethod
     def _renew(self) -> None:
-        """Create the state of this process, at first and again in a forked child."""
+        """Create this process's state; a forked child calls this method again."""
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel with the same owner as these channels."""
+        """Return a new channel that has the same owner as the existing channels."""
         return self.channels[0]._another(capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,11 +50,11 @@ class Shared(abc.ABC):
 
 
 class Held(abc.ABC):
-    """Base class of an object that is acquired and released, and works in a ``with`` statement."""
+    """Base class of objects that are acquired and released, also by a ``with`` statement."""
 
     @abc.abstractmethod
     def acquire(self) -> bool:
-        """Acquire the object, and return whether this succeeded."""
+        """Acquire the object, and return True on success."""
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -73,7 +73,7 @@ S = TypeVar("S", bound=Shared)
 
 
 def arrive(kind: type[S], channels: tuple[Channel[Any], ...]) -> S:
-    """Return this process's object for the channels."""
+    """Return this process's object for the channels; create it if there is none yet."""
     known = _known.get(id(channels[0]))
     if isinstance(known, kind):
         return known
@@ -94,13 +94,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Exception that makes a reading port return the items that it has on lease."""
+    """Exception that leaves a reading port's block, so that the port returns its leased items."""
 
 
 def give_back(port: In[Any]) -> None:
-    """Close a reading port and return its items on lease to the front of the channel.
+    """Close a reading port and return its leased items to the front of the channel.
 
-    This is one step. If the process is killed during the step, either the step is complete or the channel
-    completes it.
+    This is one atomic step: if the process is killed halfway, the channel completes the step.
     """
     port.__exit__(_NotDone, _NotDone(), None)

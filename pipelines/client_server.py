@@ -1,4 +1,4 @@
-"""Server and clients on any hosts, each client connected by a pair of channels."""
+"""Server for clients on any hosts; a pair of channels connects each client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.items.arguments import flag, refuses_misspelt
 from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
-"""Default seconds that a client waits for its server, and a server for its clients."""
+"""Default seconds for which a client waits for its server, and a server for its clients."""
 CAPACITY = 1024
 
 
@@ -24,12 +24,12 @@ CAPACITY = 1024
 class Traffic:
     """Statistics of the connection between a client and its server.
 
-    Clients of one process share a connection, and therefore these counts.
+    All clients in one process share a connection and therefore these counts.
 
     Attributes:
         sent: Bytes sent by the caller's side.
         received: Bytes received by the caller's side.
-        breaks: Number of times that the connection broke and was restored.
+        breaks: Number of times that the connection was lost and restored.
         round_trip: Round-trip time in seconds.
 
     Example:
@@ -49,9 +49,9 @@ class Traffic:
 
 
 class _End:
-    """One end of a pair of channels.
+    """One side of the pair of channels between a client and its server.
 
-    ``id`` is the number of the client, from 1 in order of arrival, and ``tag`` its label.
+    ``id`` is the client's number, from 1 in order of arrival, and ``tag`` is its label.
     """
 
     def __init__(self, kind: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
@@ -89,17 +89,17 @@ class _End:
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
-            into: Tensor or array that is filled with the message and returned. Its shape and type must equal
-                those of the message.
+            into: Tensor or array to fill with the message. Its shape and type must be the same as the
+                message's.
 
         Returns:
             The message, or ``into``.
 
         Raises:
-            Drained: The peer has closed its end, and all its messages are read.
+            Drained: The peer has closed its side, and all its messages have been read.
             Broken: The peer has died.
             Empty: ``timeout`` expired.
-            ValueError: ``into`` does not fit. The message stays the next one.
+            ValueError: ``into`` does not match the message, which the next call then returns.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -119,14 +119,14 @@ class _End:
         return into
 
     def recv_nowait(self) -> Any:
-        """Return the next message if there is one now.
+        """Return the next message if one has already arrived.
 
         Returns:
             The message.
 
         Raises:
             Empty: No message has arrived.
-            Drained: The peer has closed its end, and all its messages are read.
+            Drained: The peer has closed its side, and all its messages have been read.
             Broken: The peer has died.
 
         Example:
@@ -145,7 +145,7 @@ class _End:
         """Return the statistics of the connection so far.
 
         Returns:
-            The bytes, the breaks and the round-trip time.
+            The counts of bytes and breaks, and the round-trip time.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -157,9 +157,9 @@ class _End:
         return Traffic(state["bytes_out"], state["bytes_in"], state["breaks"], state["round_trip"])
 
     def close(self) -> None:
-        """Close this end.
+        """Close this side.
 
-        The peer reads the messages sent so far, and then gets the end.
+        The peer can still read the messages sent so far; after the last one it gets ``Drained``.
 
         Example:
             >>> from flowchan import Drained
@@ -183,13 +183,13 @@ class _End:
 
 
 class Client(_End):
-    """Connection to a :class:`Server`, which may start later.
+    """Connection to a :class:`Server`, which may also start after the client.
 
     Args:
         address: Address of the server (``server.address``).
         secret: Secret of the server (``server.secret``).
-        tag: Label by which the server may select its clients (default: empty).
-        tls: True to use TLS, like the server (default: False).
+        tag: Label by which the server can select its clients (default: empty).
+        tls: True to use TLS; the server must use the same setting (default: False).
         timeout: Maximum seconds to wait for the server (default: 300).
 
     Raises:
@@ -216,9 +216,9 @@ class Client(_End):
 
 
 class ServedClient(_End):
-    """Client as its server sees it.
+    """Server's handle of a connected client.
 
-    The server may change its ``tag``.
+    The server may change the client's ``tag``.
 
     Attributes:
         id: Number of the client, from 1 in order of arrival.
@@ -243,12 +243,12 @@ class Server:
     """Server for any number of clients that know its secret.
 
     Args:
-        address: Host and port to listen at; port 0 is any free port (default: ``"127.0.0.1:0"``).
+        address: Host and port to listen on; port 0 selects any free port (default: ``"127.0.0.1:0"``).
         secret: Bytes that a client must know (default: 32 random bytes).
         tls: True to use TLS (default: False).
 
     Raises:
-        TypeError: ``secret`` is not bytes, or ``tls`` not a bool.
+        TypeError: ``secret`` is not bytes, or ``tls`` is not a bool.
         ValueError: ``secret`` is too short.
 
     Example:
@@ -268,7 +268,7 @@ class Server:
         flag("Server", "tls", tls)
         self._lock = threading.Lock()
         self._all: list[ServedClient] = []
-        # one channel per waiting call, which receives an item for each new client
+        # one channel for each call that is waiting; each new client puts an item into it
         self._wakeups: list[Channel[None]] = []
         self._clients = Clients(address, secret, tls, CAPACITY, self._add_client)
         self.address, self.secret = self._clients.address, self._clients.secret
@@ -281,7 +281,7 @@ class Server:
             self._all.append(ServedClient(member))
             waiting = list(self._wakeups)
         for wakeup in waiting:
-            with contextlib.suppress(Exception):  # the channel has an item already
+            with contextlib.suppress(Exception):  # the channel already has an item
                 wakeup.put_nowait(None)
 
     def clients(
@@ -298,7 +298,7 @@ class Server:
             The clients.
 
         Raises:
-            Empty: Fewer than ``count`` clients came within ``timeout`` seconds.
+            Empty: Fewer than ``count`` clients connected within ``timeout`` seconds.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -334,20 +334,20 @@ class Server:
                 self._wakeups.remove(wakeup)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
-        """Receive the next message of any client, chosen fairly.
+        """Receive the next message from any client; clients with messages get fair turns.
 
-        A client that closes its end is left out.
+        A client that closes its side is skipped from then on.
 
         Args:
             tag: Receive only from clients with this tag (default: all).
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The message and its client.
+            The message and the client that sent it.
 
         Raises:
-            Broken: A client has died; raised once for each.
-            Empty: No message came within ``timeout`` seconds.
+            Broken: A client has died. It is raised once for each such client.
+            Empty: No message arrived within ``timeout`` seconds.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -384,16 +384,16 @@ class Server:
                 raise Broken(f"{client!r} of {self!r} has died") from error.__cause__
 
     def broadcast(self, message: Any, *, tag: str | None = None) -> int:
-        """Send a message to all connected clients, encoded once.
+        """Send a message to all connected clients, and encode it only once.
 
-        A client that leaves during the call is left out.
+        A client that leaves during the call is skipped.
 
         Args:
             message: Any value that a channel between processes accepts.
             tag: Send only to clients with this tag (default: all).
 
         Returns:
-            The number of clients that the message was sent to.
+            The number of clients to which the message was sent.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -411,10 +411,10 @@ class Server:
         return count
 
     def stats(self) -> Traffic:
-        """Return the sum of the statistics of all connected clients.
+        """Return the combined statistics of all connected clients.
 
         Returns:
-            The sums; ``round_trip`` is the longest.
+            The sums of the counts, and the longest round-trip time.
 
         Example:
             >>> from flowchan.pipelines import Server
@@ -433,7 +433,7 @@ class Server:
     def close(self, timeout: float = 10.0) -> None:
         """Close the server.
 
-        No client can join any more, and each client gets the end after its messages.
+        No more clients can join. Each connected client can still read its messages and then gets ``Drained``.
 
         Args:
             timeout: Maximum seconds to wait until all clients have read their messages (default: 10).

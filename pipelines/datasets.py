@@ -1,4 +1,4 @@
-"""Use a graph as the data of a training loop: each epoch is a run of the graph."""
+"""Use a graph as the data of a training loop; each epoch is one run of the graph."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Dataset(IterableDataset[T_co]):
-    """Iterable whose iterations are epochs, returned by :func:`dataset`.
+    """Iterable that yields one epoch per iteration, returned by :func:`dataset`.
 
-    In a ``with`` block of the dataset, worker processes last from one epoch to the next. Then only one
-    iteration can run at a time, so ``zip(data, data)`` needs a dataset without a block.
+    In a ``with`` block of the dataset, the same worker processes serve all epochs. Inside the block only one
+    iteration can run at a time, so ``zip(data, data)`` must be outside of it.
 
     Args:
-        stream: Stream of a graph. The dataset is its reader.
-        seed: Seed of the workers' random numbers, as for :func:`dataset`.
+        stream: Stream of a graph, read only by the dataset.
+        seed: Seed for the workers' random numbers; see :func:`dataset`.
         pin_memory: Whether to copy tensors into page-locked memory.
 
     Raises:
@@ -50,14 +50,12 @@ class Dataset(IterableDataset[T_co]):
         self._items = stream.collect(name="dataset")
         self._seed = seed
         self.epoch = 0
-        """Number of epochs that have begun. Set it to resume training at that epoch."""
-        self._pool: WorkerPool | None = None  # set inside a ``with`` block
+        """Number of epochs that have started. Set it to resume training at that epoch."""
+        self._pool: WorkerPool | None = None  # set only inside a ``with`` block
 
     def __enter__(self) -> Self:
         if self._pool is not None:
-            raise RuntimeError(
-                "dataset: with blocks must not be nested; leave the first block before the second"
-            )
+            raise RuntimeError("dataset: with blocks must not be nested; leave the outer block first")
         self._pool = self._graph.pool().__enter__()
         return self
 
@@ -79,7 +77,7 @@ class Dataset(IterableDataset[T_co]):
             yield from run.iter(self._items)
 
     def _seed_of(self, epoch: int) -> int:
-        """Return the seed of an epoch; without a seed of the dataset, draw it from torch like DataLoader."""
+        """Return the seed for an epoch; if the dataset has no seed, draw one from torch."""
         if self._seed is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
@@ -90,14 +88,14 @@ def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = Fa
     """Use the items of a stream as an iterable for training loops and ``DataLoader(…, batch_size=None)``.
 
     Each iteration is an epoch, which is one run of the whole graph. Leaving the loop early ends the run. The
-    graph works ahead of the loop as far as its channels have room.
+    graph works ahead of the loop until its channels are full.
 
     Args:
-        stream: Stream of a graph. The dataset is its reader.
-        seed: Seed of the workers' random numbers, which repeat in each epoch with the same seed. Default: a
-            number from torch's generator, so ``torch.manual_seed`` decides.
+        stream: Stream of a graph, read only by the dataset.
+        seed: Seed for the workers' random numbers. With the same seed, each epoch repeats its random numbers.
+            Default: a number from torch's generator, which ``torch.manual_seed`` determines.
         pin_memory: True to copy the tensors of each item into page-locked memory, on a thread of the graph
-            (default: False). Without a GPU it has no effect.
+            (default: False). Without a GPU, this has no effect.
 
     Returns:
         An ``IterableDataset``. To resume training, set its attribute ``epoch``.
@@ -131,7 +129,7 @@ def _pinned(item: Any) -> Any:
     return pin_memory(item)  # type: ignore[no-untyped-call]
 
 
-# Messages, tracebacks and pickles name the module that users import from.
+# In messages, tracebacks and pickles, the names belong to the module that users import.
 for _public in (Dataset, dataset):
     _public.__module__ = "flowchan.pipelines"
 del _public

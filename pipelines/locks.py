@@ -1,9 +1,9 @@
-"""Lock and semaphore for the threads of several processes.
+"""Lock and semaphore that threads in several processes can share.
 
-A :class:`Lock` is a channel with one item, the token, which never leaves the channel for good. The holder has
-the token on lease, and a release gives it back. If the holder's process dies, its lease ends and the token is
-in the channel again. So at no step can the token be lost or exist twice. A :class:`Semaphore` has several
-tokens.
+A :class:`Lock` is a channel with one item, the token, which is never removed permanently. The holder has the
+token on lease and gives it back to release the lock. If the holder's process dies, its lease ends and the
+token is available again. Therefore the token can never be lost or duplicated. A :class:`Semaphore` has
+several tokens, called permits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from flowchan.pipelines.channel_backed import Among, Held, Shared, check_among, 
 
 
 class Lock(Held, Shared):
-    """Reentrant lock for the threads of several processes, like ``threading.RLock``.
+    """Reentrant lock for threads in several processes, like ``threading.RLock``.
 
     Give the lock to another process as an argument, through a channel, or by fork. If the process that holds
-    the lock dies, the next one gets it; an update under the lock may then be incomplete. A forked child does
-    not hold its parent's lock. With ``across="hosts"``, the lock works as long as the process that created it
-    lives.
+    the lock dies, the next waiting thread gets it; an update that was in progress may be incomplete. A forked
+    child does not hold its parent's lock. With ``across="hosts"``, the lock works only while the process that
+    created it is alive.
 
     Args:
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
         ValueError: ``across`` is unknown.
@@ -46,11 +46,12 @@ class Lock(Held, Shared):
         check_among("Lock", across)
         channel: Channel[None] = Channel(1, across=across)
         channel.put_nowait(None)
-        channel.close()  # prevents a second token
+        channel.close()  # no second token can be added
         self._open((channel,))
 
     def _renew(self) -> None:
-        # The threads of this process take turns here, so at most one of them waits for the token.
+        # Within this process, threads compete for this lock first, so at most one of them waits for the
+        # token.
         self._turn = threading.RLock()
         self._depth = 0
         self._holder: int | None = None
@@ -60,11 +61,11 @@ class Lock(Held, Shared):
         """Acquire the lock, like ``threading.RLock.acquire``.
 
         Args:
-            blocking: False to return at once (default: True).
+            blocking: False to return at once if the lock is not free (default: True).
             timeout: Maximum seconds to wait (default: -1, no limit).
 
         Returns:
-            True if this thread holds the lock now.
+            True if this thread now holds the lock.
 
         Example:
             >>> from flowchan.pipelines import Lock
@@ -90,7 +91,7 @@ class Lock(Held, Shared):
                     token.get(timeout=max(0.0, timeout - (time.monotonic() - began)))
             except BaseException as error:
                 if token is not None:
-                    give_back(token)  # it may have arrived together with a Ctrl-C
+                    give_back(token)  # the token may have arrived just before a Ctrl-C
                 self._turn.release()
                 if isinstance(error, Empty):
                     return False
@@ -101,7 +102,7 @@ class Lock(Held, Shared):
         return True
 
     def release(self) -> None:
-        """Release the lock once.
+        """Release the lock once; a lock that was acquired n times must be released n times.
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.
@@ -115,16 +116,16 @@ class Lock(Held, Shared):
         self._turn.release()
 
     def locked(self) -> bool:
-        """Return True if a thread of any process holds the lock now."""
+        """Return True if a thread in any process holds the lock now."""
         return len(self.channels[0]) == 0
 
-    # Methods that a condition calls on its lock, with the names of threading.RLock.
+    # threading.Condition's protocol: it calls methods with these names on its lock.
 
     def _is_owned(self) -> bool:
         return self._holder == threading.get_ident()
 
     def _release_save(self) -> int:
-        """Release the lock as often as the thread has acquired it, and return that number."""
+        """Release the lock as many times as this thread has acquired it, and return that number."""
         depth = self._depth
         for _ in range(depth):
             self.release()
@@ -139,15 +140,15 @@ class Lock(Held, Shared):
 
 
 class Semaphore(Held, Shared):
-    """Semaphore for the threads of several processes, like ``threading.BoundedSemaphore``.
+    """Semaphore for threads in several processes, like ``threading.BoundedSemaphore``.
 
     Any thread of a process may release a permit that the process has acquired. If a process dies, its permits
-    are free again. A forked child holds none. With ``across="hosts"``, the semaphore works as long as the
-    process that created it lives.
+    become free. A forked child holds none. With ``across="hosts"``, the semaphore works only while the
+    process that created it is alive.
 
     Args:
         value: Number of permits, at least 1 (default: 1).
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
         TypeError: ``value`` is not an int.
@@ -168,17 +169,17 @@ class Semaphore(Held, Shared):
         whole("Semaphore", "value", value, 1)
         permits: Channel[None] = Channel(value, across=across)
         permits.put_many([None] * value)
-        permits.close()  # prevents further permits
+        permits.close()  # no further permits can be added
         self._open((permits,))
 
     def _renew(self) -> None:
-        self._held: list[In[None]] = []  # one port per permit, because a port has one item on lease
+        self._held: list[In[None]] = []  # one port per permit, because a port leases only one item at a time
 
     def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
         """Acquire a permit, like ``threading.Semaphore.acquire``.
 
         Args:
-            blocking: False to return at once (default: True).
+            blocking: False to return at once if no permit is free (default: True).
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
@@ -195,7 +196,7 @@ class Semaphore(Held, Shared):
         try:
             permit.get(timeout if blocking else 0)
         except BaseException as error:
-            give_back(permit)  # it may have arrived together with a Ctrl-C
+            give_back(permit)  # the permit may have arrived just before a Ctrl-C
             if isinstance(error, Empty):
                 return False
             raise
@@ -206,12 +207,12 @@ class Semaphore(Held, Shared):
         """Release a permit.
 
         Raises:
-            ValueError: This process holds no permit.
+            ValueError: This process does not hold a permit.
         """
         try:
             permit = self._held.pop()
         except IndexError:
-            raise ValueError("release: this process holds no permit of the semaphore") from None
+            raise ValueError("release: this process does not hold a permit of the semaphore") from None
         give_back(permit)
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""Serialise an object once, and read it many times in any process.
+"""Serialise an object once, so that any process can read it many times.
 
-The serialised object is the only item of a channel in shared memory. A reader takes it on lease and gives it
-back, so the death of a reader does not remove it.
+The serialised object is the only item of a channel in shared memory. A reader takes the item on lease and
+then gives it back, so a reader that dies does not remove the object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Marshalled(Generic[T]):
     """Handle of a serialised object, returned by :func:`marshal`.
 
-    It can be an argument of a process and an item of a channel.
+    The handle can be passed to a process as an argument, or put into a channel.
 
     Args:
         obj: Object to serialise.
@@ -38,7 +38,7 @@ class Marshalled(Generic[T]):
     def read(self) -> T:
         """Return a new copy of the object.
 
-        Readers take turns.
+        Only one reader at a time can copy the object; the others wait.
 
         Returns:
             The copy.
@@ -54,21 +54,21 @@ class Marshalled(Generic[T]):
         return item
 
     def close(self) -> None:
-        """Free the memory in all processes.
+        """Free the object's memory in all processes.
 
         Later reads raise ``Closed``. Further calls have no effect.
         """
         try:
             self._channel.get()
         except Drained:
-            pass  # closed before
+            pass  # already closed
 
     def __repr__(self) -> str:
         return f"<Marshalled object{', closed' if self._channel.drained else ''}>"
 
 
 def marshal(obj: T) -> Marshalled[T]:
-    """Serialise an object once; every ``read()`` of the handle returns a new copy.
+    """Serialise an object once; each call of the handle's ``read()`` returns a new copy.
 
     Args:
         obj: Any value that a channel between processes accepts, including lambdas, closures and NumPy arrays.
@@ -77,7 +77,7 @@ def marshal(obj: T) -> Marshalled[T]:
         The handle.
 
     Raises:
-        TypeError: A part of ``obj`` cannot be serialised; the message names it.
+        TypeError: A part of ``obj`` cannot be serialised; the message names that part.
 
     Example:
         >>> from flowchan.pipelines import map, marshal

@@ -15,12 +15,12 @@ from flowchan.pipelines.user_calls import call, name_of, reason
 class Workers:
     """Handle of running workers, returned by :func:`map`.
 
-    Workers that are not joined continue. The end of the program ends them.
+    Workers keep running even if they are never joined. They are ended when the program exits.
 
     Args:
         n: Number of workers.
         fn: Function that each worker calls.
-        args: Arguments of all workers.
+        args: Arguments for all workers.
         on: Placement of the workers.
 
     Example:
@@ -35,16 +35,17 @@ class Workers:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed[Any]] = Channel(n)  # an item leaves with the call that raises it
+        self._failures: Channel[Failed[Any]] = Channel(n)  # removed by the call that raises its error
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
-        # A worker that dies ends its call. A replacement might repeat side effects of the call.
+        # If a worker dies, its call fails. A replacement might repeat side effects of the call.
         done = numbers.map(
             _Call(fn, args), name=self._name, on=on, workers=n, ordered=False, max_deaths=1, restarts=2 * n
         )
-        graph._address(frozenset({"items"}))  # so no worker takes the call of another
+        graph._address(frozenset({"items"}))  # so each worker gets its own number
         done.errors.sink(self._failures.put, name="failures")
-        # Not a method: if the run referred to its handle, their memory would wait for the garbage collector.
+        # Do not use a method here: the run would refer to this handle, a cycle that only the garbage
+        # collector frees.
         done.sink(functools.partial(_keep, self._results), name="results")
         self._run = graph.start()
 
@@ -55,12 +56,13 @@ class Workers:
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            The results in worker order, including ``None``.
+            The results in worker order, including any ``None``.
 
         Raises:
-            RunError: Workers failed. It holds one ``StageError`` for each failure that was not raised before.
-                A later call returns the results of the others.
-            TimeoutError: ``timeout`` expired. The workers continue.
+            RunError: Workers failed. It holds one ``StageError`` for each failure that has not been raised
+                yet.
+                A later call returns the results of the other workers.
+            TimeoutError: ``timeout`` expired. The workers keep running.
         """
         self._run.wait(timeout)
         self.check_errors()
@@ -69,7 +71,7 @@ class Workers:
     def check_errors(self) -> None:
         """Raise ``RunError`` if workers have failed so far, without waiting.
 
-        Each failure is raised once.
+        Each failure is raised only once.
 
         Raises:
             RunError: Workers have failed since the last call.
@@ -95,7 +97,7 @@ class Workers:
 
 
 def _numbers(n: int) -> Iterator[Any]:
-    """Address the number of each worker to that worker."""
+    """Address each number to the worker with that number."""
     return ((number, number) for number in range(1, n + 1))
 
 
@@ -105,7 +107,7 @@ def _keep(results: dict[int, Any], result: tuple[int, Any]) -> None:
 
 
 class _Call:
-    """Call of a worker with its number. It is a value, so it can be sent to a process."""
+    """Callable that calls the function with the worker's number. It can be pickled."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self.fn = fn
@@ -126,10 +128,11 @@ def map(  # noqa: A001
 
     Args:
         n: Number of workers, at least 1.
-        fn: Function whose last argument is the number of the worker, from 1 to ``n``.
-        *args: Arguments of all workers. Threads share these objects; each process has a copy.
-        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. If a worker process dies,
-            that worker has failed.
+        fn: Function whose last argument is the worker's number, from 1 to ``n``.
+        *args: Arguments for all workers. Threads share these objects; each process has a copy.
+        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. A worker whose process
+            dies
+            counts as failed.
 
     Returns:
         The handle, whose ``join()`` returns the results.

@@ -1,11 +1,12 @@
 """Register names that are valid in all processes of a program.
 
-These are the first process and those that multiprocessing started from it, directly or not, with any start
-method. They share the key that multiprocessing gives to each process. A claim is an address in the abstract
-namespace of Unix sockets, made of the key and the name. The kernel lets one process bind it, and frees it
-when that process ends. No process connects to it. A second address, which anyone can read in
-``/proc/net/unix``, names the file of the entry. The file is in memory and holds the pickled value, signed
-with the key. So nothing runs in the background and nothing remains.
+The processes of a program are the first one and those that it started with multiprocessing, directly or
+indirectly, with any start method. All of them have the same authentication key from multiprocessing. To claim
+a name, a process binds a Unix socket to an abstract address made from the key and the name. The kernel lets
+only one process bind the address, and frees it when that process ends. No process ever connects to the
+socket. A second address, which any process can read in ``/proc/net/unix``, contains the pid and the
+descriptor of an in-memory file. The file holds the pickled value, signed with the key. Therefore no
+background process is needed, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from flowchan import Broken
 CARD = "flowchan-name"
 
 naming = threading.RLock()
-"""Held while a name is found or claimed.
+"""Lock held while a name is looked up or claimed.
 
-A fork waits for this lock, because the child must know every claim to release it.
+A fork waits for this lock, because the child must close its copy of every claim.
 """
 
 
 class Claim(ExitStack):
-    """Open files of a name, returned by :func:`claim`."""
+    """Open sockets and file that hold a claimed name, returned by :func:`claim`."""
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""
-        with naming:  # a forked child would keep a half-closed claim
+        with naming:  # otherwise a forked child could inherit a half-closed claim
             super().close()
 
 
@@ -48,7 +49,8 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 def claim(name: str, value: object) -> Claim | None:
     """Publish a value under a name until the claim is closed or this process ends.
 
-    Return ``None`` if the name is taken. Then :func:`find` soon finds it, if its process lives.
+    Return ``None`` if the name is taken. In that case :func:`find` will soon find the name, provided that its
+    owner is still alive.
     """
     address = _address(name)
     with naming, Claim() as parts:
@@ -68,7 +70,7 @@ def claim(name: str, value: object) -> Claim | None:
 
 
 def find(name: str) -> Any:
-    """Return the value that a process of this program published under the name, or ``None``."""
+    """Return the value that a process of this program has published under the name, or ``None``."""
     address = _address(name)
     with open("/proc/net/unix", errors="replace") as table:
         places = re.findall(rf" @{address}-(\d+)-(\d+)$", table.read(), re.MULTILINE)
@@ -81,7 +83,7 @@ def find(name: str) -> Any:
             if hmac.compare_digest(signature, _signature(address, pickled)):
                 return pickle.loads(pickled)
         except (OSError, Broken):
-            continue  # its process has just ended or released the name
+            continue  # the process that published the value has just ended or released the name
     return None
 
 

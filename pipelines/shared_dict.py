@@ -1,9 +1,9 @@
 """Share a dictionary between processes, for settings and results.
 
-Each access copies the whole dictionary, so it is not meant for large data. The dictionary is the only item of
-a channel, changed under a :class:`~flowchan.pipelines.locks.Lock`. A change puts the new dictionary next to
-the old one, then takes the old one out. If a process dies between the two steps, the change counts, and the
-next process completes it.
+Each access copies the whole dictionary, so it is not meant for large data. The dictionary is the only item in
+a channel, and changes are made under a :class:`~flowchan.pipelines.locks.Lock`. A change puts the new
+dictionary behind the old one and then removes the old one. If a process dies between the two steps, the
+change is valid, and the next process to access the dictionary removes the old one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ V = TypeVar("V")
 class SharedDict(Shared, MutableMapping[K, V]):
     """Dictionary that several processes share. Each operation is atomic.
 
-    To do several operations as one, use ``with mapping.lock:``. A value that you read is a copy: to change
-    it, assign it again, or store a ``SharedDict`` in it. Keys and values must be picklable, by pickle or
-    cloudpickle. Channels, patterns made of channels, and tensors after ``share_memory_()`` stay shared. With
-    ``across="hosts"``, the dictionary works as long as the process that created it lives.
+    To combine several operations into one atomic step, use ``with mapping.lock:``. Reading returns a copy of
+    the value: to change the value, assign to the key again, or use a nested ``SharedDict``. Keys and values
+    must be picklable, by pickle or cloudpickle. Some values are shared and not copied: channels, patterns
+    made of channels, and tensors after ``share_memory_()``. With ``across="hosts"``, the dictionary works
+    only while the process that created it is alive.
 
     Args:
         items: Initial items, a mapping or pairs (default: none).
-        across: ``"processes"`` (default) of one machine, or ``"hosts"``.
+        across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
         ValueError: ``across`` is unknown.
@@ -55,7 +56,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         cell.put({key: _packed(value) for key, value in dict(items).items()})
         self.lock = Lock(across=across)
         self._open((cell, *self.lock.channels))
-        cell.reader()._remain()  # the exit of the last reader would close the channel for the writers
+        cell.reader()._remain()  # otherwise the channel would close when its last reader exits
 
     def _renew(self) -> None:
         self._cell, token = self.channels
@@ -64,7 +65,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _read(self) -> dict[K, Any]:
         with self.lock:
             while len(self._cell) == 2:
-                self._cell.get_nowait()  # a process died after its change, or was interrupted
+                # the old dictionary: a process changed it, but died or was interrupted before removing it
+                self._cell.get_nowait()
             port = self._cell.reader()
             try:
                 found: dict[K, Any] = port.get()
@@ -73,7 +75,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found
 
     def _change(self, change: Callable[[dict[K, Any]], object]) -> None:
-        """Replace the dictionary with a copy that ``change`` has modified; if it raises, change nothing."""
+        """Replace the dictionary with a copy that ``change`` has modified, unless ``change`` raises."""
         with self.lock:
             changed = self._read()
             change(changed)
@@ -100,7 +102,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return key in self._read()
 
     def copy(self) -> dict[K, V]:
-        """Return all items at one moment, as a plain dictionary."""
+        """Return a consistent snapshot of all items as a plain dictionary."""
         return {key: unpack(value) for key, value in self._read().items()}
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -125,7 +127,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
         Args:
             key: Key of the number. A new key starts at 0.
-            by: Summand (default: 1).
+            by: Number to add (default: 1).
 
         Returns:
             The new value.
@@ -199,10 +201,10 @@ class SharedDict(Shared, MutableMapping[K, V]):
             return super().popitem()
 
     def setdefault(self, *args: Any) -> Any:
-        """Return the value of a key, after setting it if it is missing, like ``dict.setdefault``.
+        """Return the value of a key, like ``dict.setdefault``; a missing key is first set to the default.
 
         Args:
-            *args: Key, and the value for a missing key (default: None).
+            *args: Key, and the value to set for a missing key (default: None).
 
         Returns:
             The value of the key.
@@ -221,7 +223,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
 
 def _packed(value: Any) -> Any:
-    """Pack a value. Arrays are also copied at each access, so a reader owns its copy."""
+    """Pack a value. Arrays are also copied on each access, so that a reader owns its copy."""
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed

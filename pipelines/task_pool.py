@@ -1,11 +1,12 @@
-"""Run background tasks with the interface of ``concurrent.futures``.
+"""Run background tasks through the interface of ``concurrent.futures``.
 
 ``wait``, ``as_completed``, callbacks and asyncio work with the futures.
 
-A pool is a graph through which the numbers of tasks pass. The tasks themselves are in a table of the pool, so
-an idle stage keeps no function, argument or result alive. On threads, a sink calls the task. For processes, a
-task is packed next to its number when its turn comes. The call itself unpacks the task and packs its result.
-So after any failure, also the death of the worker, the number identifies the future that fails.
+A pool is a graph whose items are task numbers. The tasks themselves are in a table of the pool, so an idle
+stage keeps no function, argument or result alive. On threads, a sink calls the task. For processes, the task
+is packed just before it is sent, and its number travels with it. The call in the worker also unpacks the task
+and packs the result. Therefore, after any failure, including the worker's death, the number identifies the
+future that must fail.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_THREADS = 32
-"""Default maximum number of threads of a pool, like that of Python's executors."""
+"""Default maximum number of threads in a pool, the same as for Python's executors."""
 
 WAITING = 10**12
-"""Maximum number of waiting tasks. It is so large that ``submit`` never waits, like that of any executor."""
+"""Maximum number of waiting tasks. It is so large that ``submit`` never waits, as in any executor."""
 
 
 class TaskPool(Executor):
-    """Executor of tasks on threads, processes or hosts.
+    """Executor that runs tasks on threads, processes or hosts.
 
-    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it has begun. On
-    processes, the next task counts as begun while it waits for a worker. If a worker process dies, its task
-    fails with ``WorkerDied``, and a new worker replaces it. The end of the ``with`` block, ``close()`` and
-    the end of the program wait for the tasks.
+    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. On processes,
+    the next task counts as started while it is waiting for a worker. If a worker process dies, its task fails
+    with ``WorkerDied``, and a new worker replaces it. Leaving the ``with`` block, ``close()`` and the
+    interpreter's exit all wait for the tasks.
 
     Args:
         workers: Number of workers (default: one process per core, or four threads more than cores but at most
-            32). Hosts need a number.
-        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``, whose hosts must be able
-            to import the functions, unless the main script defines them.
+            32). Required for hosts.
+        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. The hosts must be able to
+            import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).
         initializer: Function that each worker calls before its first task (default: none). If it raises, all
             tasks fail with ``BrokenExecutor``.
@@ -114,7 +115,8 @@ class TaskPool(Executor):
             target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
         )
         self._watcher.start()
-        weakref.finalize(self, self._submitted.close)  # a pool without references finishes its tasks and ends
+        # a pool that is no longer referenced finishes its tasks and then ends
+        weakref.finalize(self, self._submitted.close)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Submit the call ``fn(*args, **kwargs)`` and return at once.
@@ -125,12 +127,13 @@ class TaskPool(Executor):
             **kwargs: Keyword arguments.
 
         Returns:
-            A future. It fails if the call cannot be sent to a process.
+            The future. If the call cannot be sent to a process, the future fails.
 
         Raises:
             TypeError: ``fn`` cannot be called.
             RuntimeError: The pool is closed.
-            concurrent.futures.BrokenExecutor: The whole pool has failed. It is a ``RuntimeError``.
+            concurrent.futures.BrokenExecutor: The whole pool has failed. This is a subclass of
+            ``RuntimeError``.
         """
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")
@@ -151,14 +154,14 @@ class TaskPool(Executor):
         self._tasks[number] = _Task(future, fn, args, kwargs)
         try:
             self._submitted.put(number)
-        except (ChannelError, ValueError) as error:  # the channel, or this process's end of it, is closed
+        except (ChannelError, ValueError) as error:  # the channel, or this process's port of it, is closed
             self._tasks.pop(number, None)
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:
         if self._is_shut and not isinstance(error, Broken):
             raise RuntimeError("cannot schedule new futures after shutdown") from None
-        raise BrokenExecutor(f"the pool has failed and takes no more tasks: {error}") from (
+        raise BrokenExecutor(f"the pool has failed and accepts no more tasks: {error}") from (
             error.__cause__ or error
         )
 
@@ -173,13 +176,14 @@ class TaskPool(Executor):
 
         Args:
             fn: Function to call.
-            *iterables: Iterables of arguments, read at once.
-            timeout: Maximum seconds from this call to each result (default: no limit).
-            chunksize: Number of calls in one task of a process (default: 1). A larger number is faster for
+            *iterables: Iterables of arguments. They are consumed immediately.
+            timeout: Maximum seconds from this call until each result (default: no limit).
+            chunksize: Number of calls that a process gets as one task (default: 1). A larger number is faster
+                for
                 many short calls.
 
         Returns:
-            An iterator of the results. It raises ``TimeoutError`` if ``timeout`` expires, and the exception
+            An iterator over the results. It raises ``TimeoutError`` if ``timeout`` expires, and the exception
             of a call that failed.
 
         Raises:
@@ -193,13 +197,13 @@ class TaskPool(Executor):
         return _one_by_one(super().map(functools.partial(_call_each, fn), chunks, timeout=timeout))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more tasks.
+        """Stop accepting tasks, and by default wait for those that were submitted.
 
         Further calls have no effect.
 
         Args:
             wait: True to wait until all tasks are done (default: True).
-            cancel_futures: True to cancel the tasks that have not begun (default: False).
+            cancel_futures: True to cancel the tasks that have not started (default: False).
 
         Example:
             >>> from flowchan.pipelines import TaskPool
@@ -218,7 +222,7 @@ class TaskPool(Executor):
             self._watcher.join()
 
     def close(self) -> None:
-        """Accept no more tasks, and wait until all tasks are done, like ``shutdown()``.
+        """Stop accepting tasks, and wait until all tasks are done, like ``shutdown()``.
 
         Example:
             >>> from flowchan.pipelines import TaskPool
@@ -232,9 +236,9 @@ class TaskPool(Executor):
 
 
 class BackgroundTask(Future[T]):
-    """Future of one call in the background, with its own worker.
+    """Future for one call that runs in the background on its own worker.
 
-    ``result()`` and ``close()`` wait for the call. The end of the program ends it.
+    ``result()`` and ``close()`` wait for the call. If the program exits earlier, the call is ended.
 
     Args:
         fn: Function to call.
@@ -264,7 +268,7 @@ class BackgroundTask(Future[T]):
         self._pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """Cancel the task if it has not begun, and wait until its worker has ended."""
+        """Cancel the task if it has not started, and wait until its worker has ended."""
         self.cancel()
         self._pool.shutdown()
 
@@ -277,10 +281,10 @@ class _Task(NamedTuple):
 
 
 class _CallTable:
-    """Tasks of one pool by number, with the functions of its stages.
+    """Tasks of one pool, by number, and the functions that the pool's stages call.
 
-    It has no reference to the pool, so a pool without other references can be deleted. A task stays in the
-    table until its future is done. The function and its arguments leave it when the call begins.
+    The table does not refer to the pool, so a pool that nothing else refers to can be deleted. A task stays
+    in the table until its future is done, but its function and arguments are removed when the call starts.
     """
 
     def __init__(self, tasks: dict[int, _Task], ready: _Ready) -> None:
@@ -290,7 +294,7 @@ class _CallTable:
         """Exception of the initializer, if it raised one."""
 
     def _prepared(self) -> bool:
-        """Return whether the initializer has run on this thread; run it if necessary."""
+        """Run the initializer if it has not run on this thread, and return False if it raises."""
         if not hasattr(self._threads, "ready"):
             try:
                 self._ready.call()
@@ -301,7 +305,7 @@ class _CallTable:
         return True
 
     def work(self, number: int) -> None:
-        """Call a task on a thread and set its result."""
+        """Run a task on a thread, and set the result or exception of its future."""
         task = self._begun(number)
         if task is None:
             return
@@ -313,17 +317,19 @@ class _CallTable:
         try:
             value = task.fn(*task.args, **task.kwargs)
         except BaseException as error:
-            # The traceback refers to this frame. So a kept exception would keep the arguments alive.
+            # The exception's traceback refers to this frame, so an exception that is kept would keep the
+            # arguments alive.
             del task
             self._end(number, future.set_exception, error)
         else:
             del task
             self._end(number, future.set_result, value)
         finally:
-            del future  # it refers to the exception, which refers to this frame
+            # breaks a reference cycle: the future refers to the exception, which refers to this frame
+            del future
 
     def begin(self, number: int) -> list[Any]:
-        """Return the item to send to a process; empty if the task was cancelled or cannot be sent."""
+        """Return the item to send to a process, in a list; the list is empty if there is nothing to send."""
         task = self._begun(number)
         if task is None:
             return []
@@ -339,7 +345,7 @@ class _CallTable:
             del task
 
     def _begun(self, number: int) -> _Task | None:
-        """Return the task if it was not cancelled; from now on the table keeps only its future."""
+        """Return the task, and keep only its future in the table; return None if the task was cancelled."""
         task = self._tasks[number]
         if not task.future.set_running_or_notify_cancel():
             del self._tasks[number]
@@ -348,7 +354,7 @@ class _CallTable:
         return task
 
     def finish(self, item: tuple[int, Any]) -> None:
-        """Take a result from a process. Unpacking may run the user's code."""
+        """Set a future to a result from a process. Unpacking the result may run the user's code."""
         number, packed = item
         if number not in self._tasks:
             return
@@ -363,10 +369,10 @@ class _CallTable:
             del future
 
     def fail(self, failed: Failed[Any]) -> None:
-        """Take a failure: of a call, of a worker, or of a task that was too large to be sent.
+        """Fail the future of a call that failed, of a worker that died, or of a task too large to be sent.
 
-        The item of such a task is only its number. A result may also have come before, from a host that was
-        lost afterwards.
+        If the task could not be sent, the item is only its number. If the result arrived before its host was
+        lost, the failure is ignored.
         """
         number = failed.item if isinstance(failed.item, int) else failed.item[0]
         if number not in self._tasks:
@@ -394,14 +400,14 @@ def _usual_workers(placement: Placement) -> int:
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
-    """End a future. An exception of a callback does not stop the pool."""
+    """Set a future's result or exception. If one of its callbacks raises, the pool carries on."""
     try:
         end(value)
     except InvalidStateError:
-        pass  # the future was done before
+        pass  # the future was already done
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
-            "a callback of a future of a TaskPool raised an exception that asks to exit"
+            "a callback of a TaskPool future raised an exception that asks to exit"
         )
 
 
@@ -419,19 +425,19 @@ def _broken(error: BaseException) -> BrokenExecutor:
 
 @dataclass(frozen=True)
 class _Ready:
-    """Initialisation of a worker before its first task."""
+    """Initializer that a worker calls before its first task, with its arguments."""
 
     initializer: Callable[..., object] | None
     arguments: tuple[Any, ...]
 
     def call(self) -> None:
-        """Call the initializer, once in each worker."""
+        """Call the initializer if there is one."""
         if self.initializer is not None:
             self.initializer(*self.arguments)
 
 
 class _Called:
-    """Callable of a worker process, for at most ``most`` tasks."""
+    """Callable of a worker process, which retires after ``most`` tasks if a limit is set."""
 
     def __init__(self, ready: _Ready, most: int | None) -> None:
         self._ready: _Ready | None = ready
@@ -453,19 +459,19 @@ class _Called:
 
 
 def _answer(packed: Any) -> Any:
-    """Call a task in a process, including all unpacking and packing of the user's objects."""
+    """Run a task in a process: unpack it, call its function and pack the result."""
     try:
         with shared_globals():
             fn, args, kwargs = unpack(packed)
     except ImportError as error:
         if host := worker().host:
             error.add_note(
-                f"raised on host {host!r}: the objects of a task must be importable there, or be "
+                f"raised on host {host!r}: the objects in a task must be importable there, or be "
                 "defined in the main script"
             )
         raise
     if isinstance(packed, list):
-        packed.clear()  # If the call fails, the item is sent back without its arrays.
+        packed.clear()  # If the call fails, the item is sent back, and it should not carry its arrays.
     return pack(fn(*args, **kwargs))
 
 
@@ -483,11 +489,11 @@ def _one_by_one(chunks: Iterator[list[T]]) -> Iterator[T]:
     for chunk in chunks:
         chunk.reverse()
         while chunk:
-            yield chunk.pop()  # keeps no yielded result
+            yield chunk.pop()  # yields each result without keeping a reference to it
 
 
 def _watch(run: Run, tasks: dict[int, _Task]) -> None:
-    """Wait for the end of the run, then fail every future that is not done."""
+    """Wait until the run ends, and then fail every future that is not done."""
     cause: BaseException | None = None
     try:
         run.wait()
@@ -496,15 +502,15 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
     _running.pop(threading.current_thread(), None)
     while tasks:
         _, task = tasks.popitem()
-        # Waiting threads are notified of a cancelled task.
+        # For a cancelled task, this call notifies the threads that are waiting for its future.
         if task.future.running() or task.future.set_running_or_notify_cancel():
-            broken = BrokenExecutor("the pool failed before this task was done")
+            broken = BrokenExecutor("the pool failed before this task was finished")
             broken.__cause__ = cause
             _end(task.future.set_exception, broken)
 
 
-# Watchers of pools with tasks, each with the function that closes its pool. The end of the program waits for
-# them, as for every executor.
+# Watcher threads of pools that have tasks, each with the function that closes its pool. At exit, the
+# interpreter waits for these threads, as it does for any executor.
 _running: dict[threading.Thread, Callable[[], None]] = {}
 _exiting = threading.Event()
 
@@ -518,5 +524,5 @@ def _finish_all() -> None:
         watcher.join()
 
 
-threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # what the executors of Python itself use
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]  # Python's own executors use it
 os.register_at_fork(after_in_child=_running.clear)  # a child does not own its parent's pools

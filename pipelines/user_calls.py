@@ -1,4 +1,4 @@
-"""Call a user's function for another caller, who receives whatever it raises."""
+"""Call a user's function on behalf of another caller, and pass that caller any exception."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from flowchan.declare.callables import name_of as declared
 
 
 class ExitRequested(Exception):
-    """The function raised a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
+    """Wrapper for a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
 
-    This ends the call, but not the shared worker. ``args[0]`` is the original exception.
+    It ends the call that raised it, but not the worker, which also serves other calls. ``args[0]`` is the
+    original exception.
     """
 
 
 def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, and turn any ``BaseException`` into an ``Exception``."""
+    """Return ``fn(*args, **kwargs)``, but raise ``ExitRequested`` instead of, say, ``SystemExit``."""
     try:
         return fn(*args, **kwargs)
     except Exception:
@@ -26,10 +27,10 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason(error: BaseException) -> BaseException:
-    """Return the original exception of an error from :func:`call`."""
+    """Return the exception that the user's function raised, given the one that :func:`call` raised."""
     return error.args[0] if isinstance(error, ExitRequested) else error
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Return a name of the function for messages."""
+    """Return the function's name for use in messages."""
     return declared(fn).strip("<>")

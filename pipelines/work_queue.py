@@ -1,9 +1,10 @@
 """Work queue: one owner puts questions, and many workers take them and put answers.
 
-The queue is two channels. The calling thread decides which one a call uses. The owner is the thread
-that created the queue; every other thread of any process is a worker. Only the questions are bounded, so the
-two sides cannot block each other. Workers continue whatever the owner waits for. The owner bounds the answers
-by the number of its questions.
+The queue consists of two channels. The owner is the thread that created the queue; every other thread, in any
+process, is a worker. Each call uses one of the two channels, depending on which thread makes it. Only the
+question channel is bounded. A worker therefore never blocks on an answer, whatever the owner is waiting for,
+and the two sides cannot deadlock. The number of unread answers is limited by the number of questions that the
+owner has put.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from flowchan.pipelines.channel_backed import Shared
 from flowchan.pipelines.registry import claim, find, naming
 
 POLL_INTERVAL_S = 0.1
-"""Seconds between two checks of an owner that waits for the last answers."""
+"""Seconds between two checks by an owner that is waiting for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Maximum number of waiting answers, more than memory holds.
+"""Maximum number of unread answers, more than fit into memory.
 
-Between processes each place costs 256 bytes of address space, hence the smaller number.
+Between processes, each slot costs 256 bytes of address space, hence the smaller number.
 """
 
 OWNER_TIMEOUT_S = 10.0
-"""Maximum seconds from the claim of a name to its publication.
+"""Maximum seconds between claiming a name and publishing the queue.
 
-A live creator needs microseconds.
+A creator that is alive needs microseconds.
 """
 
 
 class WorkQueue:
-    """Questions of one owner and the answers of many workers, returned by :func:`workqueue`.
+    """Queue of one owner's questions and many workers' answers, returned by :func:`workqueue`.
 
     Attributes:
         creator: True if this handle created the queue, False if it opened an existing one.
@@ -81,7 +82,7 @@ class WorkQueue:
 
         Args:
             item: Any value that the queue's channels accept.
-            timeout: Maximum seconds that the owner waits while the queue holds ``capacity`` questions
+            timeout: Maximum seconds that the owner waits while the queue already holds ``capacity`` questions
                 (default: no limit).
 
         Raises:
@@ -91,7 +92,7 @@ class WorkQueue:
         self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
 
     def put_many(self, items: Iterable[Any]) -> None:
-        """Put several items, one by one.
+        """Put several items, one at a time.
 
         Args:
             items: Iterable of questions or answers.
@@ -105,8 +106,8 @@ class WorkQueue:
     def get(self, timeout: float | None = None) -> Any:
         """Get an answer as the owner, or a question as a worker.
 
-        A question is finished when its worker gets the next one, calls :meth:`close`, or ends after an
-        answer. If the worker ends or dies before that, another worker gets the question.
+        A worker finishes its question when it gets the next one, calls :meth:`close`, or ends after it has
+        put an answer. If the worker ends or dies earlier, another worker gets the question.
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
@@ -115,29 +116,30 @@ class WorkQueue:
             The answer or question.
 
         Raises:
-            Drained: The queue is closed, and all questions are finished. For the owner, all answers are also
+            Drained: The queue is closed, and all questions are finished. In the owner, all answers have also
+                been
                 read.
             Empty: ``timeout`` expired.
         """
         return self._sides.next_answer(timeout) if self.is_owner else self._sides.next_question(timeout)
 
     def get_nowait(self) -> Any:
-        """Get an item if there is one now.
+        """Get the next item if one is available now.
 
         Returns:
             The answer or question.
 
         Raises:
             Empty: No item is available.
-            Drained: The queue is at its end.
+            Drained: The queue is closed and has no more items for the caller.
         """
         return self.get(timeout=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield items like :meth:`get` until the queue is at its end.
+        """Yield items, like :meth:`get`, until it would raise ``Drained``.
 
-        A worker reaches the end when the owner has closed the queue and all questions are finished. The owner
-        reaches it when it also has all answers.
+        For a worker, iteration ends when the owner has closed the queue and all questions are finished. For
+        the owner, it ends when the owner has also read all answers.
         """
         while True:
             try:
@@ -147,9 +149,9 @@ class WorkQueue:
             yield item
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until every question has an answer, and keep the answers for :meth:`get`.
+        """Wait until every question has an answer; :meth:`get` still returns the answers.
 
-        Only the owner may call it, and each question must have exactly one answer.
+        Only the owner may call this method, and each question must get exactly one answer.
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
@@ -160,15 +162,15 @@ class WorkQueue:
         """
         if not self.is_owner:
             raise RuntimeError(
-                "drain: the caller must be the owner of the work queue, the thread that created it"
+                "drain: the caller must be the owner of the work queue, which is the thread that created it"
             )
         self._sides.drain(timeout)
 
     def close(self) -> None:
         """Close the queue as the owner, or finish the current question as a worker.
 
-        After the owner's call, workers still answer the questions inside, and the owner can read the answers.
-        Further calls have no effect.
+        After the owner closes the queue, workers still answer the remaining questions, and the owner can read
+        the answers. Further calls have no effect.
         """
         if self.is_owner:
             self._sides.channels[0].close()
@@ -187,8 +189,8 @@ class _WorkerState:
     def __init__(self, port: In[Any]) -> None:
         self.port = port
         self.answered = [False]
-        # At the normal end of the thread or process, an answered question is finished. Otherwise the end of
-        # the port gives the question back.
+        # If the thread or process ends normally, an answered question is finished. Otherwise, closing the
+        # port returns the question to the queue.
         self.leave = Finalize(self, _finish, (port, self.answered), exitpriority=0)
 
 
@@ -208,12 +210,12 @@ class _SharedQueue(Shared):
         self.name = name
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
-        # The queue outlives its last worker, because another may come.
+        # Keep the queue open when its last worker leaves, because another worker may come.
         self._keep_open = self.channels[0].reader()
 
     def _renew(self) -> None:
         self._worker = threading.local()
-        self._kept: deque[Any] = deque()  # answers that drain received and the owner has not read yet
+        self._kept: deque[Any] = deque()  # answers that drain received, not yet read by the owner
         self._requested = self._received = 0
 
     def claim_name(self, name: str) -> bool:
@@ -250,7 +252,7 @@ class _SharedQueue(Shared):
         deadline = _deadline(timeout)
         while True:
             remaining = _remaining(deadline)
-            if questions.closed:  # the last worker may leave without a message
+            if questions.closed:  # the last worker may leave without sending anything
                 if questions.drained and len(answers) == 0:
                     answers.close()
                 remaining = POLL_INTERVAL_S if remaining is None else min(remaining, POLL_INTERVAL_S)
@@ -271,7 +273,7 @@ class _SharedQueue(Shared):
             state = self._worker.state = _WorkerState(self.channels[0].reader())
         try:
             item = state.port.get(timeout=timeout)
-        except Drained:  # all questions are finished, so all answers are in the channel
+        except Drained:  # all questions are finished, so all answers are already in the channel
             self.channels[1].close()
             raise
         state.answered[0] = False
@@ -302,7 +304,7 @@ def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-# Named queues that this process created, as long as they exist.
+# Named queues that this process created and that still exist.
 _named: weakref.WeakValueDictionary[str, _SharedQueue] = weakref.WeakValueDictionary()
 
 
@@ -315,23 +317,24 @@ def _arrive(sides: _SharedQueue, name: str | None) -> WorkQueue:
 def workqueue(name: str | None = None, capacity: int = 64, across: Across = "threads") -> WorkQueue:
     """Create a work queue, or open the existing queue with this name.
 
-    The first caller with a name creates the queue and owns it. Later callers open it as workers. The name
-    belongs to the queue until the creating process has no handle of it. So a late worker finds the queue
-    closed. An owner that has closed its queue creates a new one with the next call.
+    The first caller with a name creates the queue and owns it. Later callers open the queue as workers. The
+    name stays taken while the creating process has a handle of the queue, even after the queue is closed. A
+    late worker therefore sees a closed queue. If the owner calls this function again after closing the queue,
+    it creates a new one.
 
     Args:
-        name: Name of the queue (default: none, so the queue is always new).
+        name: Name of the queue (default: none; such a queue is always new).
         capacity: Maximum number of questions that wait for a worker (default: 64). The number of waiting
-            answers is not limited. Only the creator's value counts.
+            answers is not limited. Only the creator's value has an effect.
         across: ``"threads"`` (default): the name is valid in this process. ``"processes"``: the name is valid
             in all processes of the program, and the queue can be sent to them. ``"hosts"``: the queue can
             also be sent to other hosts, where the name is not valid.
 
     Returns:
-        The queue. Its attribute ``creator`` is True if this call created it.
+        The queue. Its attribute ``creator`` is True if this call created the queue.
 
     Raises:
-        TimeoutError: Another process has the name, but did not publish its queue within 10 seconds.
+        TimeoutError: Another process has claimed the name, but did not publish its queue within 10 seconds.
 
     Example:
         >>> from flowchan.pipelines import map, workqueue

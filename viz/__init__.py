@@ -1,7 +1,7 @@
-"""Draw pictures of a graph, and show a run while it is running.
+"""Draw pictures of a graph, and show a run while it is in progress.
 
-Both read frozen values and statistics. While a view is drawn on a terminal, an extra thread reads the output
-of the program.
+Both only read frozen values and statistics. While a live view is open on a terminal, an additional thread
+reads the program's output.
 
 ``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` return text that needs no
 renderer.
@@ -28,13 +28,13 @@ FORMATS = (*PICTURES, "dot", "mmd")
 
 
 def svg(blueprint: Blueprint) -> str:
-    """Return the picture of a graph as SVG, as notebooks show it.
+    """Return the picture of a graph as SVG, as shown in notebooks.
 
     Args:
         blueprint: Graph to draw.
 
     Returns:
-        The text of the picture.
+        The SVG text.
 
     Raises:
         RenderError: Graphviz is missing or failed.
@@ -51,11 +51,11 @@ def svg(blueprint: Blueprint) -> str:
 
 
 def draw(blueprint: Blueprint, path: str | os.PathLike[str]) -> Path:
-    """Draw a graph into a file.
+    """Draw a graph and write it to a file.
 
     Args:
         blueprint: Graph to draw.
-        path: Path of the file. Its suffix names the format: .svg, .png and .pdf are rendered by Graphviz;
+        path: Path of the file. Its suffix selects the format: .svg, .png and .pdf are rendered by Graphviz;
             .dot and .mmd (Mermaid) are text and need no renderer.
 
     Returns:

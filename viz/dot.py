@@ -1,7 +1,7 @@
-"""Convert a graph to DOT text, from which :mod:`flowchan.viz.render` makes pictures.
+"""Convert a graph to DOT text, which :mod:`flowchan.viz.render` turns into pictures.
 
-A long graph is broken into rows. An arrow between two rows becomes two ends, each labelled with the other
-stage.
+A long graph is broken into rows. An arrow from one row to another is drawn as two separate ends, each
+labelled with the stage at the other end.
 
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
@@ -25,7 +25,7 @@ FONT = "Helvetica,Arial,DejaVu Sans,sans-serif"
 GROUND, INK, FAINT = "#fbfcfd", "#1f2933", "#52606d"
 BLUE, RED = "#627d98", "#c53030"
 
-# border, shape, style
+# border colour, shape, style
 STYLES: dict[Role, tuple[str, str, str]] = {
     "source": ("#2f855a", "ellipse", "filled"),
     "stage": ("#486581", "box", "filled,rounded"),
@@ -35,7 +35,7 @@ STYLES: dict[Role, tuple[str, str, str]] = {
     "unread": (RED, "note", "filled,dashed"),
 }
 END = "#fff5c2"
-# fill, text in the legend
+# fill colour, text in the legend
 GROUNDS: dict[Ground, tuple[str, str]] = {
     "threads": ("#eef4fb", "on threads"),
     "processes": ("#fbd99b", "in processes"),
@@ -44,11 +44,11 @@ GROUNDS: dict[Ground, tuple[str, str]] = {
 
 
 LIVE = "{:=^36}"
-"""Placeholder in a live picture for the activity of a stage, by the number of the stage."""
+"""Placeholder in a live picture for a stage's activity, formatted with the stage's number."""
 
 
 def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
-    """Return the graph as DOT text. No stage and no source starts.
+    """Return the graph as DOT text, without starting any stage or source.
 
     Args:
         blueprint: Graph to convert.
@@ -154,7 +154,7 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
 
 
 def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
-    """Draw an arrow from one row to another as two ends that name each other."""
+    """Draw an arrow between two rows as two ends, each labelled with the stage at the other end."""
     for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
         words = escape(arrow.format(picture.stages[other].name))
         dot.node(
@@ -169,9 +169,9 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
 
 
 def _begin_rows(dot: Digraph, picture: Picture) -> None:
-    """Put the rows below each other.
+    """Arrange the rows below each other.
 
-    Each row has an invisible point at its left, with an invisible arrow to the first nodes of the row.
+    Each row has an invisible point on its left, with an invisible arrow to the row's first nodes.
     """
     rows = max(picture.rows, default=0) + 1
     if rows == 1:
@@ -203,11 +203,11 @@ def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
     item, rest = labels.channel_text(edge, captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
-        # a table adds room around the text
+        # a table adds padding around the text
         attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
     if edge.transport.copies:
         attributes |= {"penwidth": "2.2"}
-    if edge.feedback:  # it points against the order of the stages, and must not pull them apart
+    if edge.feedback:  # it points backwards, and must not influence the layout
         attributes |= {"style": "dashed", "constraint": "false"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
@@ -215,7 +215,7 @@ def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """Return the title and the legend, with a row for the boxes and a row for the arrows of this picture."""
+    """Return the title and the legend: a row that explains the boxes, and a row that explains the arrows."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
@@ -228,7 +228,7 @@ def _legend(picture: Picture) -> str:
         for kind in GROUNDS
         if kind in picture.grounds
     ]
-    # The small fonts of renderers have these characters, but not dashed and heavy arrows.
+    # Renderers' small fonts contain these characters, but not dashed or heavy arrows.
     arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
         arrows += [

@@ -1,7 +1,7 @@
-"""Choose the texts, roles, colours and rows of a picture, for every picture format.
+"""Choose the texts, roles, colours and rows of a picture, for all picture formats.
 
-A picture shows only settings that differ from the default. For a channel, these are the item type and an
-unusual capacity. For a stage, these are its number of items, its retries, its order and its hosts.
+A picture shows only settings that differ from their defaults. For a channel, these are the item type and the
+capacity. For a stage, these are its number of items, retries, order and hosts.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ MEANING: Mapping[Role, str] = {
 
 
 def encodable(text: str) -> str:
-    """Replace lone surrogates, which a name may have and no picture can show."""
+    """Replace lone surrogates, which a name may contain but a picture cannot show."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 PER_ROW = 6
-"""Number of consecutive stages that fit the width of a page."""
+"""Number of stages in a row that fit the width of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
     """Content of a picture.
 
-    Stages are numbered in the order of declaration, because names need not be unique in a wrong graph.
+    Stages are numbered in the order of declaration, because names may not be unique in an invalid graph.
 
     Attributes:
         name: Name of the graph.
@@ -59,7 +59,7 @@ class Picture:
         roles: Role of each stage.
         arrows: Triples (writer, reader, edge); the reader is ``None`` if the channel leaves the graph.
         rows: Row of each stage, counted from the top.
-        captions: Labels that the graph sets for stages, instead of their operator and line.
+        captions: Labels that the graph sets for stages; they replace the operator and the source line.
     """
 
     name: str
@@ -71,12 +71,12 @@ class Picture:
 
     @property
     def grounds(self) -> set[Ground]:
-        """Kinds of placements in the picture."""
+        """Kinds of placements that occur in the picture."""
         return {ground(stage.placement) for stage in self.stages}
 
 
 def picture(blueprint: Blueprint) -> Picture:
-    """Return the content of a graph's picture. Nothing runs."""
+    """Return the content of a graph's picture, without running anything."""
     drawn = blueprint._drawn
     stages = tuple(stage for stage in blueprint.stages if drawn.get(stage.name, "") is not None)
     number: dict[str, int] = {}
@@ -86,7 +86,7 @@ def picture(blueprint: Blueprint) -> Picture:
         (number[edge.writer], None if edge.reader is None else number.get(edge.reader), edge)
         for edge in blueprint.edges
         if edge.writer in number
-        and max(edge.worker, edge.to_worker) <= 1  # one arrow for the channels of all workers
+        and max(edge.worker, edge.to_worker) <= 1  # one arrow represents the channels of all workers
         and drawn.get(edge.reader or "", "") is not None
     )
     error_readers = {reader for _, reader, edge in arrows if edge.errors and reader is not None}
@@ -102,7 +102,7 @@ def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
 
 
 def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]]) -> tuple[int, ...]:
-    """Return the row of each stage. A long graph is broken into rows of one length."""
+    """Return the row of each stage. A long graph is broken into rows of equal length."""
     depth = [0] * len(stages)
     for writer, reader, edge in sorted(arrows, key=lambda arrow: arrow[0]):
         if reader is not None and reader > writer and not edge.feedback:
@@ -114,7 +114,7 @@ def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]
 
 
 def hosts_text(placement: Placement) -> str:
-    """Return the hosts of a placement; for more than four, the first and the last."""
+    """Return the hosts of a placement; if there are more than four, only the first and the last."""
     if placement.nowhere:
         return "hosts not given yet"
     if placement.missing:
@@ -128,25 +128,25 @@ def hosts_text(placement: Placement) -> str:
 
 
 def ground(placement: Placement) -> Ground:
-    """Return the colour group of a placement: threads, processes, or processes on hosts."""
+    """Return the colour group of a placement: threads, processes, or processes on other hosts."""
     return "hosts" if placement.is_remote else "processes" if placement.own_process else "threads"
 
 
 def end_role(stage: Stage) -> Role:
-    """Return the role of the loose end of a channel that no stage reads."""
+    """Return the role of the open end of a channel that no stage reads."""
     return "result" if stage.operator.result else "unread"
 
 
 def workers_text(stage: Stage) -> str:
-    """Return ``x4`` with a real multiplication sign, or an empty text for one worker."""
+    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker."""
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
 def channel_text(edge: Edge, captions: Mapping[str, str]) -> tuple[str, str]:
     """Return the two lines of a channel's label: its item type and its unusual settings.
 
-    Either may be empty. Both are empty next to a stage whose label the graph sets, because the items of such
-    stages are internal.
+    Either line may be empty. If the graph sets the label of a stage, both lines are empty for the stage's
+    channels, because their items are internal.
     """
     if edge.writer in captions or edge.reader in captions:
         return "", ""
@@ -162,12 +162,12 @@ def channel_tooltip(edge: Edge) -> str:
 
 
 def type_text(item: Any) -> str:
-    """Return an item type as in its annotation; an empty text if it is unknown."""
+    """Return an item type as written in its annotation, or an empty text if the type is unknown."""
     return "" if item is None or item is Any else type_name(item)
 
 
 def option_text(stage: Stage) -> str:
-    """Return the options of a stage that differ from the default."""
+    """Return the options of a stage that differ from their defaults."""
     return " · ".join(_options(stage))
 
 
@@ -189,9 +189,9 @@ def _options(stage: Stage) -> Iterator[str]:
 
 
 def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
-    """Return the operator and the line of the function, or the label that the graph sets.
+    """Return the operator and the function's source line, or the label that the graph sets.
 
-    The operator is left out if it is also the name.
+    The operator is omitted if it is also the stage's name.
     """
     if stage.name in captions:
         return captions[stage.name]
@@ -200,7 +200,7 @@ def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
 
 
 def result_name(stage: Stage) -> str:
-    """Return the program's name of a stage's result: the variable that it is assigned to, or the stage."""
+    """Return the name of the variable to which a stage's result is assigned, or else the stage's name."""
     return _assigned(stage.where) or stage.name
 
 
@@ -223,16 +223,16 @@ def _assigned(where: Where) -> str:
 
 
 def place_text(stage: Stage) -> str:
-    """Return the first line of the function as ``file:line``.
+    """Return the source line where the function begins, as ``file:line``.
 
-    If the function is not the user's own, return the line that declares the stage.
+    If the function is not from the user's code, return the line that declares the stage.
     """
     file, line = place(stage)
     return f"{_short(file)}:{line}"
 
 
 def place(stage: Stage) -> tuple[str, int]:
-    """Return the same line as :func:`place_text`, with the whole path."""
+    """Return the file, with its whole path, and the line that :func:`place_text` shows."""
     code = _code(stage.function)
     if code is None or code.co_filename.startswith(_NOT_THE_USERS):
         return stage.where.file, stage.where.line
@@ -241,7 +241,7 @@ def place(stage: Stage) -> tuple[str, int]:
 
 _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NOT_THE_USERS = ("<", *(f"{folder}/" for folder in _LIBRARIES))
-"""Path prefixes of functions that are not the user's."""
+"""Prefixes of the paths of functions that are not the user's."""
 
 
 def _code(function: Any) -> types.CodeType | None:
@@ -255,12 +255,12 @@ def _code(function: Any) -> types.CodeType | None:
 
 
 def relative(file: str) -> str:
-    """Return the path from the working directory if the file is below it, else the whole path."""
+    """Return the path relative to the working directory if the file is below it, else the whole path."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _short(file: str) -> str:
-    """Return a short path: outside the working directory only the file name, so that boxes stay small."""
+    """Return a short path: if the file is outside the working directory, only its name."""
     path = Path(relative(file))
     return path.name if path.is_absolute() else str(path)

@@ -1,6 +1,6 @@
-"""Convert a graph to Mermaid text, which GitHub, GitLab and many editors render in place.
+"""Convert a graph to Mermaid text, which GitHub, GitLab and many editors show as a picture.
 
-Most viewers refuse more than 500 arrows. Use a picture for larger graphs.
+Most viewers reject graphs with more than 500 arrows. Draw larger graphs with :func:`flowchan.viz.draw`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flowchan.viz.labels import Ground, Role
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-# The brackets around a label select the shape. Each class sets the colours of text and background, so dark
-# viewers keep both.
+# The brackets around a label select the shape. Each class sets the colours of both text and background, so
+# dark viewers change neither.
 SHAPES: dict[Role, tuple[str, str]] = {
     "source": ("([", "])"),
     "stage": ("(", ")"),
@@ -39,7 +39,7 @@ ENDS = "fill:#fff5c2"
 
 
 def to_mermaid(blueprint: Blueprint) -> str:
-    """Return the graph as a Mermaid flowchart from left to right. No stage and no source starts.
+    """Return the graph as a Mermaid flowchart from left to right, without starting any stage or source.
 
     Args:
         blueprint: Graph to convert.
@@ -98,9 +98,9 @@ def _arrow(edge: Edge, captions: Mapping[str, str]) -> str:
 
 
 def _quoted(words: str) -> str:
-    """Return the words in quotes, with entity codes for special characters.
+    """Return the words in quotes, with special characters replaced by entity codes.
 
-    Mermaid, or the Markdown and HTML in its labels, would interpret these characters.
+    Otherwise Mermaid, or the Markdown and HTML in its labels, would interpret these characters.
     """
     codes = {character: f"#{ord(character)};" for character in '"#<>&`\\'}
     return '"' + "".join(codes.get(character, character) for character in words).replace("\n", "<br/>") + '"'

@@ -2,11 +2,11 @@
 
 The first engine that succeeds draws the picture:
 
-- the ``dot`` program, which knows the fonts of this machine;
-- graphviz-pure, which flowchan installs and which needs nothing else;
-- the engine in the pygraphviz wheel, which needs libraries of the system.
+- the ``dot`` program, which knows the fonts on this machine;
+- graphviz-pure, which is installed with flowchan and needs nothing else;
+- the engine in the pygraphviz wheel, which needs system libraries.
 
-Each runs in its own process, which confines crashes and warnings.
+Each engine runs in its own process, so a crash or a warning does not affect the program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowchan.viz.text_widths import with_widths
 
 PICTURES = ("svg", "png", "pdf")
 _LIVE = "=" * 20
-"""Part of the placeholders of a live picture, whose texts come later."""
+"""Part of the placeholders in a live picture, which are replaced by texts later."""
 _INSTALL = f"{shlex.quote(sys.executable)} -m pip install graphviz-pure"
 
 _WHEEL = """
@@ -37,7 +37,7 @@ sys.stdout.buffer.write(graph.draw(format=sys.argv[1], prog="dot"))
 
 
 class RenderError(FlowchanError):
-    """No picture could be made: Graphviz is missing, or failed for this graph.
+    """A picture could not be drawn: Graphviz is missing, or failed on this graph.
 
     Example:
         >>> from flowchan import Graph
@@ -52,11 +52,11 @@ class RenderError(FlowchanError):
 
 
 def render(dot: str, picture: str) -> bytes:
-    """Draw a graph by Graphviz.
+    """Draw a graph with Graphviz.
 
     Args:
         dot: The graph in Graphviz's language.
-        picture: One of the formats of :data:`PICTURES`.
+        picture: One of the formats in :data:`PICTURES`.
 
     Returns:
         The contents of the file.
@@ -94,8 +94,8 @@ def _engines(picture: str) -> Iterator[tuple[str, list[str], Callable[[list[str]
     if picture != "pdf" and (program := shutil.which("graphviz-pure", path=os.pathsep.join(folders))):
         yield "graphviz-pure", [program, f"-T{picture}"], _run_without_fonts
     if importlib.util.find_spec("pygraphviz"):
-        # -P prevents the import of a user's file with the name of one of these modules from the working
-        # directory.
+        # -P prevents Python from importing a user's file in the working directory that has the name of one of
+        # these modules.
         yield "pygraphviz", [sys.executable, "-P", "-c", _WHEEL, picture], _run
 
 
@@ -108,7 +108,7 @@ def _run(command: list[str], dot: str) -> bytes:
 
 
 def _run_without_fonts(command: list[str], dot: str) -> bytes:
-    """Draw with one font: graphviz-pure knows the sizes of a few fonts, but no lists of fonts."""
+    """Draw with a single font: graphviz-pure knows the sizes of a few fonts, but not lists of fonts."""
     first = FONT.partition(",")[0]
     drawn = _run(command, dot.replace(FONT, first))
     return drawn.replace(f'font-family="{first},sans-Serif"'.encode(), f'font-family="{FONT}"'.encode())

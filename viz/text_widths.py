@@ -1,7 +1,8 @@
-"""Fix the width of each text of a picture, so that a viewer with other fonts keeps to the layout.
+"""Fix the width of each text in a picture, so that the layout is also right in viewers with other fonts.
 
-The layout is made with the widths of Helvetica. A viewer without Helvetica or Arial takes a font that may be
-wider, such as DejaVu Sans. With ``textLength`` in the SVG it scales each text to the width of the layout.
+The layout is computed with the widths of Helvetica. A viewer without Helvetica or Arial uses a font that may
+be wider, such as DejaVu Sans. If the SVG specifies ``textLength``, the viewer scales each text to the
+computed width.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from html import unescape
 
 _TEXT = re.compile(r'<text ([^>]*font-family="Helvetica[^>]*font-size="([\d.]+)"[^>]*)>([^<]+)</text>')
 
-# Adobe's metrics of Helvetica and Helvetica-Bold: widths of ASCII from the space on, in thousandths.
+# Adobe's metrics for Helvetica and Helvetica-Bold: widths of the ASCII characters from space, in thousandths.
 _REGULAR = (
     "278 278 355 556 556 889 667 191 333 333 389 584 278 333 278 278 556 556 556 556 556 556 556 556 556 556 "
     "278 278 584 584 584 556 1015 667 667 722 722 667 611 778 722 278 500 667 556 833 722 778 667 778 722 "
@@ -29,18 +30,18 @@ WIDTHS = {
     bold: {chr(32 + place): int(width) for place, width in enumerate(widths.split())} | _OTHERS
     for bold, widths in ((False, _REGULAR), (True, _BOLD))
 }
-"""Widths of the characters in thousandths of the font size, by whether they are bold."""
+"""Widths of the characters in thousandths of the font size, for regular (False) and bold (True) text."""
 
 
 def width_of(text: str, size: float, *, bold: bool) -> float | None:
-    """Return the width of a text in Helvetica; None if it has a character of unknown width."""
+    """Return the width of a text in Helvetica; None if it contains a character of unknown width."""
     widths = [WIDTHS[bold].get(character) for character in text]
     known = [width for width in widths if width is not None]
     return size * sum(known) / 1000 if len(known) == len(widths) else None
 
 
 def with_widths(svg: str, keep: str) -> str:
-    """Return the picture with the width of each text, except of texts that contain ``keep``."""
+    """Add to each text in a picture its width, except to texts that contain ``keep``."""
 
     def fixed(found: re.Match[str]) -> str:
         attributes, size, text = found.groups()

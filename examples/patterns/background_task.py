@@ -2,7 +2,7 @@
 
     python examples/patterns/background_task.py [DIRECTORY] [-o ARCHIVE] [--on thread|process]
 
-The default directory is the ``json`` package of the running Python. Without ``-o`` the archive is deleted.
+The default directory is the ``json`` package of the running Python. Without ``-o``, the archive is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
         task = BackgroundTask(pack, args.directory, archive, on=args.on)
         lines = sum(file.read_bytes().count(b"\n") for file in args.directory.rglob("*.py"))
         print(f"{lines:,} lines")
-        # waits for the result, or raises the exception of the task
+        # result() waits for the task, and raises the task's exception if it failed.
         print(f"{task.result():,} files packed into an archive of {archive.stat().st_size:,} bytes")
         task.close()
 

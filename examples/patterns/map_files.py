@@ -1,4 +1,4 @@
-"""Count the lines of all Python files below a directory, with n workers that share the files.
+"""Count the lines in all Python files below a directory, with n workers that share the files.
 
     python examples/patterns/map_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
@@ -15,16 +15,16 @@ from flowchan.pipelines import map  # noqa: A004
 
 
 def count_lines(files: list[Path], workers: int, worker: int) -> tuple[int, int]:
-    """Count every ``workers``-th file, from the worker's own number on.
+    """Count every ``workers``-th file, starting with the worker's own number.
 
-    Return the number of files and of their lines.
+    Return the number of files and the number of lines in them.
     """
     mine = files[worker - 1 :: workers]
     return len(mine), sum(file.read_bytes().count(b"\n") for file in mine)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the lines of all Python files below a directory.")
+    parser = argparse.ArgumentParser(description="Count the lines in all Python files below a directory.")
     parser.add_argument("directory", nargs="?", type=Path, default=Path(sysconfig.get_path("stdlib")))
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--on", choices=["thread", "process"], default="thread")
@@ -34,7 +34,7 @@ def main() -> None:
     counts = map(args.workers, count_lines, files, args.workers, on=args.on).join()
     for worker, (number, lines) in enumerate(counts, 1):
         print(f"worker {worker}: {lines:,} lines in {number:,} files")
-    print(f"together: {sum(lines for _, lines in counts):,} lines in {len(files):,} files")
+    print(f"total: {sum(lines for _, lines in counts):,} lines in {len(files):,} files")
 
 
 if __name__ == "__main__":

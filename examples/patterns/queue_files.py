@@ -1,9 +1,9 @@
-"""Find the imports of all Python files below a directory with a work queue.
+"""Find the imports in all Python files below a directory, with a work queue.
 
     python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-Unlike with ``map``, a worker that gets short files takes more of them. The default directory is the standard
-library of the running Python.
+Unlike with ``map``, a worker that happens to get short files gets more of them. The default directory is the
+standard library of the running Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.pipelines import WorkQueue, map, workqueue  # noqa: A004
 
 
 def imported(file: Path) -> set[str] | None:
-    """Return the top-level names of the imported modules; ``None`` for a file that is not valid Python."""
+    """Return the top-level names of the imported modules, or ``None`` if the file is not valid Python."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -36,7 +36,7 @@ def imported(file: Path) -> set[str] | None:
 
 
 def work(queue: WorkQueue, worker: int) -> int:
-    """Answer questions until the owner has closed the queue, and return the number of files."""
+    """Answer questions until the owner has closed the queue, and return how many were answered."""
     done = 0
     for file in queue:
         queue.put(imported(file))
@@ -61,7 +61,7 @@ def main() -> None:
     assert sum(workers.join()) == len(answers)
 
     found = [names for names in answers if names is not None]
-    print(f"{len(answers):,} files, {len(answers) - len(found):,} of them no Python of this version")
+    print(f"{len(answers):,} files, {len(answers) - len(found):,} of them not valid for this Python version")
     counts = Counter(name for names in found for name in names)
     for name, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:5]:
         print(f"{count:>8,}  {name}")

@@ -6,7 +6,7 @@ from flowchan.pipelines.sequential.training import Training
 
 __all__ = ["Pop", "Sequential", "Stash", "Training"]
 
-# Error messages, tracebacks and pickles then show the public import path.
+# In error messages, tracebacks and pickles, the names then belong to the module that users import.
 for _name in __all__:
     globals()[_name].__module__ = "flowchan.pipelines"
 del _name

@@ -8,13 +8,13 @@ back through the parts, micro-batch by micro-batch.
                         └──────┬──────┘
               gradients of x and of the parameters
 
-Everything around the pipe therefore works as with the plain module. This includes other layers, the loss over
-the whole batch, hooks of parameters, wrappers that reduce gradients, and accumulation. The workers
+Everything around the pipe therefore works as with the plain module. This includes other layers, a loss over
+the whole batch, hooks on parameters, wrappers that reduce gradients, and gradient accumulation. The workers
 (:mod:`graph_worker`) keep the graph of a call until a backward pass without ``retain_graph``, or until the
 program drops the output.
 
 Only one call or backward pass runs at a time. If a layer changes, later calls use new :class:`_Workers`. The
-old ones live as long as outputs computed by them.
+old ones exist until all outputs that they computed have been released.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class _Workers:
-    """The workers of some parts, which end with the garbage collection of this object."""
+    """Workers of a list of parts, which end when this object is garbage-collected."""
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
-        self.dropped: deque[int] = deque()  # calls whose outputs the program has dropped
+        self.dropped: deque[int] = deque()  # numbers of calls whose outputs the program has dropped
         self._lock = threading.Lock()
         self._modes: Any = None
         owners = PartOwners(len(parts), tuple(range(len(parts))))
@@ -70,7 +70,7 @@ class _Workers:
         weakref.finalize(self, self.run.close)
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> _Answers:
-        """Run a forward pass. The items returned with the answers hold the outputs of the micro-batches."""
+        """Run a forward pass, and return the workers' answers and the outputs of the micro-batches."""
         with self._using() as run:
             modes = self._changed_modes()
             dropped = tuple(self.dropped.popleft() for _ in range(len(self.dropped)))
@@ -83,7 +83,7 @@ class _Workers:
     def backward(self, back: Backward, gradients: Sequence[tuple[Tensor | None, ...]]) -> _Answers:
         """Run a backward pass.
 
-        The answers hold the gradients of the parameters, and the items those of the inputs.
+        The answers hold the gradients of the parameters, and the items hold the gradients of the inputs.
         """
         with self._using() as run:
             for job in run.jobs:
@@ -93,10 +93,10 @@ class _Workers:
 
     @contextlib.contextmanager
     def _using(self) -> Iterator[WorkersRun]:
-        """Hold the workers for one command.
+        """Give the caller exclusive use of the workers for one command.
 
-        An interrupted command ends the workers, because its late messages would be mistaken for answers to
-        the next command.
+        If the command is interrupted, the workers are ended. Otherwise their late messages would be mistaken
+        for answers to the next command.
         """
         with self._lock:
             try:
@@ -110,7 +110,7 @@ class _Workers:
                     raise
             else:
                 return
-            # a new exception each time, because its traceback refers to this frame
+            # A copy for each call, because its traceback refers to this frame.
             raise copy.copy(self.run.error) from self.run.error.__cause__
 
     def _changed_modes(self) -> Any:
@@ -124,7 +124,7 @@ _Answers = tuple[list[WorkerAnswer], dict[Key, Any]]
 
 
 class Differentiable:
-    """The calls of a pipe whose outputs require grad."""
+    """Forward and backward passes for the calls of a pipe whose outputs require grad."""
 
     def __init__(
         self,
@@ -137,21 +137,21 @@ class Differentiable:
     ) -> None:
         self.cut, self._name, self._options = cut, name, (recompute, deferred)
         self._numbers, self._events = numbers, events
-        self._lock = threading.Lock()  # protects the start and the end of workers
+        self._lock = threading.Lock()  # protects the starting and ending of workers
         self._workers: _Workers | None = None
         self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
-        self._seen: Any = None  # state of the modules in the processes
+        self._seen: Any = None  # state of the modules that the processes have
         self._closed = False
 
     def call(self, value: Any) -> Any:
-        """Compute the module's output for a batch; it requires grad where the plain module's output does."""
+        """Compute the module's output for a batch; it requires grad if the plain module's output would."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; create another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # Like torch's layers, a module without random numbers does not advance the program's generator.
+        # Like torch's layers, a module that draws no random numbers must not advance the program's generator.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()
@@ -160,7 +160,7 @@ class Differentiable:
         return self.cut.joined(outputs, list(map(self.cut.samples, pieces)), f"batch {call.number}")
 
     def _workers_for(self, parts: Sequence[Part]) -> _Workers:
-        """Return the workers, or new ones if there are none, they have ended, or the parts have changed."""
+        """Return the current workers, or new ones if they have ended or the parts have changed."""
         with self._lock:
             workers = self._workers
             if workers is not None and (not workers.run.alive or workers.parts is not parts):
@@ -176,25 +176,26 @@ class Differentiable:
             return workers
 
     def close(self) -> None:
-        """End the workers; later backward passes through them raise ``Closed``."""
+        """End the workers; later backward passes that need them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            every = list(self._every)  # includes the current workers, which the next line might release
+            # includes the current workers, which the next line might otherwise free
+            every = list(self._every)
             self._workers = None
             for workers in every:
                 workers.run.end()
 
     def forget(self) -> None:
-        """Drop the workers, which end when their last output is released."""
+        """Drop the workers, which end when the last output that they computed is released."""
         self._workers = None
 
 
 class _Through:
-    """A call and its backward passes."""
+    """One call of the pipe, and its backward passes."""
 
     def __init__(self, workers: _Workers, number: int, events: deque[TimelineEvent]) -> None:
         self.workers, self.number, self.events = workers, number, events
-        self.wants: list[tuple[bool, ...]] = []  # per micro-batch, for each output
+        self.wants: list[tuple[bool, ...]] = []  # for each micro-batch, whether each output requires grad
         self._parameters_of = [
             [one for one in part.module.parameters() if one.requires_grad] for part in workers.parts
         ]
@@ -205,8 +206,8 @@ class _Through:
         self._dropping: Any = None
 
     def forward(self, call: Forward, pieces: Sequence[Any], wants: tuple[bool, ...]) -> list[Any]:
-        """Compute the outputs of the micro-batches. Raises ``StageError`` for the first that failed."""
-        if call.keeps_graph:  # the workers keep the graph while this object exists
+        """Compute the outputs of the micro-batches; raise ``StageError`` for the first that failed."""
+        if call.keeps_graph:  # the workers keep the graph as long as this object exists
             self._dropping = weakref.finalize(self, self.workers.dropped.append, self.number)
             self._dropping.atexit = False
             if self.workers.run.own_processes:
@@ -227,7 +228,7 @@ class _Through:
     def backward(
         self, gradients: Sequence[Tensor | None], keep: bool
     ) -> tuple[list[tuple[Tensor | None, ...]], list[Tensor | None]]:
-        """Compute the gradients of the parameters, and by micro-batch those of the inputs."""
+        """Compute the gradients of the inputs for each micro-batch, and the gradients of the parameters."""
         self._raise_if_changed()
         every = iter(gradients)
         given = [
@@ -254,7 +255,7 @@ class _Through:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters; for a parameter in several parts, their sum."""
+        """Return the gradients of all parameters; those of a parameter in several parts are added."""
         found: dict[int, Tensor] = {}
         for requested, answer in zip(self._parameters_of, answers, strict=True):
             for parameter, gradient in zip(requested, answer.gradients or (), strict=True):
@@ -265,20 +266,20 @@ class _Through:
         return [found.get(id(parameter)) for parameter in self.parameters]
 
     def _raise_if_changed(self) -> None:
-        """Raise the error that torch raises for a modified saved tensor.
+        """Raise the error that torch raises if a saved tensor has been modified.
 
-        Graphs in processes cannot detect such a change.
+        The graphs in the processes cannot detect such a change.
         """
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(
                     f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an inplace "
-                    "operation after the output; call backward() before the optimizer's step()"
+                    "operation after the output was computed; call backward() before the optimizer's step()"
                 )
 
 
 def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[Any]:
-    """Compute the outputs of the micro-batches with a graph."""
+    """Compute the outputs of the micro-batches, attached to the autograd graph."""
     inputs = [one for piece in pieces for one in tensors(piece)]
     holder: list[Any] = []
     flat = iter(_Parts.apply(through, call, pieces, holder, len(inputs), *inputs, *through.parameters))  # type: ignore[no-untyped-call]
@@ -286,22 +287,22 @@ def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[An
 
 
 class _Parts(torch.autograd.Function):
-    """Autograd function of the micro-batches and the parameters that runs all parts."""
+    """Autograd function of all micro-batches and parameters, which runs all parts."""
 
     @staticmethod
     def forward(
         ctx: Any, through: _Through, call: Forward, pieces: Any, holder: list[Any], count: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return the tensors of the outputs, and append the outputs themselves to ``holder``."""
+        """Return the output tensors of all micro-batches, and append the nested outputs to ``holder``."""
         wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
         holder.extend(through.forward(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
-        # Autograd forbids in-place changes of an output that is a view. It also attaches this node to the
-        # returned tensors, and a worker may still hold the tensors that it has made.
+        # Autograd forbids in-place changes to an output that is a view. It also attaches this node to the
+        # returned tensors, and a worker may still hold the tensors that it has created.
         flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
         wanted = [want for each in through.wants for want in each]
         ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(torch.empty(0))  # makes torch detect a second backward pass
+        ctx.save_for_backward(torch.empty(0))  # so that torch detects a second backward pass
         if any(wanted):
             ctx.through, ctx.wants, ctx.devices = through, wants, [one.device for one in given[:count]]
         return flat

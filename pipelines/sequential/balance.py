@@ -1,7 +1,7 @@
 """Costs of layers on a sample, and the cut that minimises the cost of the most expensive part.
 
-A pipeline is as fast as its slowest part and needs as much memory as its largest. Dynamic programming over
-the numbers of parts and layers minimises the largest sum of consecutive costs exactly.
+A pipeline is as fast as its slowest part, and needs as much memory as its largest. Dynamic programming over
+the numbers of parts and layers finds the exact minimum of the largest sum of consecutive costs.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ROUNDS, SECONDS = 2, 0.3
 
 
 def best_split(costs: Sequence[float], parts: int) -> list[int]:
-    """Return the number of layers in each part such that the largest cost of a part is minimal.
+    """Return the number of layers in each part that minimises the largest cost of a part.
 
-    Each part has at least one layer. The search takes ``O(parts × layers²)`` steps.
+    Each part gets at least one layer. The search takes ``O(parts × layers²)`` steps.
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: smallest possible cost of the largest part, for the first n layers.
-    # last[k][n]: start of the last of k + 1 parts in that cut.
+    # least[n]: smallest possible cost of the largest part, for the first n layers. last[k][n]: index of the
+    # first layer of the last part, if there are k + 1 parts in that cut.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            # of equal cuts, the last: a layer without cost stays in the part of the layer before it
+            # The last of several equally good cuts: a layer without cost stays with the previous layer.
             row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
             begins[n] = -begin
         least = row
@@ -65,8 +65,8 @@ def costs(
 
     ``balance="time"`` returns seconds with ``threads`` compute threads. ``backward`` includes the backward
     pass (default: in training mode). ``balance="memory"`` returns bytes: parameters times ``param_scale``,
-    buffers, and activations. The activations are the tensors that autograd saves in training mode, else all
-    outputs. ``skips`` are stashed tensors that accompany the micro-batch.
+    buffers, and activations. In training mode, the activations are the tensors that autograd saves, otherwise
+    all outputs. ``skips`` are stashed tensors that come with the micro-batch.
     """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro, skips))
@@ -76,9 +76,9 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """Measure the seconds of a forward pass of a copy of the whole module.
+    """Measure the time of a forward pass through a copy of the whole module, in seconds.
 
-    It uses the current number of threads.
+    The measurement uses the current number of threads.
     """
     part = Part(0, copy.deepcopy(module))
     with torch.random.fork_rng(devices=[]):
@@ -87,9 +87,9 @@ def seconds(module: nn.Sequential, value: Any) -> float:
 
 
 def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[float, float, float]]:
-    """Measure the seconds of a forward pass and of both halves of a backward pass for each layer.
+    """Measure the time of the forward pass and of both halves of the backward pass, for each layer.
 
-    It runs copies of the layers on one micro-batch.
+    The measurement runs copies of the layers on one micro-batch.
     """
     with torch.random.fork_rng(devices=[]), _compute_threads(threads):
         layers = list(_alone(module, micro))
@@ -104,7 +104,7 @@ def step_seconds(module: nn.Sequential, micro: Any, threads: int) -> list[tuple[
 def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
     value, skips = _leaf(value), _leaf(skips)
     moments = [time.thread_time()]
-    # a layer that works in place cannot take a leaf that requires grad
+    # A layer that works in place rejects a leaf that requires grad.
     out, remaining_skips = run_part(
         part, mapped(Tensor.clone, value), mapped(Tensor.clone, skips), keep=False
     )
@@ -121,7 +121,7 @@ def _halves(part: Part, value: Any, skips: Skips) -> tuple[float, float, float]:
 
 
 def _leaf(value: Any) -> Any:
-    """Return the value with leaf tensors that require grad."""
+    """Return the value with its tensors replaced by leaf tensors that require grad."""
     return mapped(lambda one: one.detach().requires_grad_(one.is_floating_point()), value)
 
 
@@ -130,7 +130,7 @@ _Layer = tuple[Part, Any, Skips]
 
 
 def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Iterator[_Layer]:
-    """Yield a copy of each layer as a part, with its input."""
+    """Yield a copy of each layer as a part, together with its input and skips."""
     skips = {} if skips is None else skips
     for number, (name, layer) in enumerate(module._modules.items()):
         alone = nn.Sequential()
@@ -143,7 +143,7 @@ def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Ite
 
 
 def _seconds(layers: list[_Layer], training: bool) -> list[float]:
-    """Return the shortest time of each layer, because disturbances only lengthen a measurement."""
+    """Return the shortest time of each layer, because disturbances only make a measurement longer."""
     found = [float("inf")] * len(layers)
     begin = time.perf_counter()
     rounds = 0
@@ -162,18 +162,18 @@ def _once(part: Part, value: Any, skips: Skips, training: bool) -> float:
         if training:
             ends = [tensor for tensor in tensors(out) if tensor.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-    # A thread without voluntary waits may still have lost its core to another program, which says nothing
-    # about the layer. CPU time excludes that.
+    # A thread that never waited may still have lost its core to another program, which is not the layer's
+    # fault. CPU time does not include such interruptions.
     return time.thread_time() - computed if _waits() == waits else time.perf_counter() - begin
 
 
 def _waits() -> int:
-    """Return the number of voluntary context switches of this thread."""
+    """Return the number of this thread's voluntary context switches."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """Return a copy as the previous layer would pass it: writable, and in training with a gradient."""
+    """Return a copy as the previous layer would pass it: writable, and with a gradient in training."""
     return mapped(
         lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
     )
@@ -182,11 +182,11 @@ def _fresh(value: Any, training: bool) -> Any:
 def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
     """Return the bytes of each layer: parameters, buffers and activations.
 
-    Without a backward pass, activations are the outputs. A tensor that several layers keep counts for the
-    first of them. An input counts for the layer that saves it.
+    Without a backward pass, the activations are the outputs. A tensor that several layers keep is attributed
+    to the first of them. An input is attributed to the layer that saves it.
     """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
-    kept: list[Any] = [value]  # keeps the tensors alive, so that no address is reused
+    kept: list[Any] = [value]  # keeps all tensors alive, so that no address is reused
     known = {_address(tensor) for part, *_ in layers for tensor in _state(part)}
     if not training:
         known |= {_address(tensor) for tensor in tensors(value)}
@@ -217,9 +217,9 @@ def _state(part: Part) -> list[Tensor]:
 
 
 def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Skips, list[Tensor]]:
-    """Run a layer and return its output, its skips, and the tensors that it keeps.
+    """Run a layer, and return its output, its skips and the tensors that it keeps.
 
-    These are the tensors saved for the backward pass in training, else all outputs of its modules.
+    In training, these are the tensors saved for the backward pass, otherwise all outputs of its modules.
     """
     made: list[Tensor] = []
 
@@ -241,7 +241,7 @@ def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Sk
 
 
 def _leaves(value: Any) -> list[Tensor]:
-    """Return the leaf tensors that require grad, because the graph keeps these as well."""
+    """Return the leaf tensors that require grad; the graph keeps these as well."""
     nodes = [tensor.grad_fn for tensor in tensors(value) if tensor.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:

@@ -1,12 +1,12 @@
-"""Batch normalisation in micro-batches, with the running statistics of the whole batch.
+"""Batch normalisation of micro-batches, with running statistics for the whole batch.
 
 Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
 yet. ``eval`` mode uses the running statistics. They are updated once per step with the mean and variance of
-the whole batch, as in the plain module. A recomputed forward pass does not count again.
+the whole batch, as in a module without a pipeline. A forward pass that is recomputed is not counted again.
 
-The idea is that of torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque
+The idea comes from torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque
 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances". Sums of squares would lose
-digits.
+precision.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Moments:
     squares: Tensor
 
     def plus(self, other: Moments) -> Moments:
-        """Return the moments of both sets of values together."""
+        """Return the moments of the union of both sets of values."""
         count = self.count + other.count
         difference = other.mean - self.mean
         mean = self.mean + difference * (other.count / count)
@@ -43,17 +43,17 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
-    """Compute the moments of an input of a batch norm layer, whose channels are dimension 1."""
+    """Compute the moments of a batch norm layer's input, whose dimension 1 is the channels."""
     variance, mean = torch.var_mean(x.double(), [0, *range(2, x.dim())], correction=0)
     count = x.numel() // x.shape[1]
     return Moments(count, mean, variance * count)
 
 
 class DeferredBatchNorm:
-    """Deferred updates of the running statistics of a module's batch norm layers.
+    """Deferred updates of the running statistics in a module's batch norm layers.
 
-    In a :meth:`deferring` block, the layers do not update their statistics. Their inputs are accumulated, and
-    :meth:`commit` updates the statistics once with all of them.
+    In a :meth:`deferring` block, the layers do not update their statistics. Their inputs are accumulated
+    instead, and :meth:`commit` updates the statistics once, with all inputs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,11 +62,12 @@ class DeferredBatchNorm:
 
     @contextlib.contextmanager
     def deferring(self, count: bool) -> Iterator[None]:
-        """Suspend the updates of running statistics. ``count``: accumulate the inputs of the layers."""
+        """Suspend updates of running statistics; if ``count``, accumulate the layers' inputs."""
         layers = [one for one in self._layers if one.track_running_stats and one.running_mean is not None]
         hooks = [layer.register_forward_pre_hook(self._gather) for layer in layers if count]
         for layer in layers:
-            layer.track_running_stats = False  # the layer keeps its statistics, and uses them in eval mode
+            # the layer keeps its statistics and still uses them in eval mode
+            layer.track_running_stats = False
         try:
             yield
         finally:
@@ -82,7 +83,7 @@ class DeferredBatchNorm:
             self._gathered[layer] = found if so_far is None else so_far.plus(found)
 
     def commit(self) -> None:
-        """Update the running statistics of each layer once, with the inputs of the whole step."""
+        """Update the running statistics of each layer once, with all inputs of the step."""
         with torch.no_grad():
             for layer, found in self._gathered.items():
                 _update(layer, found)
@@ -94,13 +95,13 @@ class DeferredBatchNorm:
 
 
 def _update(layer: _BatchNorm, found: Moments) -> None:
-    """Update the running statistics like ``torch.nn.functional.batch_norm``, with the unbiased variance."""
+    """Update the running statistics like ``torch.nn.functional.batch_norm``, with unbiased variance."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     factor = layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if factor is None:  # the running statistics are then the mean of all batches
+        if factor is None:  # the running statistics are the mean over all batches
             factor = 1.0 / float(layer.num_batches_tracked)
     if factor is None:
         factor = 0.0

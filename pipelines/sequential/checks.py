@@ -1,4 +1,4 @@
-"""Checks of the arguments of a pipe before anything starts.
+"""Checks of a pipe's arguments, made before anything starts.
 
 Each error names the argument, its value, the allowed values, and the remedy.
 """
@@ -33,7 +33,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def checked_module(module: Any) -> nn.Sequential:
-    """Return the module as a checked ``nn.Sequential``, also for a list of layers."""
+    """Check a module or a list of layers, and return it as an ``nn.Sequential``."""
     if not isinstance(module, (nn.Module, Iterable)):
         raise TypeError(f"Sequential: module must be an nn.Module or a list of layers, got {shown(module)}")
     layers: Any = module if isinstance(module, nn.Sequential) else list(module)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def checked_module(module: Any) -> nn.Sequential:
 
 
 def needs_tracing(module: Any) -> bool:
-    """Return whether a module has its own ``forward``, so that it must be traced."""
+    """Return True if a module has its own ``forward`` and therefore must be traced."""
     if not isinstance(module, nn.Module) or isinstance(module, nn.ModuleList):
         return False
     return not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward
@@ -62,12 +62,12 @@ def raise_if_lazy(module: nn.Module) -> None:
     for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                f"Sequential: parameter {name!r} of module must have a shape; call module(x) once before"
+                f"Sequential: parameter {name!r} of module must have a shape; call module(x) once first"
             )
 
 
 def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
-    """Return the number of layers in each part, given the first layer of each part but the first."""
+    """Return the number of layers in each part; ``parts`` names the first layers of parts 1, 2, …."""
     for name in parts:
         if name not in names:
             raise ValueError(
@@ -78,16 +78,16 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
     counts = [end - begin for begin, end in pairwise(ends)]
     if min(counts) < 1:
         raise ValueError(
-            "Sequential: parts must name layers in their order, without the first layer, got "
+            "Sequential: parts must name layers in their order, starting after the first layer, got "
             f"{short(list(parts))}"
         )
     return counts
 
 
 def check_container(module: nn.Sequential) -> None:
-    """Check that a container only calls its layers in order, because the parts do nothing else.
+    """Check that a container only calls its layers in order; the parts would skip anything else that it does.
 
-    Raises ``TypeError`` for its own ``forward``, and ``ValueError`` for hooks.
+    Raises ``TypeError`` if it has its own ``forward``, and ``ValueError`` if it has hooks.
     """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
@@ -102,21 +102,21 @@ def check_container(module: nn.Sequential) -> None:
 
 
 def _check_skips(module: nn.Sequential) -> None:
-    """Check that each ``Stash`` has one ``Pop`` after it.
+    """Check that each ``Stash`` is followed by exactly one ``Pop`` with the same name.
 
     Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
-    without a ``Pop`` between them. A layer that contains some and is not an ``nn.Sequential`` may use them in
-    any order. Their names are therefore not checked from there on.
+    layers without a ``Pop`` between them. A layer that is not an ``nn.Sequential`` may contain such layers
+    and use them in any order. Their names are not checked from there on.
     """
-    stashed: dict[str, str] = {}  # stashed names, with the path of the layer that stashed them
+    stashed: dict[str, str] = {}  # stashed names, each with the path of its Stash layer
     unknown: set[str] = set()
     for path, layer in _in_a_row(module):
         if isinstance(layer, Stash):
             if layer.name in stashed:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, repeats the Stash of layer "
+                    f"Sequential: layer {path!r}, {layer!r}, repeats the Stash in layer "
                     f"{stashed[layer.name]!r} without a Pop({layer.name!r}) between them; add the Pop, or "
-                    "change a name"
+                    "change one of the names"
                 )
             stashed[layer.name] = path
         elif isinstance(layer, Pop):
@@ -139,7 +139,7 @@ def _check_skips(module: nn.Sequential) -> None:
 def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers in the order in which they run.
 
-    Layers of nested ``nn.Sequential`` containers are included.
+    This includes the layers of nested ``nn.Sequential`` containers.
     """
     for name, layer in module._modules.items():
         assert layer is not None
@@ -150,7 +150,7 @@ def _in_a_row(module: nn.Sequential, path: str = "") -> Iterator[tuple[str, nn.M
 
 
 def checked_counts(parts: Any, layers: int) -> int | list[int]:
-    """Return ``parts`` as a number, or as a list with the number of layers in each."""
+    """Return ``parts`` as a number of parts, or as a list with the number of layers in each part."""
     if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
@@ -186,15 +186,15 @@ def check_switches(**switches: Any) -> None:
 def check_joining(dim: Any, join: Any) -> None:
     """Check ``dim`` and ``join``."""
     if not is_whole(dim) or dim < 0:
-        raise ValueError(f"Sequential: dim must be the batch dimension, an int from 0, got {shown(dim)}")
+        raise ValueError(f"Sequential: dim must be the batch dimension, a non-negative int, got {shown(dim)}")
     if join is not None and not callable(join):
         raise TypeError(
-            f"Sequential: join must be a function of the list of micro-batch outputs, got {shown(join)}"
+            f"Sequential: join must be a function that takes a list of micro-batch outputs, got {shown(join)}"
         )
 
 
 def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for an argument with a value that is not allowed."""
+    """Raise ``TypeError`` or ``ValueError`` for an argument whose value is not allowed."""
     _check_placement(settings.on)
     chunks, balance, sample = settings.chunks, settings.balance, settings.sample
     param_scale: Any = settings.param_scale
@@ -204,7 +204,7 @@ def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None
         raise ValueError(f"Sequential: chunks must be at least 1, got {chunks}; use 1 to send whole batches")
     _check_balance(balance, sample, counts)
     if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
-        raise ValueError(f"Sequential: param_scale must be a number of at least 0, got {shown(param_scale)}")
+        raise ValueError(f"Sequential: param_scale must be a non-negative number, got {shown(param_scale)}")
     if param_scale != 1 and balance != "memory":
         raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
     if sample is not None:
@@ -221,7 +221,7 @@ def _check_placement(on: Any) -> None:
         )
     if isinstance(on, Placement) and on.shares:
         raise ValueError(
-            f"Sequential: on must be a pool without shares, because parts go to its hosts in turn, got {on}"
+            f"Sequential: on must be a pool without shares, because hosts get parts in turn, got {on}"
         )
 
 
@@ -244,7 +244,7 @@ def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
     """Return one device for each part.
 
-    Devices of this host must exist; those of other hosts are unknown here.
+    Devices on this host must exist; those on other hosts cannot be checked here.
     """
     if devices is None:
         return None
@@ -254,11 +254,12 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     if len(devices) != parts:
         raise ValueError(
-            f"Sequential: devices must be {parts}, one for each part, got {len(devices)}: {shown(devices)}"
+            f"Sequential: devices must have {parts} entries, one for each part, "
+            f"got {len(devices)}: {shown(devices)}"
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # CUDA may start with the first output, before later forks of workers
+        # CUDA may be initialised with the first output, before more workers are forked.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
@@ -269,8 +270,8 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
 def _device(name: Any) -> torch.device:
     """Return the device with this name, if it can be used.
 
-    ``meta`` has no values. CUDA devices are only counted, because a process may have to initialise CUDA
-    itself.
+    ``meta`` tensors have no values, so that device is rejected. CUDA devices are only counted, because a
+    part's process may have to be the first to initialise CUDA.
     """
     usable = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
     try:
@@ -278,7 +279,7 @@ def _device(name: Any) -> torch.device:
         if device.type == "meta" or (
             device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
         ):
-            raise RuntimeError("it does not exist")
+            raise RuntimeError("no such device")
         if device.type not in ("cpu", "cuda"):
             torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
@@ -290,8 +291,8 @@ def _device(name: Any) -> torch.device:
     return device
 
 
-# --- FSDP gathers parameters for a whole call and reduces their gradients once. That works around a pipe
-# with parts on threads. Within a pipe it would happen for each micro-batch, with wrong gradients. ---
+# --- FSDP gathers parameters for a whole call and reduces their gradients once. That works for a whole pipe
+# with its parts on threads. Within a pipe, it would happen for each micro-batch, with wrong gradients. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:
@@ -313,13 +314,13 @@ def refuse_sharded_layers(module: nn.Module) -> None:
         if isinstance(layer, kinds):
             what = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: {what} must not be sharded by FSDP itself, because its parameters would be "
+                f"Sequential: {what} must not be sharded separately by FSDP, because its parameters would be "
                 "gathered for each micro-batch; shard the whole pipe, fully_shard(pipe)"
             )
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """Raise ``TypeError`` for parameters that FSDP shards around the pipe."""
+    """Raise ``TypeError`` for parameters that FSDP shards because it wraps the pipe."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():
@@ -332,7 +333,7 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Return whether either version of FSDP manages the layer's parameters, gathered or not."""
+    """Return True if either version of FSDP manages the layer's parameters, gathered or not."""
     hooks = layer._state_dict_pre_hooks.values()
     return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
         hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
@@ -345,7 +346,7 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 
 def check_sendable(parts: Sequence[Part]) -> None:
-    """Raise ``TypeError`` if a layer cannot be pickled, with the layer and the attribute that prevents it."""
+    """Raise ``TypeError`` if a layer cannot be pickled, and name the layer and the attribute at fault."""
     for part in parts:
         for name, layer in part.module._modules.items():
             if layer is not None and (reason := _refusal(layer)) is not None:
@@ -358,7 +359,7 @@ def check_sendable(parts: Sequence[Part]) -> None:
 
 
 class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickler that omits the values of tensors, which can always be sent and may be large."""
+    """Pickler that omits the values of tensors, which may be large and can always be pickled."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (int, ()) if isinstance(obj, Tensor) else super().reducer_override(obj)
@@ -369,9 +370,9 @@ def _refusal(value: Any) -> str | None:
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the children of a module or container, with their source notation.
+    """Yield the children of a module or container, each with its notation in source code.
 
-    The children of a module are its submodules and attributes, and those of a container its elements.
+    A module's children are its submodules and attributes; a container's children are its elements.
     """
     if isinstance(value, nn.Module):
         yield from ((f".{name}", child) for name, child in value.named_children())
@@ -386,14 +387,14 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the floating-point operations of matrix products and similar operations."""
+    """Counter of the floating-point operations in matrix products and similar functions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one operation."""
+        """Run a torch function, and count its floating-point operations."""
         out = func(*args, **(kwargs or {}))
         operations = flop_registry.get(func._overloadpacket)
         if operations is not None:
@@ -402,14 +403,14 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float] | None:
-    """Run the layers on a micro-batch without values (device ``meta``), which changes nothing.
+    """Check the shape of each layer's output; a run on the device ``meta``, without values, changes nothing.
 
-    Returns the operations of each layer per sample, or ``None`` where they are unknown. Raises ``TypeError``
-    if the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both
-    errors name the layer. If a layer cannot run on ``meta``, the check ends without an error.
+    Returns the operations per sample of each layer, or ``None`` if they are unknown. Raises ``TypeError`` if
+    the output is not made of tensors, and ``ValueError`` if it does not have one row per sample. Both errors
+    name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # a second size excludes an accidental match
+    for size in (samples, samples + 1):  # the second size rules out a coincidence
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 
@@ -420,7 +421,7 @@ def _without_numbers(samples: int, dim: int, tensor: Tensor) -> Tensor:
 
 
 def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> list[int]:
-    """Return the operations of each layer, or an empty list if a layer could not run."""
+    """Return the number of operations of each layer, or an empty list if a layer could not run."""
     counts: list[int] = []
     skips: dict[str, Tensor | None] = {}
     culprit: str | None = None
@@ -432,7 +433,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # The layer does not support meta tensors or copies, or it fails, which the run reports.
+            # The layer does not support meta tensors or copying, or it fails, which the run will report.
             except Exception:
                 return []
             counts.append(operations.count)
@@ -453,7 +454,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
 
 
 def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
-    """Return the first leaf that cannot be joined with those of other micro-batches."""
+    """Return the first leaf that could not be joined with those of the other micro-batches."""
     for path, leaf in leaves(value, "the output"):
         if leaf is None:
             continue
@@ -463,9 +464,9 @@ def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
 
 
 def _meta_copy(layer: nn.Module) -> nn.Module:
-    """Return a copy of a layer whose parameters and buffers have shapes and no values.
+    """Return a copy of a layer whose parameters and buffers have shapes but no values.
 
-    The layer itself may be in use on other threads, so it is not changed even for a moment.
+    Other threads may be using the layer itself, so it is never changed, not even temporarily.
     """
     memo: dict[int, Any] = {id(tensor): tensor.to("meta") for tensor in layer.buffers()}
     memo |= {

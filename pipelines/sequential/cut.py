@@ -1,6 +1,6 @@
-"""Choice of the parts of a module and the number of micro-batches.
+"""Choice of a module's parts and of the number of micro-batches.
 
-It happens with the first batch, unless the user sets them.
+The choice is made with the first batch, unless the user has made it.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
 from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
 
 CHUNKS = 8
-"""Largest number of micro-batches per batch, unless the user sets it."""
+"""Maximum number of micro-batches per batch, unless the user sets it."""
 
 PAYS = 50e6
-"""Floating-point operations that justify a micro-batch per part: about a millisecond on one core, several
-times the cost of passing a micro-batch on. Operations are counted, not timed, so that every run uses the same
-number of micro-batches."""
+"""Floating-point operations per part that justify another micro-batch. They take about a millisecond on one
+core, several times the cost of passing a micro-batch on. They are counted, not timed, so every run uses the
+same number of micro-batches."""
 
 ADDS = 512
-"""Minimum number of forward operations per parameter and micro-batch if there is a backward pass. Each
-micro-batch adds once to every gradient in memory, which should take little time compared with its operations.
-A linear layer reaches this number with 256 samples. Operations are counted for the reason given above."""
+"""Minimum number of forward operations per parameter and micro-batch, if there is a backward pass. Each
+micro-batch adds to every gradient in memory once, which should take little time compared with its operations.
+A linear layer reaches this number with 256 samples. As above, operations are counted, not timed."""
 
 PASSING = {"process": 100e-6, "thread": 50e-6}
-"""Overhead of a batch per part in seconds. The program at both ends has twice this overhead."""
+"""Overhead per batch and part, in seconds. The program, at both ends of the pipe, has twice this overhead."""
 
 
 class Cut:
-    """Parts of a module, safe for use by several threads.
+    """Choice of a module's parts, which several threads can share.
 
-    ``counts`` is the number of layers in each part, or the number of parts. If it is a number, the parts are
-    first equal in size. The first batch then decides the cut that makes the slowest part as fast as possible.
+    ``counts`` is the number of layers in each part, or the number of parts. If it is the number of parts, the
+    parts first have equal numbers of layers. The first batch then determines the cut that makes the slowest
+    part as fast as possible.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Cut:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
-        self._verify = verify  # called with the first micro-batch
+        self._verify = verify  # is called with the first micro-batch
         self._free = isinstance(counts, int) and _on_cpu(module, devices)
         self._open = self._free and 1 < cast("int", counts) < len(module)
         self._seen = self._counted = False
-        self._work: list[float] | None = None  # operations per sample of each layer, where they are known
+        self._work: list[float] | None = None  # operations per sample of each layer, if known
         self._divide(evenly(len(module), counts) if isinstance(counts, int) else counts)
 
     def _divide(self, counts: Sequence[int]) -> None:
@@ -74,11 +75,11 @@ class Cut:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts with the current layers. Raises ``ValueError`` if layers were added or removed."""
+        """The parts with the current layers; raises ``ValueError`` if layers were added or removed."""
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
-                f"Sequential: the module must have {len(self._layers)} layers as when it was cut into parts, "
+                f"Sequential: the module must have {len(self._layers)} layers, as it had when it was cut, "
                 f"got {len(layers)}; create another pipe"
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
@@ -90,14 +91,14 @@ class Cut:
 
     @property
     def counts(self) -> int | list[int]:
-        """The number of layers in each part, or the number of parts while the cut is not decided."""
+        """The number of layers in each part; before the cut is decided, the number of parts."""
         return len(self._parts) if self._open else [len(part.module) for part in self._parts]
 
     def pieces(self, value: Any, whole: bool = False, back: bool = False) -> list[Any]:
-        """Split a batch into micro-batches and check the first batch.
+        """Split a batch into micro-batches, and check the first batch.
 
-        ``back``: a backward pass follows. ``whole``: do not split the batch. Raises as ``split`` and
-        ``check_shapes`` do.
+        ``back`` means that a backward pass follows, and ``whole`` that the batch must not be split. Raises
+        the same errors as ``split`` and ``check_shapes``.
         """
         samples = self.samples(value)
         with self._lock:
@@ -115,11 +116,11 @@ class Cut:
         return batch_size(value, dim=self.dim)
 
     def joined(self, values: list[Any], sizes: list[int], batch: str) -> Any:
-        """Combine the outputs of the micro-batches of a batch."""
+        """Combine the outputs of a batch's micro-batches."""
         return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
-        """Split a batch for a training, whose outputs need not be joinable."""
+        """Split a batch for training; its outputs need not be joinable."""
         with self._lock:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
@@ -127,20 +128,20 @@ class Cut:
         return split(value, self._chunks(batch_size(value), back=True))
 
     def halvable(self) -> bool:
-        """Return whether a training should use :meth:`halves`.
+        """Return True if training should use :meth:`halves`.
 
-        The halves would double the network traffic between hosts. They are impossible where layers share a
-        parameter, because two parts would own it.
+        Between hosts, the halves would double the network traffic. If layers share a parameter, they are not
+        possible, because two parts would own the parameter.
         """
         owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
         enough = len(self._layers) >= 2 * len(self.parts) > 2
         return self._free and enough and not self.on.hosts and len(set(owned)) == len(owned)
 
     def halves(self, value: Any = None) -> list[Part]:
-        """Return twice as many parts, whose operations for the batch ``value`` are as even as possible.
+        """Return twice as many parts, each with as equal a share of the operations for ``value`` as possible.
 
-        Time is not measured: a training must draw the same random numbers in every run, and these depend on
-        the parts.
+        Time is not measured, because training must draw the same random numbers in every run, and these
+        depend on the parts.
         """
         with self._lock:
             if value is not None:
@@ -156,7 +157,7 @@ class Cut:
         if self._seen or self._counted:
             return
         self._counted = True
-        with contextlib.suppress(TypeError, ValueError):  # a training does not join its outputs
+        with contextlib.suppress(TypeError, ValueError):  # training does not join its outputs
             self._work = check_shapes(self.module, split(value, CHUNKS)[0])
 
     def _verified(self, sample: Any) -> None:
@@ -174,13 +175,13 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # Waiting would cost more than adding gradients if a part had fewer than two micro-batches.
+        # Fewer than two micro-batches per part would cost more time in waiting than adding gradients takes.
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
-        """Choose the best cut with the first micro-batch; later calls do nothing.
+        """Measure the first micro-batch to choose the best cut; later calls do nothing.
 
-        It warns if the pipe will not be faster than the plain module.
+        Warn if the pipe will not be faster than the plain module.
         """
         with self._lock:
             if not self._open or not self.samples(piece):
@@ -191,7 +192,7 @@ class Cut:
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
-            except Exception:  # a layer cannot be copied, or fails: the run reports it
+            except Exception:  # a layer cannot be copied, or fails; the run will report it
                 return
             counts = balancing.best_split(costs, number)
             if counts != [len(part.module) for part in self.parts]:
@@ -202,7 +203,7 @@ class Cut:
             slowest = max(sum(costs[begin:end]) for begin, end in pairwise(ends))
             cores = len(os.sched_getaffinity(0))
             passing = PASSING[self.on.name]
-            # seconds on all cores together
+            # duration if the work were spread evenly over all cores
             busy = sum(costs) * min(threads, cores) + (number + 2) * passing
             expected = max(slowest + passing, busy / cores)
             if expected >= plain:
@@ -222,7 +223,7 @@ class Cut:
 
 
 def _on_cpu(module: nn.Module, devices: Sequence[torch.device] | None) -> bool:
-    """Return whether a clock in this thread measures the computation, which is true only for CPU tensors."""
+    """Return True if all tensors are on the CPU, so that this thread's CPU time measures the computation."""
     tensors = [*module.parameters(), *module.buffers()]
     return all(one.type == "cpu" for one in devices or ()) and all(
         tensor.device.type == "cpu" for tensor in tensors

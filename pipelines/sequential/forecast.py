@@ -1,6 +1,6 @@
 """Forecast of the best schedule for a model.
 
-It measures the layers and simulates every schedule with these times.
+It measures the layers' times and simulates every schedule with them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Forecast:
         parts: Number of layers in each part.
         workers: Number of workers.
         chunks: Number of micro-batches.
-        seconds: Duration of a step in seconds.
-        alone: Duration of a step with one worker in seconds.
-        bubble: Share of the time that workers wait, from 0 to 1.
-        held: Peak of a worker's activations in bytes.
+        seconds: Duration of a step, in seconds.
+        alone: Duration of a step with a single worker, in seconds.
+        bubble: Share of the time for which workers are idle, from 0 to 1.
+        held: Peak size of a worker's activations, in bytes.
     """
 
     schedule: Schedule
@@ -53,7 +53,7 @@ class Forecast:
     held: float
 
     def __str__(self) -> str:
-        """Return the forecast as a line of a table."""
+        """Return the forecast as a table row."""
         return (
             f"{self.schedule:11} parts={self.parts}: {self.seconds * 1e3:.3g} ms a step, "
             f"{self.alone / self.seconds:.2f} times as fast as one worker, which waits {self.bubble:.0%} and "
@@ -69,9 +69,9 @@ def forecasts(
     on: Literal["thread", "process"] = "thread",
     chunks: int = CHUNKS,
 ) -> list[Forecast]:
-    """Predict the performance of each schedule for which a module has enough layers.
+    """Predict the performance of each schedule for which the module has enough layers.
 
-    The measurement runs copies of the layers forward and backward. It takes as long as a few training steps.
+    The measurement runs copies of the layers forward and backward, and takes as long as a few training steps.
 
     Args:
         module: An ``nn.Sequential`` or a list of layers.
@@ -81,7 +81,7 @@ def forecasts(
         chunks: Number of micro-batches in a step.
 
     Returns:
-        The forecasts, the fastest first.
+        The forecasts, fastest first.
 
     Raises:
         ValueError: ``workers`` is larger than the number of layers, or the sample cannot be split.

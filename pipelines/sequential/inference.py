@@ -3,14 +3,14 @@
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors────────^
 
-Each item is a :class:`Micro`. A ``map`` keeps no state between items, so the supervisor can replace a killed
-part and repeat its micro-batch. The run begins with the first batch and lasts until :meth:`Inference.close`.
-A thread that waits for its batch reads the outputs of all batches until its own is complete. The stage
-``results`` lends its port for that and handles failures.
+Each item is a :class:`Micro`. Each part is a ``map``, which keeps no state between items, so the supervisor
+can replace a killed part and repeat its micro-batch. The run starts with the first batch and lasts until
+:meth:`Inference.close`. A thread that is waiting for its batch reads the outputs of all batches until its own
+is complete. The stage ``results`` lends its port to such threads, and handles failures.
 
 A call splits its batch into micro-batches to keep all parts busy; a stream sends whole batches. A stream has
-at most ``2 * parts + 2`` batches in flight before it requests another. That bounds memory, and it is enough
-for every part to have work while the program handles one batch and prepares the next.
+at most ``2 * parts + 2`` batches in flight before it requests another. This limits memory use, and it is
+enough to give every part work while the program handles one batch and prepares the next.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from flowchan.transport.interrupts import append_result
 
 @dataclass
 class PartWorker:
-    """Worker function of one part, created once per worker. In a process it is the only user of the part.
+    """Worker function of one part, created once per worker. In a process, nothing else uses the part.
 
-    This is a dataclass, because a generated ``__init__`` has no file: a picture then shows the line of the
-    user's code that created the pipe.
+    This is a dataclass, because its generated ``__init__`` has no source file. A picture therefore shows the
+    line of the user's code that created the pipe.
     """
 
     part: Part
     processes: int
     """Number of processes with parts; 0 for threads."""
     hosts: int
-    """Number of other hosts on which these processes run."""
+    """Number of other hosts on which the processes run."""
 
     def __post_init__(self) -> None:
-        torch.set_grad_enabled(False)  # affects this thread only, which is the worker's own
+        torch.set_grad_enabled(False)  # applies to this thread only, which is the worker's
         self.only_reads = only_reads(self.part)
-        # such a part does not need the steps that run_part adds
+        # such a part needs none of run_part's additional steps
         self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
@@ -90,8 +90,8 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "Sequential: a layer changed its buffers on another host, and the program does not "
-                "see that; call eval() on the pipe, or use on='process'"
+                "Sequential: a layer changed its buffers on another host, which the program cannot "
+                "see; call eval() on the pipe, or use on='process'"
             )
 
 
@@ -99,8 +99,8 @@ class PartWorker:
 class Batch:
     """A batch in flight.
 
-    ``sizes`` are the sample counts of its micro-batches. ``values`` are their outputs, except for the
-    ``missing`` ones.
+    ``sizes`` are the sample counts of its micro-batches. ``values`` are their outputs, except for the numbers
+    in ``missing``.
     """
 
     run: InferenceRun
@@ -108,14 +108,14 @@ class Batch:
     values: list[Any]
     missing: set[int]
     outcome: Channel[list[Any] | BaseException] = field(default_factory=lambda: Channel(1))
-    """Receives once all values, or the exception that ended the batch. Ctrl-C in a waiting thread may leave a
-    ``concurrent.futures.Future`` locked, which would block the thread that sets it."""
+    """Receives one item: all values, or the exception that ended the batch. Ctrl-C in a waiting thread could
+    leave a ``concurrent.futures.Future`` locked, and then the thread that sets it would block."""
 
 
 class InferenceRun(PipelineRun):
-    """One run of the parts, each of them a ``map``, with the batches in flight by number.
+    """One run of the parts, each of them a ``map``, with the batches in flight keyed by number.
 
-    Ctrl-C may interrupt the recording of a result, which is then repeated from the start.
+    If Ctrl-C interrupts the recording of a result, the recording is repeated from the beginning.
     """
 
     def __init__(self, name: str, cut: Cut, capacity: int, events: deque[TimelineEvent]) -> None:
@@ -145,7 +145,7 @@ class InferenceRun(PipelineRun):
         self.start([self._input])
 
     def watched(self) -> Sequence[In[Any]]:
-        """Return the error ports, which the last stage reads during the whole run."""
+        """Return the error ports, which the last stage reads for the whole run."""
         return self.ports[1:]
 
     def receive(self, port: Any, item: Any) -> None:
@@ -156,7 +156,7 @@ class InferenceRun(PipelineRun):
             self._record_failure(item)
 
     def _record_output(self, item: Sent) -> None:
-        """Record a finished micro-batch, unless its stream was abandoned."""
+        """Record a finished micro-batch, unless its stream has been abandoned."""
         micro = received(item)
         self._record_times(micro)
         batch = self.out.get(micro.batch)
@@ -168,10 +168,10 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _record_failure(self, failed: Failed[Any]) -> None:
-        """Record that a part failed on a micro-batch, or that its process died on it too often."""
+        """Record that a part failed on a micro-batch, or that its process died too often on it."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
-        part = self.parts[len(micro.events)]  # each finished part has added its times
+        part = self.parts[len(micro.events)]  # each finished part has appended its times
         self._end_batch(micro.batch, part_error(part, repr(micro), failed.error))
 
     def _record_times(self, micro: Micro) -> None:
@@ -194,25 +194,25 @@ class InferenceRun(PipelineRun):
         """End all batches in flight."""
         self.end_batches(self.error)
 
-    # --- called by the threads that submit batches ---
+    # --- methods for the threads that submit batches ---
 
     def put(self, item: Sent) -> None:
-        """Send a micro-batch, and read outputs while the channel is full."""
+        """Send a micro-batch; while the channel is full, read outputs."""
         try:
             self.inputs[0].put_nowait(item)
         except Full:
             self._take_in([], [(self.inputs[0], item)])
 
     def outcome(self, batch: Batch) -> list[Any] | BaseException:
-        """Wait for the outputs or the failure of a batch."""
+        """Wait for a batch, and return its outputs or its exception."""
         try:
             found: list[Any] | BaseException = self._take_in([batch.outcome], [])
-        except (Closed, Broken, ValueError):  # the run is over, and the watcher ends all batches
+        except (Closed, Broken, ValueError):  # the run has ended, and its watcher ends all batches
             found = batch.outcome.get()
         return found
 
     def _take_in(self, gets: list[Any], puts: list[Any]) -> Any:
-        """Read outputs of all batches until one of the other operations succeeds, and return its item."""
+        """Read outputs of all batches until another of the operations succeeds, and return its item."""
         if not self.ports and self.opened.wait() and not self.ports:
             raise Closed("the run of the pipe has ended")
         operations = [self.ports[0], *gets], puts, None
@@ -225,7 +225,7 @@ class InferenceRun(PipelineRun):
                     return item
                 self._record_output(item)
                 results.clear()
-        except ItemFailed as failed:  # an unpicklable output belongs to an unknown batch
+        except ItemFailed as failed:  # an output that cannot be unpickled; its batch is unknown
             self.end_batches(failed.__cause__ or failed)
             self.run.abort()
             self.over.wait()
@@ -236,27 +236,27 @@ class InferenceRun(PipelineRun):
                     self._record_output(item)
 
     def fail(self, number: int) -> None:
-        """End a batch that was sent at the end of the run, unless the watcher has ended it already."""
+        """End a batch that was sent while the run was ending, unless the watcher has already ended it."""
         if self.started:
             self.over.wait()
         self._end_batch(number, self.error)
 
 
 class Inference:
-    """The inference graph of some parts, its current run, and the batches in flight."""
+    """Inference graph of a pipe's parts, its current run, and the batches in flight."""
 
     def __init__(self, cut: Cut, name: str, numbers: Iterator[int], events: deque[TimelineEvent]) -> None:
         self.cut, self.name = cut, name
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
-        self._lock = threading.Lock()  # protects the start, the end and the input of runs
-        self._seen: object = None  # state of the module in the processes
+        self._lock = threading.Lock()  # protects the starting, ending and input of runs
+        self._seen: object = None  # state of the module that the processes have
         self._closed = False
         self.run = self._declared()
 
     def _declared(self) -> InferenceRun:
-        """Create a run of the current parts without starting it."""
-        # room for all batches of one stream or call, so that neither the program nor a part waits for room
+        """Create a run of the current parts, but do not start it."""
+        # Room for all batches of one stream or call, so that neither the program nor a part waits for room.
         capacity = max(self._most, 2 * (self.cut.chunks or CHUNKS))
         return InferenceRun(self.name, self.cut, capacity, self.events)
 
@@ -268,7 +268,7 @@ class Inference:
     # --- batches ---
 
     def call(self, value: Any) -> Any:
-        """Compute the output of a batch that is split into micro-batches."""
+        """Split a batch into micro-batches, and compute its output."""
         number, batch = self._send(value, fresh=True, whole=False)
         try:
             return _outcome(self.cut, number, batch)
@@ -276,7 +276,7 @@ class Inference:
             batch.run.out.pop(number, None)
 
     def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
-        """Compute the output of each batch, in order. The stream keeps ``keep`` alive."""
+        """Compute the output of each batch, in order. The returned iterator keeps ``keep`` alive."""
         self._raise_if_closed()
         return self._streamed(iter(batches), keep)
 
@@ -289,7 +289,7 @@ class Inference:
                     out.append(self._send(next(batches), fresh=not out, whole=True))
                 except StopIteration:
                     break
-                except Exception as error:  # raised later, after the outputs of earlier batches
+                except Exception as error:  # raised later, after the outputs of the earlier batches
                     ended_by = error
                     break
                 while len(out) >= self._most:
@@ -304,9 +304,9 @@ class Inference:
                 batch.run.out.pop(number, None)
 
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
-        """Send a batch, ``whole`` or in micro-batches, and register it.
+        """Send a batch, either ``whole`` or in micro-batches, and register it.
 
-        ``fresh``: the stream has no batch in flight, so the processes may receive a new state.
+        ``fresh`` means that the stream has no batch in flight, so the processes may get a new state.
         """
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
@@ -332,16 +332,16 @@ class Inference:
     # --- the run ---
 
     def _started(self, fresh: bool) -> InferenceRun:
-        """Return the run, or a new one if none runs or the processes have an outdated state."""
+        """Return the current run, or start a new one if it has ended or its processes are out of date."""
         run = self.run
         stale = run.parts is not self.cut.parts or (run.started and not run.alive)
-        if stale:  # the cut has changed, or the run failed
+        if stale:  # the cut has changed, or the run has failed
             run.end()
         if self.cut.on.own_process and (stale or fresh or not run.started):
             share(part.module for part in self.cut.parts if not part.remote)
             now = state_of(self.cut.parts, copied=True), [modes for modes, _ in modes_of(self.cut.parts)]
             if run.alive and now != self._seen:
-                run.end()  # finishes the batches in flight first
+                run.end()  # first finishes the batches in flight
                 stale = True
             self._seen = now
         if stale:
@@ -355,7 +355,7 @@ class Inference:
             raise Closed(f"the pipe {self.graph.name!r} is closed; create another one")
 
     def close(self) -> None:
-        """End the run. Batches in flight raise ``Closed``."""
+        """End the run; callers that are waiting for a batch get ``Closed``."""
         with self._lock:
             self._closed = True
             busy = bool(self.run.out)
@@ -363,9 +363,9 @@ class Inference:
             self.run.end(at_once=busy)
 
     def forget(self) -> None:
-        """End the run without waiting and without a lock.
+        """End the run without waiting and without taking a lock.
 
-        The garbage collector may call this anywhere.
+        The garbage collector may call this at any point in the program.
         """
         self.run.close()
 

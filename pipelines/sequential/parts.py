@@ -1,7 +1,4 @@
-"""Parts of an ``nn.Sequential``: consecutive layers that keep their names.
-
-So they also keep the keys of ``state_dict``.
-"""
+"""Parts of an ``nn.Sequential``: consecutive layers, which keep their names in ``state_dict``."""
 
 from __future__ import annotations
 
@@ -22,15 +19,16 @@ from flowchan.pipelines.sequential.skip import Skips, skip_store
 from flowchan.pipelines.sequential.tensor_trees import Inputs, mapped
 
 MOST_DRAWN = 6
-"""Maximum number of lines for the layers of a part in a picture."""
+"""Maximum number of lines for the layers of one part in a picture."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Consecutive layers of a module.
 
-    ``number`` counts the parts from 0. ``device`` is the device on which the layers compute; ``None``: where
-    they are. ``remote``: the part runs on another host with copies of the tensors.
+    ``number`` is the part's number, from 0. ``device`` is the device on which the layers compute; if it is
+    ``None``, they compute where their parameters are. ``remote`` is true if the part runs on another host,
+    with copies of the tensors.
     """
 
     number: int
@@ -40,12 +38,12 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Name of the stage: ``part 0``."""
+        """Name of the stage, such as ``part 0``."""
         return f"part {self.number}"
 
     @property
     def drawn(self) -> str:
-        """Text for pictures: the layers and the number of parameters."""
+        """Label for pictures: the layers and the number of parameters."""
         kinds = [f"{name}: {type(layer).__name__}" for name, layer in self.module._modules.items()]
         if len(kinds) > MOST_DRAWN:
             kinds[MOST_DRAWN - 2 : -1] = [f"… {len(kinds) - MOST_DRAWN + 1} more …"]
@@ -67,7 +65,7 @@ Casting = tuple[tuple[str, torch.dtype, bool], ...]
 
 
 def current_casting() -> Casting:
-    """Return the state of ``torch.autocast`` in this thread."""
+    """Return the current state of ``torch.autocast`` in this thread."""
     keeps = torch.is_autocast_cache_enabled()
     return tuple(
         (name, torch.get_autocast_dtype(name), keeps)
@@ -78,7 +76,7 @@ def current_casting() -> Casting:
 
 @contextlib.contextmanager
 def cast_as(casting: Casting) -> Iterator[None]:
-    """Enter ``torch.autocast`` for each device."""
+    """Enter ``torch.autocast`` for each device type."""
     with contextlib.ExitStack() as stack:
         for device, kind, keeps in casting:
             stack.enter_context(torch.autocast(device, dtype=kind, cache_enabled=keeps))
@@ -86,10 +84,10 @@ def cast_as(casting: Casting) -> Iterator[None]:
 
 
 def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[Any, Skips]:
-    """Run a part and return its output and the skips for later parts.
+    """Run a part, and return its output and the skips for later parts.
 
-    ``keep``: do not change the input, which other readers may share. An input from another process belongs to
-    this part alone.
+    ``keep`` means that the input must not be changed, because it may have other readers. An input from
+    another process belongs to this part alone.
     """
     if part.device is not None:
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
@@ -100,7 +98,7 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
 
 
 def called(module: nn.Sequential, value: Any) -> Any:
-    """Call the layers in order; the first may take several arguments."""
+    """Call the layers in order. Only the first layer may take several arguments."""
     if type(value) is not Inputs:
         return module(value)
     first, *others = module
@@ -111,10 +109,10 @@ def called(module: nn.Sequential, value: Any) -> Any:
 
 
 def may_write(module: nn.Module) -> bool:
-    """Return whether the module may change its input in place.
+    """Return True if the module may change its input in place.
 
-    A torch layer with parameters and without hooks does not, and the layers after it work in new memory. Any
-    other layer counts as one that may.
+    A torch layer that has parameters and no hooks does not, and its output is new memory, which later layers
+    may change. Every other layer is assumed to change its input.
     """
     while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:
         module = module[0]
@@ -125,9 +123,9 @@ def may_write(module: nn.Module) -> bool:
 
 
 def is_plain_torch(module: nn.Module) -> bool:
-    """Return whether the module consists of torch layers without hooks.
+    """Return True if the module consists only of torch layers without hooks.
 
-    Then nothing in it stashes or pops.
+    Such a module contains no ``Stash`` or ``Pop``.
     """
     return not any(
         layer._forward_hooks
@@ -147,12 +145,12 @@ def divided(
 
     The parts hold the module's own layers, not copies.
     """
-    layers = list(module._modules.items())  # named_children() would skip a layer that occurs twice
+    layers = list(module._modules.items())  # named_children() would skip the second occurrence of a layer
     ends = list(accumulate(counts, initial=0))
     parts = []
     for number, (start, end) in enumerate(pairwise(ends)):
         inner = nn.Sequential(OrderedDict(layers[start:end]))
-        inner.training = module.training  # a new container starts in training mode
+        inner.training = module.training  # a new container is in training mode
         parts.append(Part(number, inner, devices[number] if devices is not None else None, remote))
     return parts
 
@@ -160,9 +158,9 @@ def divided(
 def compute_threads(processes: int, forked: bool | None = None) -> int:
     """Return the number of compute threads for each of several processes.
 
-    Together the processes use each core once.
+    Together, the processes use each core once.
 
-    OpenMP threads do not survive a fork. A process that was ``forked`` after torch was loaded therefore
+    OpenMP threads do not survive a fork. A process that was ``forked`` after torch had been loaded therefore
     computes with one thread.
     """
     forked = forks() if forked is None else forked
@@ -170,24 +168,24 @@ def compute_threads(processes: int, forked: bool | None = None) -> int:
 
 
 def take_cores(number: int, processes: int, hosts: int = 0) -> None:
-    """Give this process its share of the cores, if there is at least one core for each of ``processes``.
+    """Pin this process to its share of the cores, if there is at least one core for each of ``processes``.
 
     Parts wake each other for each micro-batch, and the scheduler tends to place the woken process on the core
-    of its waker. Without pinning, two parts were seen to share one core for seconds while another core was
-    idle. With ``hosts``, the processes are assigned to the hosts in turn. An agent has not loaded torch, so
-    the fork does not limit the threads there.
+    of its waker. Without pinning, two parts sometimes shared one core for seconds while another core was
+    idle. With ``hosts``, processes are assigned to the hosts in round-robin order. An agent has not loaded
+    torch, so its forked processes can use several threads.
     """
     if hosts:
         number, processes = number // hosts, len(range(number % hosts, processes, hosts))
     torch.set_num_threads(compute_threads(processes, forked=False if hosts else None))
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= processes:
-        # some containers refuse it; the system then places the parts
+        # some containers forbid this; the operating system then places the processes
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores[number::processes])
 
 
 def forks() -> bool:
-    """Return whether processes are started by a fork, without fixing the start method for the program."""
+    """Return True if processes are started by fork; do not fix the program's start method."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"

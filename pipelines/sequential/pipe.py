@@ -48,17 +48,17 @@ from flowchan.pipelines.sequential.training import Training, TrainingOptions
 
 
 class Sequential(nn.Module):
-    """A module in parts that work on different micro-batches at the same time.
+    """Module whose parts work on different micro-batches at the same time.
 
     It replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
     returns the output of ``module(x)``. Gradients flow back through the parts. Workers start with the first
-    batch. They run until :meth:`close`, the end of a ``with`` block, or the garbage collection of the pipe.
+    batch. They run until :meth:`close` is called, a ``with`` block is left, or the pipe is garbage-collected.
     Several threads may use one pipe. If a pipe cannot be faster than its module, it warns once.
 
     Args:
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
-        parts: The number of parts, the layer count of each, or the names of the layers that begin parts 1, 2,
-            ….
+        parts: The number of parts, the number of layers in each part, or the names of the layers with which
+            parts 1, 2, … begin.
         **options: Keyword options of the pipe:
             on (str or pool): ``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool
                 (with synchronised copies).
@@ -135,8 +135,8 @@ class Sequential(nn.Module):
             counts = balancing.best_split(costs, number)
         self.on, self.chunks = settings.on, settings.chunks
         self._recompute, self._deferred = settings.recompute, settings.deferred_batch_norm
-        # The pipe holds the module's own layers under their names. To register the module too would change
-        # the keys.
+        # The pipe holds the module's own layers under their own names. If the module itself were registered
+        # too, the keys of state_dict would change.
         module = layers if traced is None else traced.module
         vars(self).update(module=module, _layers=layers, _traced=traced)
         for own in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -155,7 +155,7 @@ class Sequential(nn.Module):
         dim: int,
         join: Callable[[list[Any]], Any] | None,
     ) -> None:
-        """Create the attributes that copies of a pipe do not share."""
+        """Create the attributes that each copy of a pipe needs for itself."""
         name, numbers = type(self).__name__, itertools.count()
         self._events: deque[TimelineEvent] = deque(maxlen=REMEMBERED)
         on = placement_argument(name, self.on)
@@ -165,7 +165,8 @@ class Sequential(nn.Module):
         options = self._recompute, self._deferred
         self._graphs = Differentiable(self._cut, name, *options, numbers, self._events)
         self._training: Training | None = None
-        weakref.finalize(self, self._inference.forget)  # garbage collection of the pipe ends its workers
+        # the pipe's workers end when the pipe is garbage-collected
+        weakref.finalize(self, self._inference.forget)
         weakref.finalize(self, self._graphs.forget)
 
     @property
@@ -203,7 +204,7 @@ class Sequential(nn.Module):
         self._layers[index] = layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without workers and runs."""
+        """Return the state to copy or pickle, without workers and runs."""
         state = vars(self).copy()
         for name in ("_cut", "_inference", "_graphs", "_training", "_events"):
             del state[name]
@@ -222,7 +223,7 @@ class Sequential(nn.Module):
         """Compute the module's output for a batch.
 
         The batch is split into micro-batches along ``dim``, and their outputs are joined. The output requires
-        grad where the plain module's does.
+        grad if the plain module's output would.
 
         Args:
             inputs: Arguments of the first layer: tensors, or nested tuples, lists and dicts of tensors and
@@ -234,8 +235,8 @@ class Sequential(nn.Module):
 
         Raises:
             TypeError: The batch or the output contains something other than tensors and ``None``.
-            ValueError: The tensors have no common batch size.
-            RuntimeError: A training of this pipe is active.
+            ValueError: The tensors' batch sizes differ.
+            RuntimeError: Training on this pipe is active.
             StageError: A layer failed on a micro-batch.
 
         Example:
@@ -246,7 +247,7 @@ class Sequential(nn.Module):
             ...     pipe(torch.ones(16, 4)).shape
             torch.Size([16, 1])
         """
-        if torch.compiler.is_compiling():  # the compiler must not trace threads and processes
+        if torch.compiler.is_compiling():  # the compiler must not trace code that uses threads and processes
             return _uncompiled(self, *inputs, **named)
         return self._called(*inputs, **named)
 
@@ -279,26 +280,27 @@ class Sequential(nn.Module):
         )
 
     def _counts(self) -> bool:
-        """Return whether a layer updates running statistics in this call."""
+        """Return True if a layer updates running statistics in this call."""
         return self._deferred and any(
             layer.training and isinstance(layer, _BatchNorm) for layer in self.module.modules()
         )
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Compute the outputs of a series of batches, without gradients.
+        """Compute the outputs for a series of batches, without gradients.
 
-        Batches are not split: the parts work on different batches. The next batch is requested when there is
-        room. At most ``2 * parts + 3`` batches are in the pipe at a time.
+        Batches are not split: the parts work on different batches at the same time. The next batch is
+        requested when there is room for it. At most ``2 * parts + 3`` batches are in the pipe at a time.
 
         Args:
-            batches: Inputs of the module, one per batch. If the iterable raises, the exception follows the
-                outputs of earlier batches.
+            batches: Inputs of the module, one per batch. If the iterable raises, the exception is raised
+                after the
+                outputs of the earlier batches.
 
         Returns:
             An iterator over the outputs, in the order of the batches.
 
         Raises:
-            RuntimeError: A training of this pipe is active, or ``torch.autocast`` is on, which streams do not
+            RuntimeError: Training on this pipe is active, or ``torch.autocast`` is on, which streams do not
                 support.
             ValueError: A batch requires grad.
 
@@ -333,14 +335,15 @@ class Sequential(nn.Module):
         clip: float | None = None,
         autocast: torch.dtype | None = None,
     ) -> Training:
-        """Return a training of the module by whole steps, for a ``with`` block.
+        """Prepare step-by-step training of the module, to be used in a ``with`` block.
 
-        A step is faster than ``loss(pipe(x)).backward()``: backward passes begin before all forward passes
+        A step is faster than ``loss(pipe(x)).backward()``: backward passes start before all forward passes
         are done, and each part updates its own parameters. The loss must be a mean over the batch.
 
         Args:
             loss: Function of output and target that returns the mean over the batch, like torch's losses.
-            optimizer: Function of a list of parameters that returns an optimizer. ``None``: each step adds to
+            optimizer: Function that takes a list of parameters and returns an optimizer. ``None``: each step
+                adds to
                 ``grad`` of the module's parameters, for your own optimizer.
             schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
                 several, ``"zbv"`` or ``"dualpipev"`` with two. Or your own: text with one line per worker, or
@@ -348,16 +351,16 @@ class Sequential(nn.Module):
                 ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else ``"1f1b"``.
             workers: Number of workers; ``None``: the number that the schedule needs.
             recompute: Whether the backward pass recomputes activations; ``None``: as in the pipe.
-            clip: Largest norm of all gradients together; ``None``: no clipping.
+            clip: Maximum norm of all gradients together; ``None``: no clipping.
             autocast: Type for ``torch.autocast``, such as ``torch.bfloat16``; ``None``: no autocast.
 
         Returns:
-            A :class:`Training`, whose ``step(x, target)`` trains with one batch.
+            A :class:`Training`, whose ``step(x, target)`` trains on one batch.
 
         Raises:
             TypeError: An argument has a wrong type.
             ValueError: An argument has a wrong value, or the schedule cannot run.
-            RuntimeError: Another training of this pipe is active.
+            RuntimeError: Another training on this pipe is active.
 
         Example:
             >>> from functools import partial
@@ -374,11 +377,11 @@ class Sequential(nn.Module):
         """
         self._raise_if_training("leave its with block first")
         self._raise_for_changes()
-        refuse_sharded(self.module, "a training by steps", "compute the loss of pipe(x)")
+        refuse_sharded(self.module, "step-by-step training", "compute the loss yourself from pipe(x)")
         if self._cut.dim:
             raise ValueError(
-                f"Sequential: dim must be 0 for a training by steps, got dim={self._cut.dim}; "
-                "compute the loss of pipe(x)"
+                f"Sequential: dim must be 0 for step-by-step training, got dim={self._cut.dim}; "
+                "compute the loss yourself from pipe(x)"
             )
         again = self._recompute if recompute is None else recompute
         options = TrainingOptions(loss, optimizer, again, clip, autocast, self._deferred)
@@ -394,8 +397,8 @@ class Sequential(nn.Module):
         """Return the recorded forward and backward passes of all parts.
 
         Returns:
-            The last 100,000 events; each batch counts as a step. After a training they include the last ten
-            training steps, which are numbered from 0 as well.
+            The last 100,000 events; each batch counts as a step. After training, they include the last ten
+            training steps, which are also numbered from 0.
 
         Example:
             >>> import torch
@@ -410,10 +413,10 @@ class Sequential(nn.Module):
 
     def _raise_if_training(self, remedy: str) -> None:
         if self._training is not None and self._training.active:
-            raise RuntimeError(f"Sequential: a training of this pipe is active; {remedy}")
+            raise RuntimeError(f"Sequential: training on this pipe is active; {remedy}")
 
     def close(self) -> None:
-        """End the workers and wait for them.
+        """End the workers and wait until they have ended.
 
         Calls in progress raise ``Closed``. A second call has no effect.
 
@@ -442,10 +445,10 @@ class Sequential(nn.Module):
 
 
 _uncompiled = _disable_dynamo(Sequential._called)
-"""``torch.compile`` does not compile a pipe, not even within a compiled module."""
+"""``torch.compile`` does not compile a pipe, even inside a compiled module."""
 
 
 def _names(parts: Any) -> list[str]:
-    """Return the layer names in ``parts``, or an empty list if it holds numbers."""
+    """Return ``parts`` if it lists layer names; if it holds numbers, return an empty list."""
     named = isinstance(parts, (list, tuple)) and parts and all(isinstance(name, str) for name in parts)
     return list(parts) if named else []

@@ -1,4 +1,4 @@
-"""Define the options of :class:`Sequential`: their types, their defaults, and their entry in ``help``."""
+"""Define the options of :class:`Sequential`: their types, defaults and ``help`` entries."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Segments of a traced module: consecutive operations of its ``forward``.
+"""Segments of a traced module: consecutive operations from its ``forward``.
 
-They contain the module's own layers, parameters and buffers.
-
-Each segment passes on the values that later segments need: one value, or several as a tuple. A residual
-connection may therefore cross any number of borders. A segment is data, not generated code, so it can be
-copied and pickled like any layer.
+A segment uses the module's own layers, parameters and buffers. It passes on the values that later segments
+need: a single value, or several values as a tuple. A residual connection may therefore cross any number of
+borders between segments. A segment is data, not generated code, so it can be copied and pickled like any
+layer.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ RANDOM = (
     "exponential", "cauchy", "geometric", "fractional_max_pool", "scaled_dot_product_attention",
     "multi_head_attention",
 )  # fmt: skip
-"""Parts of the names of torch functions that may draw random numbers."""
+"""Substrings in the names of torch functions that may draw random numbers."""
 
 
 class Name(str):
-    """Placeholder in arguments for a value that an earlier operation computed."""
+    """Placeholder, in arguments, for a value that an earlier operation computed."""
 
     __slots__ = ()
 
@@ -34,8 +33,8 @@ class Operation:
     """One operation of a segment.
 
     ``name`` is the name of its result. ``over`` names the values that no later operation needs. ``target`` is
-    a function, or the name of a method or a layer. To read an attribute, it is a pair: the name of the owner
-    and the attribute.
+    a function, or the name of a method or a layer. For ``get_attr``, it is a pair: the owner's name and the
+    name of the attribute.
     """
 
     kind: Literal["call_function", "call_method", "call_module", "get_attr"]
@@ -47,7 +46,7 @@ class Operation:
 
 
 class Owned(nn.Module):
-    """Parameters and buffers of ``owner`` that operations of a segment use directly."""
+    """Parameters and buffers of ``owner`` that a segment's operations use directly."""
 
     draws = False
 
@@ -56,15 +55,15 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # shares the dict, so that buffers replaced by owner.double() are replaced in it as well
+            else:  # share the dict, so that buffers which owner.double() replaces are also replaced here
                 self._buffers = owner._buffers
 
 
 class Segment(nn.Module):
-    """Consecutive operations as a layer.
+    """Layer that runs consecutive operations.
 
-    ``takes`` names its inputs. ``gives`` is the structure of its output, with names in place of values. The
-    first segment takes the arguments of the module.
+    ``takes`` lists the names of its inputs. ``gives`` is the structure of its output, with names in place of
+    values. The inputs of the first segment are the arguments of the module.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Segment(nn.Module):
         unknown = [name for name in named if name not in self.takes[len(args) :]]
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(
-                f"Sequential: a traced module takes exactly the arguments {', '.join(self.takes)}; pass "
+                f"Sequential: a traced module must get exactly the arguments {', '.join(self.takes)}; pass "
                 "these, or use a module whose forward has no other arguments"
             )
         return {**dict(zip(self.takes, args, strict=False)), **named}
@@ -115,12 +114,12 @@ class Segment(nn.Module):
         return one.target(*args, **named)
 
     def extra_repr(self) -> str:
-        """Return the number of operations."""
+        """Return the number of operations, for the module's ``repr``."""
         return f"{len(self.operations)} operations"
 
 
 def filled(value: Any, values: dict[str, Any]) -> Any:
-    """Replace each name in a structure by its value."""
+    """Replace each name in a structure with its value."""
     kind = type(value)
     if kind is Name:
         return values[value]
@@ -134,8 +133,8 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _draws(one: Operation) -> bool:
-    """Return whether an operation may draw random numbers, which holds for every function outside torch."""
-    if one.kind in ("get_attr", "call_module"):  # layers are checked themselves
+    """Return True if an operation may draw random numbers; any function from outside torch may."""
+    if one.kind in ("get_attr", "call_module"):  # layers are checked separately
         return False
     name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
     module = "torch" if isinstance(one.target, str) else getattr(one.target, "__module__", None) or "torch"

@@ -2,13 +2,13 @@
 
 The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
 gradients all change the program's tensors, and the processes must compute with the current values. Therefore
-the memory of the tensors moves once, in place, into a memfd that the process of each part maps. The tensors
-stay the same objects, and others that share their memory move with them. Changes are visible at once without
-any copy, and each value exists once. Writes of a layer into its buffers in a process are visible in the
-program too.
+the memory of the tensors is moved once, in place, into a memfd that each part's process maps. The tensors
+stay the same objects, and any other tensors that share their memory move along. A change is immediately
+visible on both sides without copying, and each value is stored once. When a layer in a process writes to its
+buffers, the program sees the change too.
 
-Another process opens the memory through ``/proc`` while this process lives. The kernel frees the memory after
-the last process that maps it has ended in any way.
+Another process opens the memory through ``/proc`` while this process is alive. The kernel frees the memory
+when the last process that maps it has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 ALIGNED = 64
-"""Alignment of tensors in bytes, equal to that of torch."""
+"""Alignment of tensors in bytes, the same as torch's."""
 
 _blocks: dict[int, tuple[int, int, str]] = {}
-"""Memory blocks of this process by first address: size in bytes, descriptor, and a unique name."""
+"""This process's memory blocks by first address: size in bytes, descriptor, and a unique name."""
 _mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
 """Mappings of another process's blocks, by name."""
 _numbers = itertools.count()
@@ -48,7 +48,7 @@ def state_tensors(module: nn.Module) -> Iterator[Tensor]:
 def share(modules: Iterable[nn.Module]) -> None:
     """Move parameters and buffers into shared memory.
 
-    Tensors that are already shared, that are on a device, or that are not plain tensors stay where they are.
+    A tensor is not moved if it is already shared, is on a device, or is not a plain tensor.
     """
     found: dict[int, list[Tensor]] = {}
     for module in modules:
@@ -73,13 +73,14 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and tensor.numel() > 0
         and not tensor.is_inference()
-        and not tensor.untyped_storage().is_shared()  # torch itself shares it with other processes
+        # torch itself may share such memory with other processes
+        and not tensor.untyped_storage().is_shared()
     )
 
 
 def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
     place.copy_(storage)
-    if hasattr(storage, "_swap_data_ptr_"):  # moves everything that shares the memory
+    if hasattr(storage, "_swap_data_ptr_"):  # also moves all other tensors that share the memory
         storage._swap_data_ptr_(place)
         return
     for tensor in tensors:
@@ -106,14 +107,14 @@ def _forget(start: int) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether the processes of the parts see the tensor's memory."""
+    """Return True if the processes of the parts see the tensor's memory."""
     return place_of(tensor) is not None
 
 
 def place_of(tensor: Tensor) -> tuple[str, int] | None:
-    """Return the name of a shared tensor's memory block and the offset in it.
+    """Return the name of a shared tensor's memory block, and the tensor's offset in the block.
 
-    An address may be reused, a name is not.
+    An address may be reused, but a name is unique.
     """
     start = _block_of(tensor)
     return None if start is None else (_blocks[start][2], tensor.data_ptr() - start)
@@ -131,16 +132,17 @@ def _block_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class SharedModule:
-    """Wrapper that pickles a module for another process.
+    """Wrapper with which a module is pickled for another process.
 
-    The process maps the module's tensors. ``remote``: the module goes to another host, which copies them.
+    The process maps the module's tensors. If ``remote`` is true, the process is on another host and copies
+    them.
     """
 
     module: nn.Module
     remote: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the module, so that the receiver gets the module itself."""
+        """Pickle the module so that unpickling returns the module itself, not the wrapper."""
         if self.remote:
             return _with_settings, (self.module, settings())
         out = io.BytesIO()
@@ -149,7 +151,7 @@ class SharedModule:
 
 
 def settings() -> tuple[Any, ...]:
-    """Return the process-wide settings of torch that affect the results of layers."""
+    """Return torch's process-wide settings that affect the results of layers."""
     return (
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
@@ -170,7 +172,7 @@ def _with_settings(module: nn.Module, chosen: tuple[Any, ...]) -> nn.Module:
 
 
 def _apply_settings(chosen: tuple[Any, ...]) -> None:
-    """Apply the program's settings of torch to this process."""
+    """Apply the program's torch settings to this process."""
     default, precision, (deterministic, warn), anomaly = chosen
     torch.set_default_dtype(default)
     torch.set_float32_matmul_precision(precision)

@@ -1,13 +1,14 @@
-"""Simulation of schedules: waiting times and memory use without a run. This module does not use torch.
+"""Simulation of schedules: waiting times and memory use, without running the model. It does not use torch.
 
-Each worker runs its steps in order. Before a step, it receives the inputs from other workers. After ``F``, it
-sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the worker of
-the previous part. Outputs and gradients use separate channels, which are ordered and hold ``capacity``
-messages each. A worker waits while a channel is full. It reads only the channel from which it needs a
-message, and keeps messages that arrive early.
+Each worker runs its steps in order. Before a step, it receives the step's inputs from other workers. After
+``F``, it sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the
+worker of the previous part. Outputs and gradients use separate channels, which keep their order and hold
+``capacity`` messages each. While a channel is full, its sender waits. A worker reads only the channel from
+which it needs a message, and stores messages that arrive early.
 
-Workers with blocking reads and writes in a fixed order are a Kahn process network. Whether they deadlock
-depends on their order and on the capacity, not on durations. One simulation therefore decides.
+Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether they
+deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore
+decides the question.
 """
 
 from __future__ import annotations
@@ -22,47 +23,47 @@ from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Result of a simulation, with times from 0 in the unit of ``forward`` and ``backward``.
+    """Result of a simulation. Times start at 0, in the unit of ``forward`` and ``backward``.
 
-    ``events`` are grouped by worker, in order. ``peaks`` is for each worker the largest number of
-    micro-batches that it held, counted once per part. A worker holds a micro-batch from its forward pass to
-    the end of its backward pass.
+    ``events`` are grouped by worker, in order. ``peaks`` holds, for each worker, the largest number of
+    micro-batches that it held at once, counted once per part. A worker holds a micro-batch from the forward
+    pass until the end of the backward pass.
     """
 
     events: tuple[tuple[TimelineEvent, ...], ...]
     peaks: tuple[int, ...]
 
     def held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """Return the peak memory of each worker, if a micro-batch in part p takes ``sizes[p]``."""
+        """Return the peak memory of each worker if a micro-batch in part p takes ``sizes[p]``."""
         return tuple(_peak(events, sizes) for events in self.events)
 
     @property
     def makespan(self) -> float:
-        """Time from the first step to the end of the last."""
+        """Time from the start of the first step until the end of the last."""
         return max((event.end for events in self.events for event in events), default=0.0)
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Idle share of the makespan, for each worker."""
+        """Share of the makespan for which each worker is idle."""
         return tuple(1 - _busy(events) / self.makespan if events else 1.0 for events in self.events)
 
     @property
     def bubble(self) -> float:
-        """Idle share of the time of all workers together."""
+        """Share of the time for which workers are idle, averaged over all workers."""
         return sum(self.bubbles) / len(self.bubbles) if self.bubbles else 0.0
 
     def timeline(self, title: str = "simulated", unit: float = 1e-3) -> Timeline:
-        """Return the events as a timeline. ``unit`` is the length of a time unit in seconds."""
+        """Return the events as a timeline; ``unit`` is the length of a time unit in seconds."""
         events = (event for events in self.events for event in events)
         return Timeline(
             (event._replace(begin=event.begin * unit, end=event.end * unit) for event in events), title
         )
 
     def staircase(self) -> str:
-        """Return the result as text, with a line per worker and a column per time unit.
+        """Return the result as text, with one line per worker and one column per time unit.
 
-        ``F0`` marks the start of a step, ``-`` its continuation, and ``.`` a wait. Raises ``ValueError`` if
-        steps do not begin and end on whole units.
+        ``F0`` marks the start of a step, ``-`` its continuation, and ``.`` an idle unit. Raises
+        ``ValueError`` if the steps do not start and end on whole units.
         """
         several = any(len({event.part for event in events}) > 1 for events in self.events)
         lines = []
@@ -86,7 +87,7 @@ class Simulated:
 
 
 Times = float | Sequence[float]
-"""Duration of a step: one for all parts, or one per part."""
+"""Duration of a step, either one for all parts or one per part."""
 
 
 def simulate(
@@ -96,21 +97,22 @@ def simulate(
     capacity: int | None = None,
     weights: Times | None = None,
 ) -> Simulated:
-    """Simulate workers that run the steps ``plan[worker]`` in order.
+    """Simulate workers that each run the steps ``plan[worker]`` in order.
 
     Args:
         plan: The steps of each worker. A list may contain only forward steps.
-        forward: Time of a forward step, for all parts or by part.
-        backward: Time of a backward step, for all parts or by part.
-        capacity: Messages that fit into a channel between two workers; ``None``: any number.
-        weights: Part of ``backward`` that the gradients of the weights take (default: half).
+        forward: Time of a forward step, either one for all parts or one per part.
+        backward: Time of a backward step, either one for all parts or one per part.
+        capacity: Number of messages that fit into a channel between two workers; ``None``: no limit.
+        weights: Time within ``backward`` that the gradients of the weights take (default: half).
 
     Returns:
         The events and the peak memory of all workers.
 
     Raises:
         ValueError: A step occurs twice, a part is on two workers, or ``B`` precedes ``F``. Or the workers
-            deadlock, and the message lists the waits. Or a time or ``capacity`` is not positive.
+            deadlock; the message then says what each worker is waiting for. Or a time or ``capacity`` is not
+            positive.
     """
     if capacity is not None and capacity < 1:
         raise ValueError(f"simulate: capacity must be at least 1, or None for any number, got {capacity!r}")
@@ -133,14 +135,14 @@ def simulate(
 
 
 def _durations(parts: int, forward: Times, backward: Times, weights: Times | None) -> dict[Op, list[float]]:
-    """Return the durations by kind of step and part."""
+    """Return the duration of each kind of step, for each part."""
     found: dict[str, list[float]] = {}
     if weights is None:
         weights = [one / 2 for one in backward] if isinstance(backward, Sequence) else backward / 2
     for name, given in (("forward", forward), ("backward", backward), ("weights", weights)):
         times = list(given) if isinstance(given, Sequence) else [given] * max(parts, 1)
         if len(times) < parts:
-            raise ValueError(f"simulate: {name} must be a time for each of {parts} parts, got {given!r}")
+            raise ValueError(f"simulate: {name} must have a time for each of {parts} parts, got {given!r}")
         for one in times:
             if not 0 < one < math.inf:
                 raise ValueError(f"simulate: {name} must be a time greater than 0, got {one!r}")
@@ -153,9 +155,9 @@ def _durations(parts: int, forward: Times, backward: Times, weights: Times | Non
 
 @dataclass(slots=True)
 class _Link:
-    """Messages from one worker to another, in order, with the times at which they were sent and taken.
+    """Messages from one worker to another, in order, with the times at which each was sent and received.
 
-    ``kept`` are the messages that the receiver has taken.
+    ``kept`` holds the messages that the receiver has received.
     """
 
     capacity: int | None
@@ -170,14 +172,14 @@ class _Link:
         return len(self.taken) == len(self.sent)
 
     def put(self, message: Step, now: float) -> float:
-        """Send a message, and return the time: ``now``, or when there was room."""
+        """Send a message, and return the time of sending: ``now``, or when there was room."""
         if self.capacity is not None and len(self.sent) >= self.capacity:
             now = max(now, self.taken[len(self.sent) - self.capacity])
         self.sent.append((message, now))
         return now
 
     def take(self, now: float) -> float:
-        """Take the next message, and return the time: ``now``, or when it had arrived."""
+        """Receive the next message, and return the time: ``now``, or when the message arrived."""
         message, sent = self.sent[len(self.taken)]
         self.taken.append(max(now, sent))
         self.kept.add(message)
@@ -185,9 +187,9 @@ class _Link:
 
 
 class _Network:
-    """Workers as coroutines that yield descriptions of their waits, and the channels between them.
+    """Workers, and the channels between them. A worker is a coroutine that yields what it is waiting for.
 
-    ``moves`` counts completed operations, to detect a deadlock.
+    ``moves`` counts completed operations, which serves to detect a deadlock.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class _Network:
     def _receive(
         self, worker: int, step: Step, needed: Step, done: set[Step], now: float
     ) -> Generator[str, None, float]:
-        """Return the time at which ``worker`` has the input ``needed`` of ``step``."""
+        """Return the time at which ``worker`` has received ``needed``, an input of ``step``."""
         name = replace(needed, op="B") if (step.op, needed.op) == ("B", "I") else needed
         owner = self._owners.get(needed.part)
         if owner is None:
@@ -254,7 +256,7 @@ class _Network:
         receiver = self._owners.get(step.part + 1 if step.op == "F" else step.part - 1, worker)
         if receiver == worker or step.op == "W":
             return now
-        # the receiver does not distinguish the two
+        # the receiver treats both alike
         message = replace(step, op="I") if step.op == "B" else step
         link = self._link(worker, receiver, message.op)
         while link.full():
@@ -267,12 +269,12 @@ class _Network:
 
 
 def _done_by(step: Step) -> list[Step]:
-    """Return the halves of a backward pass, or the step itself."""
+    """Return both halves of a backward pass; for any other step, return the step itself."""
     return [replace(step, op="I"), replace(step, op="W")] if step.op == "B" else [step]
 
 
 def _owners(lists: list[list[Step]]) -> dict[int, int]:
-    """Return the worker of each part."""
+    """Return the worker of each part, by part number."""
     owners: dict[int, int] = {}
     for worker, steps in enumerate(lists):
         for step in steps:
@@ -288,9 +290,9 @@ def _busy(events: Iterable[TimelineEvent]) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], sizes: Sequence[float] | None = None) -> float:
-    """Return the peak of micro-batches between their forward and backward passes.
+    """Return the largest number of micro-batches that are between their forward and backward passes.
 
-    They are weighted by ``sizes`` if given.
+    If ``sizes`` is given, each micro-batch counts with the size of its part.
     """
     held = highest = 0.0
     for event in events:

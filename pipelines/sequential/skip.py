@@ -1,13 +1,13 @@
 """Skip connections: one layer stashes a tensor, and a later layer in any part pops it.
 
-The layers share a skip store. In a pipeline, each micro-batch has its own store, which travels from part to
-part. In the plain module, each thread has one, because nothing marks the end of a batch. A tensor that is not
-popped, for example because a layer raised, therefore stays until the next ``Stash`` of the same name.
-``Sequential`` checks that each ``Stash`` has a ``Pop``.
+The two layers use the same skip store. In a pipeline, each micro-batch has its own store, which travels with
+it from part to part. In the plain module, each thread has one store, because nothing marks the end of a
+batch. A tensor that is not popped, for example because a layer raised, therefore stays until the next
+``Stash`` with the same name. ``Sequential`` checks that each ``Stash`` has a ``Pop``.
 
 Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3, sends a
-skip directly to its part. Here it passes through the parts between, which is simpler and costs one copy for
-each of them on processes.
+skip directly to the part that pops it. This module sends it through the parts in between, which is simpler
+and, with processes, costs one copy for each of these parts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Skips = dict[str, Tensor | None]
 class _ThreadStore(threading.local):
     def __init__(self) -> None:
         self.store: Skips = {}
-        self.in_pipe = False  # a pipe's store contains nothing of earlier batches
+        self.in_pipe = False  # a pipe's store never contains values from earlier batches
 
 
 _thread_store = _ThreadStore()
@@ -36,10 +36,11 @@ _thread_store = _ThreadStore()
 class Stash(nn.Module):
     """Pass the input on, and keep it for a later :class:`Pop` with the same name.
 
-    The next layer must not change it in place: whether ``Pop`` sees such a change depends on the cut.
+    The next layer must not change the tensor in place: whether ``Pop`` would see the change depends on where
+    the module is cut.
 
     Args:
-        name: Name that connects it with one ``Pop``.
+        name: Name shared with exactly one ``Pop``.
 
     Example:
         >>> import torch
@@ -56,7 +57,7 @@ class Stash(nn.Module):
         self.name = name
 
     def forward(self, x: Tensor | None) -> Tensor | None:
-        """Return ``x`` and keep it.
+        """Return ``x``, and keep it for the ``Pop``.
 
         Args:
             x: A tensor or ``None``.
@@ -66,7 +67,7 @@ class Stash(nn.Module):
 
         Raises:
             TypeError: ``x`` is neither a tensor nor ``None``.
-            RuntimeError: In a pipe, a value with this name is stashed already.
+            RuntimeError: In a pipe, a value with this name is already stashed.
         """
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"Stash({self.name!r}): x must be a tensor or None, got a {type(x).__name__}")
@@ -79,15 +80,15 @@ class Stash(nn.Module):
         return x
 
     def extra_repr(self) -> str:
-        """Return the name for ``repr`` of the module."""
+        """Return the layer's name, for the module's ``repr``."""
         return repr(self.name)
 
 
 class Pop(nn.Module):
-    """Combine the input with the tensor of the :class:`Stash` with the same name, and remove that tensor.
+    """Combine the input with the tensor that the :class:`Stash` of the same name kept, and drop that tensor.
 
     Args:
-        name: Name that connects it with one ``Stash``.
+        name: Name shared with exactly one ``Stash``.
         combine: Function of the input and the stashed tensor (default: their sum). With ``on="process"`` it
             must be picklable.
 
@@ -109,7 +110,7 @@ class Pop(nn.Module):
         """Return ``combine(x, stashed)``.
 
         Args:
-            x: The output of the layer before.
+            x: Output of the previous layer.
 
         Returns:
             The result of ``combine``.
@@ -126,15 +127,15 @@ class Pop(nn.Module):
         return self.combine(x, stashed)
 
     def extra_repr(self) -> str:
-        """Return the name for ``repr`` of the module."""
+        """Return the layer's name, for the module's ``repr``."""
         return repr(self.name)
 
 
 @contextlib.contextmanager
 def skip_store(skips: Skips) -> Iterator[Skips]:
-    """Let ``Pop`` find ``skips``, and yield a dictionary for the skips of later parts.
+    """Make ``skips`` available to ``Pop``, and yield the dictionary of skips for later parts.
 
-    The dictionary is complete at the end of the block.
+    The dictionary is complete when the block exits.
     """
     before = _thread_store.store, _thread_store.in_pipe
     _thread_store.store, _thread_store.in_pipe = dict(skips), True

@@ -1,9 +1,9 @@
-"""Copies of a pipe's module in its processes: detection of changes, and synchronisation.
+"""Detection of changes to a pipe's module, and synchronisation with the copies in other processes.
 
-Within a host, both sides share the memory of the tensors. Another host has copies. Both sides list the
-tensors of a part in the same order. Each records the version of every tensor that the other side has, because
-torch counts the changes of a tensor. Later changes travel with the next command or answer. Torch does not
-count changes through ``tensor.data``, so they are not detected.
+On the same host, the program and the parts share the memory of the tensors. Another host has copies. Both
+sides list the tensors of a part in the same order. Torch counts the changes to each tensor, and each side
+records the count at which the other side's copy is up to date. Later changes are sent with the next command
+or answer. Torch does not count changes through ``tensor.data``, so these are not detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _VALUES = (bool, int, float, str, bytes, type(None))
 
 
 class _Same:
-    """Wrapper that is equal to another one of the same object."""
+    """Wrapper that compares objects by identity."""
 
     __slots__ = ("one",)
 
@@ -38,12 +38,14 @@ class _Same:
 
 
 def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
-    """Return a value that changes with the layers of the parts.
+    """Return a value that changes whenever the layers of the parts change.
 
-    It covers attributes, hooks, and tensors that the processes do not see, such as those on another host.
-    ``copied``: tensors on a device are such copies too. Torch counts the changes of each tensor, except those
-    through ``tensor.data``. It has no counts for inference tensors, which therefore always count as changed.
-    Raises ``ValueError`` for hooks of layers.
+    It covers attributes, hooks, and the tensors whose memory the processes do not share, such as those on
+    another host. ``copied``: tensors on a device are also not shared. Torch counts the changes to each
+    tensor, except those through ``tensor.data``. It does not count changes to inference tensors, which are
+    therefore always treated as changed.
+
+    Raises ``ValueError`` if layers have hooks.
     """
     found: list[Any] = [settings()]
     for part in parts:
@@ -88,7 +90,7 @@ def _identity(value: Any) -> Any:
 
 
 def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]:
-    """Return for each part the mode of each module, and whether each parameter requires grad."""
+    """Return, for each part, the mode of each module and whether each parameter requires grad."""
     return tuple(
         (
             [module.training for module in part.module.modules()],
@@ -99,18 +101,18 @@ def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]
 
 
 Numbers = list[tuple[int, Tensor]]
-"""Changes: the positions of tensors in their list, and their values."""
+"""Changed tensors: their positions in the list of tensors, and their values."""
 
 
 class SyncedTensors:
-    """One side of the synchronisation of tensors, which are equal on both sides at the start."""
+    """One side of the synchronisation of tensors. Initially, the tensors are equal on both sides."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = list(tensors)
         self._known = [_version(tensor) for tensor in self._tensors]
 
     def changed(self) -> Numbers:
-        """Return the changes that the other side does not have, and mark them as sent."""
+        """Return the changes that the other side does not have yet, and mark them as sent."""
         found: Numbers = []
         for place, tensor in enumerate(self._tensors):
             if (now := _version(tensor)) is None or now != self._known[place]:
@@ -119,7 +121,7 @@ class SyncedTensors:
         return found
 
     def take(self, numbers: Numbers) -> None:
-        """Apply the changes of the other side."""
+        """Apply changes from the other side."""
         with torch.no_grad():
             for place, values in numbers:
                 self._tensors[place].copy_(values)
@@ -131,10 +133,10 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class PartState:
-    """Parameters and buffers of a part in its process, as its layers and the program see them.
+    """Parameters and buffers of a part in its process: the layers' tensors, and those that the program sees.
 
-    Both see the same memory unless the part is on another device, or a layer has replaced a buffer instead of
-    writing into it. A program on another host receives changes by message.
+    These are the same memory, unless the part is on another device or a layer has replaced a buffer instead
+    of writing into it. A program on another host receives changes in messages.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | None) -> None:
@@ -151,11 +153,11 @@ class PartState:
         self._synced = SyncedTensors(self._seen)
 
     def changed(self) -> Numbers:
-        """Return the changes that a program on another host does not have."""
+        """Return the changes that a program on another host does not have yet."""
         return self._synced.changed()
 
     def take(self, numbers: Numbers | None = None) -> None:
-        """Update the tensors of the part, with the changes of a program on another host."""
+        """Update the layers' tensors, applying changes from a program on another host if there are any."""
         self._synced.take(numbers or [])
         if self._on_device:
             with torch.no_grad():
@@ -163,9 +165,9 @@ class PartState:
                     own.copy_(seen)
 
     def give(self) -> None:
-        """Make the current values visible to the program.
+        """Make the layers' current values visible to the program.
 
-        Raises ``ValueError`` where that is not possible.
+        Raises ``ValueError`` if that is not possible.
         """
         for layer, name, tensor in self._buffers:
             now = layer._buffers.get(name)

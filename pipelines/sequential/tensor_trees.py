@@ -1,7 +1,8 @@
-"""Values: tensors and ``None``, or nested tuples, lists and dictionaries of them.
+"""Nested values: a tensor or ``None``, or a tuple, list or dictionary of such values.
 
-One dimension of all tensors is the batch, by default the first. A batch is split along it into micro-batches
-of nearly equal size: the first ones may have one more sample. Outputs are joined in the same order.
+All tensors have one batch dimension, by default the first. A batch is split along this dimension into
+micro-batches of nearly equal size; the first ones may have one more sample. Outputs are joined in the same
+order.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from flowchan.items.text import short, shown
 
 
 class Inputs(NamedTuple):
-    """Arguments of a call with several arguments or keyword arguments."""
+    """Positional and keyword arguments of a call that does not have exactly one positional argument."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class Micro(NamedTuple):
-    """Micro-batch number ``chunk`` of the ``chunks`` of batch number ``batch``.
+    """One of the ``chunks`` micro-batches of batch number ``batch``; its own number is ``chunk``.
 
-    ``skips`` are stashed tensors by name, which accompany the value to a later part. ``events`` has the start
-    and the end of each finished part, in seconds of ``time.monotonic()``.
+    ``skips`` are stashed tensors by name, which travel with the value to later parts. ``events`` holds the
+    start and end times of each finished part, in seconds of ``time.monotonic()``.
     """
 
     batch: int
@@ -65,7 +66,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace each tensor of a value by ``function(tensor)``; other leaves stay."""
+    """Replace each tensor in a value with ``function(tensor)``; other leaves stay."""
     if isinstance(value, Tensor):
         return function(value)
     return _together(lambda found: function(found[0]) if isinstance(found[0], Tensor) else found[0], [value])
@@ -74,16 +75,16 @@ def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
 def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
     """Split a value into ``chunks`` micro-batches, but at most one per sample.
 
-    An empty batch is one micro-batch.
+    An empty batch is a single micro-batch.
 
-    Raises ``TypeError`` for a leaf that is not a tensor, and ``ValueError`` if the tensors have no common
-    batch size. The messages name the path of the leaf.
+    Raises ``TypeError`` for a leaf that is not a tensor, and ``ValueError`` if the tensors' batch sizes
+    differ. The messages contain the path of the leaf.
     """
     samples = batch_size(value, name, dim)
     if chunks == 1:
         return [value]
     sizes = evenly(samples, max(1, min(chunks, samples)))
-    # one split per tensor, so that a backward pass joins the gradients at once too
+    # One split per tensor, so that the backward pass also joins the gradients in one operation.
     pieces = {id(tensor): torch.split(tensor, sizes, dim) for tensor in tensors(value)}
 
     def piece(number: int, tensor: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def split(value: Any, chunks: int, name: str = "x", dim: int = 0) -> list[Any]:
 
 
 def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
-    """Return the common size of all tensors in dimension ``dim``. Raises as :func:`split` does."""
+    """Return the size that all tensors have in dimension ``dim``; raise the same errors as :func:`split`."""
     if isinstance(value, Tensor) and value.dim() > dim:
         return value.shape[dim]
     sizes: dict[str, int] = {}
@@ -131,7 +132,7 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
 def without_gradient(value: Any, remedy: str) -> Any:
     """Return the value, or raise ``ValueError`` if a tensor in it requires grad.
 
-    Gradients would end here.
+    Gradients could not flow past this point.
     """
     if torch.is_grad_enabled():
         for path, leaf in leaves(value):
@@ -153,7 +154,7 @@ def join(values: list[Any], dim: int = 0) -> Any:
             return None
         if any(one is None for one in found):
             raise ValueError(
-                "Sequential: the output must be a tensor for all micro-batches or None for all; pass join= "
+                "Sequential: the output must be a tensor for all micro-batches, or None for all; pass join= "
                 "to combine both"
             )
         return torch.cat(found, dim)
@@ -162,27 +163,27 @@ def join(values: list[Any], dim: int = 0) -> Any:
 
 
 def evenly(total: int, count: int) -> list[int]:
-    """Divide ``total`` into ``count`` nearly equal numbers, the larger ones first."""
+    """Divide ``total`` into ``count`` nearly equal numbers, larger numbers first."""
     size, larger = divmod(total, count)
     return [size + (place < larger) for place in range(count)]
 
 
 def join_checked(values: list[Any], sizes: list[int], batch: str, dim: int = 0) -> Any:
-    """Join micro-batches that had ``sizes`` samples, as :func:`join` does.
+    """Join micro-batches that had ``sizes`` samples, like :func:`join`.
 
-    Raises ``ValueError`` if their sizes have changed.
+    Raises ``ValueError`` if any of their sizes has changed.
     """
     for chunk, (value, size) in enumerate(zip(values, sizes, strict=True)):
         if (found := batch_size(value, "the output", dim)) != size:
             raise ValueError(
-                f"Sequential: the output of micro-batch {chunk} of {batch} must have {size} samples like its "
-                f"input, got {found}; keep the batch dimension, or pass join="
+                f"Sequential: the output for micro-batch {chunk} of {batch} must have {size} samples like "
+                f"its input, got {found}; keep the batch dimension, or pass join="
             )
     return join(values, dim)
 
 
 def _together(function: Callable[[list[Any]], Any], values: list[Any]) -> Any:
-    """Apply ``function`` to the lists of corresponding leaves of several values."""
+    """Apply ``function`` to each list of corresponding leaves in several values."""
     first = values[0]
     kind = type(first)
     if isinstance(first, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Timeline of a pipeline, as a picture (SVG) and as a trace for Perfetto. This module does not use torch.
+"""Timeline of a pipeline, drawn as a picture (SVG) or written as a trace for Perfetto. It does not use torch.
 
-A timeline is a list of events of a real or a simulated run. The picture has a row for each worker, and time
-runs to the right. Each event is a box with the number of its micro-batch, if there is room, and a tooltip
-with the details.
+A timeline is a list of events from a real or simulated run. The picture has one row for each worker, and time
+runs from left to right. Each event is a box with a tooltip that shows the details. If there is room, the box
+contains the number of the micro-batch.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ COLOURS: dict[Op, tuple[int, int, int]] = {
     "update": (128, 100, 170),
 }
 REMEMBERED = 100_000
-"""Maximum number of events in a pipe's timeline, which keeps the latest."""
+"""Maximum number of events in a pipe's timeline; older ones are dropped."""
 
 INK, FAINT, LINE = "#22272e", "#5b6570", "#d9dee4"
 
 # Lengths in pixels.
-LEFT, RIGHT = 132.0, 92.0  # next to the boxes: the worker's name, and its busy share
+LEFT, RIGHT = 132.0, 92.0  # space left and right of the boxes, for the worker's name and its busy share
 TOP, BOTTOM = 106.0, 46.0
 ROW, BOX = 44.0, 32.0
 NARROWEST, WIDEST = 760.0, 16000.0
@@ -51,16 +51,16 @@ LETTER = 0.62  # mean width of a letter or digit, relative to the font size
 
 
 class TimelineEvent(NamedTuple):
-    """One step of a worker, from ``begin`` to ``end``. Events of one worker do not overlap.
+    """One step of a worker, from ``begin`` to ``end``. Events of the same worker do not overlap.
 
     Attributes:
         worker: Number of the worker.
-        part: Number of the part; ``None`` for an update of all parts of a worker.
+        part: Number of the part; ``None`` for an update of all the worker's parts.
         op: ``"F"`` (forward), ``"B"`` (backward) or its halves ``"I"`` (inputs) and ``"W"`` (weights),
             ``"recompute"`` (repeated forward pass), or ``"update"`` (clipping and the optimizer's step).
         step: Number of the batch, from 0.
         chunk: Number of the micro-batch; ``None`` for an update.
-        begin: Start in seconds of ``time.monotonic()``, which is one clock for all processes of a host.
+        begin: Start in seconds of ``time.monotonic()``, a clock that all processes on a host share.
         end: End in seconds of the same clock.
     """
 
@@ -73,7 +73,7 @@ class TimelineEvent(NamedTuple):
     end: float
 
     def __str__(self) -> str:
-        """Return a short description: ``F3 of part 1, step 0``."""
+        """Return a short description, such as ``F3 of part 1, step 0``."""
         name = (
             self.op
             if self.chunk is None
@@ -86,7 +86,7 @@ class TimelineEvent(NamedTuple):
 
 
 class Timeline:
-    """Events of all workers of a pipeline, in the order of their starts.
+    """Events of all workers in a pipeline, in order of their start times.
 
     Args:
         events: Events in any order.
@@ -102,11 +102,11 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the first event to the end of the last."""
+        """Seconds from the start of the first event until the end of the last."""
         return max((event.end for event in self.events), default=0.0) - self._zero
 
     def busy(self) -> dict[int, float]:
-        """Return the busy share of :attr:`seconds` for each worker."""
+        """Return, for each worker, the share of :attr:`seconds` for which it was busy."""
         spent = dict.fromkeys(sorted({event.worker for event in self.events}), 0.0)
         for event in self.events:
             spent[event.worker] += event.end - event.begin
@@ -138,9 +138,9 @@ class Timeline:
         return _Picture(self).text()
 
     def trace(self) -> str:
-        """Return the events in the Trace Event Format, as JSON.
+        """Return the events as JSON in the Trace Event Format.
 
-        Each worker is a thread. The events are complete events (``"ph": "X"``), in microseconds from the
+        Each worker is a thread. The events are complete events (``"ph": "X"``), in microseconds since the
         first start.
         """
         found: list[dict[str, Any]] = [_named("process_name", 0, name=self.title)]
@@ -148,7 +148,7 @@ class Timeline:
             found.append(_named("thread_name", worker, name=f"worker {worker} ({_parts(parts)})"))
             found.append(_named("thread_sort_index", worker, sort_index=worker))
         for event in self.events:
-            # Both ends are rounded to nanoseconds. Otherwise an event might overlap the next one.
+            # Both ends are rounded to nanoseconds; otherwise an event might overlap the next one.
             begin, end = (round((moment - self._zero) * 1e9) for moment in (event.begin, event.end))
             name = event.op if event.chunk is None else f"{event.op} {event.chunk}"
             args = {"part": event.part, "chunk": event.chunk, "step": event.step}
@@ -167,7 +167,7 @@ class Timeline:
         return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=1)
 
     def parts(self) -> dict[int, list[int]]:
-        """Return the parts of each worker that occur in the events."""
+        """Return, for each worker, the numbers of its parts that occur in the events."""
         found: dict[int, set[int]] = {worker: set() for worker in self.busy()}
         for event in self.events:
             if event.part is not None:
@@ -189,7 +189,7 @@ class _Picture:
         self.plot = _width(timeline)
         self.scale = self.plot / timeline.seconds if timeline.seconds else 0.0
         self.width = LEFT + self.plot + RIGHT
-        self.foot = TOP + ROW * max(1, len(self.parts))  # lower end of the rows, and position of the axis
+        self.foot = TOP + ROW * max(1, len(self.parts))  # bottom of the rows, where the axis is drawn
         self.height = self.foot + BOTTOM
         size = {
             "width": _px(self.width),
@@ -210,7 +210,7 @@ class _Picture:
         return ElementTree.tostring(self.root, encoding="unicode") + "\n"
 
     def _head(self) -> None:
-        """Draw the title, the summary, and the legend of the colours in use."""
+        """Draw the title, the summary, and a legend of the colours in use."""
         busy = list(self.timeline.busy().values())
         idle = f", workers idle {1 - statistics.fmean(busy):.0%} of it" if busy else ": nothing ran"
         self._write(20, 28, _short(self.timeline.title, self.width - 40, 16), size=16, weight="bold")
@@ -226,7 +226,7 @@ class _Picture:
             self._write(x, 70, "lighter: a worker's later parts", fill=FAINT)
 
     def _axis(self) -> None:
-        """Draw the axis in milliseconds below the rows, with a faint line at each figure."""
+        """Draw the axis in milliseconds below the rows, with a faint vertical line at each label."""
         end = self.timeline.seconds * 1000
         distance = _tick_distance(end, self.plot)
         for count in range(int(end / distance + 1e-6) + 1 if distance else 1):
@@ -236,7 +236,7 @@ class _Picture:
         self._write(LEFT + self.plot / 2, self.foot + 36, "time in ms", anchor="middle", fill=FAINT)
 
     def _steps(self) -> None:
-        """Mark the start of each batch if there are several, with its name where there is room."""
+        """Mark the start of each batch if there are several, and label it if there is room."""
         begins: dict[int, float] = {}
         for event in self.timeline.events:
             begins.setdefault(event.step, event.begin)
@@ -266,7 +266,7 @@ class _Picture:
         x, wide = LEFT + (event.begin - self.zero) * self.scale, (event.end - event.begin) * self.scale
         colour = _colour(event.op, shade)
         box = self._rect(x, top, wide, BOX, colour)
-        if wide > 4:  # a border would hide a narrower box
+        if wide > 4:  # a border would hide narrower boxes
             box.set("stroke", "#ffffff")
         took = f"{_ms(event.end - event.begin)} from {_ms(event.begin - self.zero)} on"
         ElementTree.SubElement(box, "title").text = f"{event}: {took}"
@@ -306,7 +306,7 @@ class _Picture:
 
 
 def _width(timeline: Timeline) -> float:
-    """Return the width of the rows, such that a median box can show its number, within limits."""
+    """Return a width for the rows, within limits, at which a box of median length can show its number."""
     spans = [
         event.end - event.begin
         for event in timeline.events
@@ -317,9 +317,9 @@ def _width(timeline: Timeline) -> float:
 
 
 def _tick_distance(end: float, plot: float) -> float:
-    """Return the distance between two figures of an axis from 0 to ``end``.
+    """Return the distance between the labels on an axis from 0 to ``end``.
 
-    It is 1, 2 or 5 times a power of ten, and at least 70 pixels.
+    The distance is 1, 2 or 5 times a power of ten, and at least 70 pixels.
     """
     if not end:
         return 0.0
@@ -331,7 +331,7 @@ def _tick_distance(end: float, plot: float) -> float:
 
 
 def _colour(op: Op, shade: int) -> str:
-    """Return the colour of ``op``, lighter for later parts of a worker."""
+    """Return the colour of ``op``; it is lighter for a worker's later parts."""
     kept = 0.62**shade
     return "#" + "".join(f"{round(255 - kept * (255 - one)):02x}" for one in COLOURS[op])
 
@@ -349,7 +349,7 @@ def _long(words: str, size: float = FONT) -> float:
 
 
 def _short(words: str, room: float, size: float = FONT) -> str:
-    """Shorten ``words`` to at most ``room`` pixels."""
+    """Shorten ``words`` to fit into ``room`` pixels."""
     fit = int(room / (LETTER * size))
     return words if len(words) <= fit else f"{words[: fit - 1]}…"
 
@@ -359,5 +359,5 @@ def _parts(parts: list[int]) -> str:
 
 
 def _named(what: str, tid: int, **args: Any) -> dict[str, Any]:
-    """Return a metadata event of a trace, which names or sorts a process or thread."""
+    """Return a metadata event for a trace, which names or sorts a process or thread."""
     return {"ph": "M", "name": what, "pid": 0, "tid": tid, "args": args}

@@ -1,13 +1,13 @@
-"""Cutting of modules with their own ``forward``, by tracing with ``torch.fx``.
+"""Cutting of modules with their own ``forward``, by tracing them with ``torch.fx``.
 
 ``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
 two operations.
 
 torch's own layers stay whole. Their modes, hooks, parameters and buffers therefore behave as in the plain
-module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that proxies cannot
-pass is also kept whole: one that branches on values, or whose operations depend on its mode. The module is
-traced in both modes. If a trace fails or the two differ, the traces are repeated with the innermost such
-submodule kept whole.
+module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that cannot be traced
+with proxies is also kept whole: one that branches on values, or whose operations depend on its mode. The
+module is traced in both modes. If a trace fails or the two differ, both traces are repeated, and the
+innermost submodule at fault is kept whole.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from flowchan.pipelines.sequential.skip import Pop, Stash
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 MAKERS = "arange", "zeros", "ones", "full", "empty", "eye", "linspace"
-"""Functions that create tensors from numbers, and that fx does not trace if the numbers are proxies."""
+"""Functions that create tensors from numbers, and that fx cannot trace if the numbers are proxies."""
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
 
 class Traced:
-    """A traced module, with its segments in ``layers``.
+    """A traced module, whose segments are in ``layers``.
 
-    Each segment begins with an operation that has parameters. If ``names`` are given, each begins with the
-    first operation of the named layer instead. Raises ``TypeError`` if the module cannot be traced, and
-    ``ValueError`` for an unknown layer name.
+    Each segment begins with an operation that has parameters. If ``names`` are given, each segment begins
+    with the first operation of a named layer instead. Raises ``TypeError`` if the module cannot be traced,
+    and ``ValueError`` for an unknown layer name.
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str] = ()) -> None:
@@ -55,8 +55,8 @@ class Traced:
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                f"Sequential: parts must name layers in the order in which they run, without the first "
-                f"layer, got {short(list(names))}"
+                f"Sequential: parts must name layers in the order in which they run, starting after the "
+                f"first layer, got {short(list(names))}"
             )
         self.layers = nn.Sequential()
         self.layers.training = module.training
@@ -65,7 +65,7 @@ class Traced:
             self.layers._modules[_label(nodes[begin], self.layers)] = cutting.segment(begin, end)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, whose modules are different objects."""
+        """Return the state to copy, without the ids of modules, because a copy has different modules."""
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class Traced:
     def verify(self, value: Any) -> None:
         """Raise ``ValueError`` if the segments and the module give different outputs for a micro-batch.
 
-        The check runs on copies, in ``eval`` mode. It ignores exceptions, which the run itself will report.
+        The check runs on copies, in ``eval`` mode. It ignores exceptions, which the run will report.
         """
         plain, line = copy.deepcopy(self.module).eval(), copy.deepcopy(self.layers).eval()
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -101,7 +101,7 @@ class Traced:
             )
 
     def _through(self) -> Iterator[nn.Module]:
-        """Yield the modules whose ``forward`` was traced, in contrast to those kept whole."""
+        """Yield the modules whose ``forward`` was traced; the others were kept whole."""
         for path, one in self.module.named_modules(remove_duplicate=False):
             if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
                 yield one
@@ -117,7 +117,7 @@ class Traced:
     def _state(self) -> list[Any]:
         """Return the state that must not change.
 
-        It consists of the modules, and of the hooks and parameters of the traced ones.
+        It consists of the modules, and the hooks and parameters of the traced modules.
         """
         found: list[Any] = [id(one) for one in self.module.modules()]
         for one in self._through():
@@ -127,7 +127,7 @@ class Traced:
 
 
 class _Cutting:
-    """The operations ``nodes`` of a graph, to be cut into segments."""
+    """Cuts the operations ``nodes`` of a graph into segments."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, nodes: list[fx.Node], own: _Own) -> None:
         self.module, self.nodes, self.own = module, nodes, own
@@ -136,7 +136,7 @@ class _Cutting:
         (self.result,) = (node for node in graph.nodes if node.op == "output")
 
     def segment(self, begin: int, end: int) -> Segment:
-        """Return the operations from number ``begin`` up to ``end``."""
+        """Return the segment of the operations from number ``begin`` up to, but not including, ``end``."""
         inside, last = self.nodes[begin:end], end == len(self.nodes)
         takes = self._needed(begin) if begin else self.inputs
         gives = _plain(self.result.args[0]) if last else _several(self._needed(end))
@@ -154,7 +154,7 @@ class _Cutting:
         )
 
     def _needed(self, place: int) -> list[fx.Node]:
-        """Return the values that exist before an operation and that it or a later one uses."""
+        """Return the values that exist before an operation and that this or a later operation uses."""
         later = {*self.nodes[place:], self.result}
         before = [*self.inputs, *self.nodes[:place]]
         return self._in_order(one for one in before if not later.isdisjoint(one.users))
@@ -174,7 +174,7 @@ class _Cutting:
 
 
 class _Own:
-    """Owners of the parameters and buffers that operations use directly."""
+    """Parameters and buffers that operations use directly, with the modules that own them."""
 
     def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
         self.module, self.constants = module, nn.Module()
@@ -182,7 +182,7 @@ class _Own:
             self.constants.register_buffer(name, tensor, persistent=False)
 
     def operation(self, node: fx.Node) -> Operation:
-        """Return the operation that reads an attribute."""
+        """Return an operation that reads an attribute."""
         path, name = self._place(node)
         return Operation("get_attr", node.name, (f"{path}'s own", name), (), {})
 
@@ -208,10 +208,10 @@ class _Own:
 
 
 class _Tracer(fx.Tracer):
-    """Tracer of one thread.
+    """Tracer that traces the calls of only one thread.
 
     ``kept_whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules
-    around the current operation, or around the one that failed.
+    that contain the current operation; after a failure, it contains the operation that failed.
     """
 
     proxy_buffer_attributes = True
@@ -222,14 +222,14 @@ class _Tracer(fx.Tracer):
         self._thread = threading.get_ident()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Return whether a module is kept whole."""
+        """Return True if a module is kept whole."""
         kept = type(m) in self._kept_whole or id(m) in self._kept_whole or isinstance(m, (Stash, Pop))
         return kept or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Trace a call of a module.
 
-        fx intercepts the calls of all threads, so those of other threads run as they are.
+        fx intercepts the calls of all threads, so calls from other threads are passed on unchanged.
         """
         if threading.get_ident() != self._thread:
             return forward(*args, **kwargs)
@@ -239,7 +239,7 @@ class _Tracer(fx.Tracer):
         return found
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return an attribute of a module, without a proxy in other threads."""
+        """Return an attribute of a module; other threads get the attribute itself, without a proxy."""
         if threading.get_ident() != self._thread:
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -257,7 +257,7 @@ class _Tracer(fx.Tracer):
 
 
 def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
-    """Return the graph, and by name the tensors that the forward pass creates itself."""
+    """Return the graph, and the tensors that the forward pass creates, by name."""
     kept_whole: set[Any] = set()
     while True:
         graphs = []
@@ -294,7 +294,7 @@ def _once(
             one.training = training
         with _makers():
             graph = tracer.trace(module)
-        # fx stores tensors created during the trace as attributes of the module
+        # fx stores tensors created during tracing as attributes of the module
         constants = {name: value for name, value in vars(module).items() if name not in before}
         return graph, {name: value for name, value in constants.items() if isinstance(value, Tensor)}, module
     finally:
@@ -306,7 +306,7 @@ def _once(
 
 @contextmanager
 def _makers() -> Iterator[None]:
-    """Let functions that create tensors accept proxies for numbers."""
+    """Make functions that create tensors accept proxies in place of numbers."""
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:
@@ -330,7 +330,7 @@ def _makers() -> Iterator[None]:
 
 
 def _keep_innermost_whole(inside: Sequence[nn.Module], kept_whole: set[Any]) -> bool:
-    """Mark the innermost module that is not yet kept whole, and return whether there was one."""
+    """Mark the innermost module that is not yet kept whole; return False if there is none."""
     for one in reversed(inside):
         key = id(one) if type(one) is nn.Sequential else type(one)
         if key not in kept_whole:
@@ -340,7 +340,7 @@ def _keep_innermost_whole(inside: Sequence[nn.Module], kept_whole: set[Any]) -> 
 
 
 def _difference(one: Any, other: Any) -> list[nn.Module] | None:
-    """Return the modules around the first operation that differs, or ``None`` if the graphs are equal."""
+    """Return the modules that contain the first operation that differs; ``None`` if the graphs are equal."""
     (graph, made, module), (second, made_second, _) = one, other
     nodes, others = list(graph.nodes), list(second.nodes)
     for node, other_node in zip(nodes, others, strict=False):
@@ -355,7 +355,7 @@ def _difference(one: Any, other: Any) -> list[nn.Module] | None:
 
 
 def _around(node: fx.Node) -> list[str]:
-    """Return the paths of the modules around an operation, the outermost first."""
+    """Return the paths of the modules that contain an operation, outermost first."""
     return [key.partition("@")[0] for key in node.meta.get("nn_module_stack", {})]
 
 
@@ -363,7 +363,7 @@ def _around(node: fx.Node) -> list[str]:
 
 
 def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
-    """Return the places of operations with parameters, with 0 in place of the first of them."""
+    """Return the indices of the operations that have parameters; the first of these is replaced by 0."""
     found = [
         place
         for place, node in enumerate(nodes)
@@ -377,7 +377,7 @@ def _heavy(nodes: list[fx.Node], module: nn.Module) -> list[int]:
 
 
 def _begin(nodes: list[fx.Node], name: Any) -> int:
-    """Return the place of a layer's first operation."""
+    """Return the index of a layer's first operation."""
     for place, node in enumerate(nodes):
         paths = [str(node.target), *_around(node)] if node.op == "call_module" else _around(node)
         if any(path == name or path.startswith(f"{name}.") for path in paths):
@@ -390,9 +390,9 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
 
 
 def _label(node: fx.Node, line: nn.Sequential) -> str:
-    """Return a name for a segment: that of its first layer if it has one.
+    """Return a name for a segment: the name of its first layer, if it has one.
 
-    Names must not contain dots.
+    Dots are replaced, because names must not contain any.
     """
     path = str(node.target) if node.op == "call_module" else next(reversed(_around(node)), "") or node.name
     name = label = path.replace(".", "/")
@@ -414,7 +414,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Convert an argument: names in place of nodes, and plain containers in place of fx's."""
+    """Convert an argument: replace nodes with names, and fx's containers with plain ones."""
     if isinstance(value, fx.Node):
         return Name(value.name)
     if isinstance(value, tuple):

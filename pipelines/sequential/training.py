@@ -1,10 +1,10 @@
-"""Training by steps, on the program's side.
+"""Training step by step: the program's side.
 
 This side declares the graph of workers, sends batches and collects answers.
 
-The program owns the parameters. On threads, the workers train its layers. In processes, they train copies
-whose parameters and buffers share its memory. On hosts, the copies have their own memory. Each step sends the
-program's changes to the workers, and returns those of optimizers and buffers.
+The program owns the parameters. Threads train the program's own layers. Processes train copies whose
+parameters and buffers share the program's memory. On other hosts, the copies have separate memory. Each step
+sends the program's changes to the workers, and returns the changes made by optimizers and in buffers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KEPT = 10
 
 
 class TrainingOptions(NamedTuple):
-    """Arguments of ``pipe.trainer(...)`` for its workers."""
+    """Arguments of ``pipe.trainer(...)`` that its workers need."""
 
     loss: Loss
     optimizer: Optimizers | None
@@ -57,11 +57,11 @@ class TrainingOptions(NamedTuple):
 
 
 class Training:
-    """A training of a pipe, returned by ``pipe.trainer(...)``.
+    """Trainer of a pipe, returned by ``pipe.trainer(...)``.
 
-    Use it in a ``with`` block, which starts and ends the workers. If a step fails, it raises ``RunError``,
-    whose message names the part, the schedule's step and the micro-batch. The training is then over, and
-    faster parts may already be updated.
+    Use it in a ``with`` block, which starts and ends the workers. A step that fails raises ``RunError``; the
+    message names the part, the step in the schedule and the micro-batch. Training is then over, and some
+    parts may already have updated their parameters.
 
     Example:
         >>> from functools import partial
@@ -87,7 +87,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # whether the first batch decides the cut
+        # whether the first batch determines the cut
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -96,25 +96,26 @@ class Training:
         self._plans = Plans(schedule, workers, len(parts), chunks)
         check_training(parts, *options[:5])
         self._outside = options.optimizer is None
-        self._seen: Any = None  # state of the layers in the processes
+        self._seen: Any = None  # state of the layers that the processes have
         self._owners = self._plans.owners
         self._options, self._chunks = options, chunks
         self._declare(parts)
         self.schedule = [text(steps) for steps in self._plans.of(chunks)]
-        """The steps of each worker as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
+        """Each worker's steps as text, for ``chunks`` micro-batches (8 if ``chunks`` is ``None``)."""
         self._begun = self._over = False
         self._steps = 0
-        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]  # messages to each neighbour
+        # number of messages sent to each neighbour
+        self._sent = [{1: 0, -1: 0} for _ in range(self._owners.workers)]
         self._done: deque[list[tuple[tuple[TimelineEvent, ...], float]]] = deque(maxlen=KEPT)
         self._first_micro: Any = None
         self._kept: list[Kept] | None = None
 
-    # --- start and end ---
+    # --- starting and ending ---
 
     def __enter__(self) -> Training:
         if self._begun:
             raise RuntimeError(
-                "training: this training has already begun; create another with pipe.trainer(...)"
+                "training: training has already started; create a new one with pipe.trainer(...)"
             )
         self._begun = True
         if not self._open:
@@ -149,7 +150,7 @@ class Training:
         self._run = WorkersRun("Sequential training", self._jobs, self._on, self._chunks)
 
     def _settle(self, x: Any) -> None:
-        """Start the workers with the first batch, if it decides the cut."""
+        """Start the workers with the first batch, if that batch determines the cut."""
         if self._begun and self._open and not self._over:
             self._open = False
             self._declare(self._cut.halves(x))
@@ -160,26 +161,26 @@ class Training:
             share(part.module for part in self._parts if not part.remote)
             self._seen = _seen(self._parts)
         self._run.begin()
-        self._run.run.__enter__()  # the block of this object is that of the run, which also handles Ctrl-C
+        self._run.run.__enter__()  # this object's block is also the run's block, which handles Ctrl-C
 
     @property
     def graph(self) -> Graph:
-        """Return the workers and their channels, for ``flowchan viz``."""
+        """Return the graph of the workers and their channels, for ``flowchan viz``."""
         return self._run.graph
 
     @property
     def active(self) -> bool:
-        """Return whether the training has begun and is not over."""
+        """Return True between the start and the end of training."""
         return self._begun and not self._over
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         failed, self._over = self._over, True
-        if not self._run.started:  # the first batch never came
+        if not self._run.started:  # no first batch was ever passed
             return
         self._run.close()
-        if error is None and failed:  # the exception of the failed step was already raised
+        if error is None and failed:  # the failed step has already raised its exception
             self._run.end(at_once=True)
         else:
             self._run.run.__exit__(kind, error, trace)
@@ -187,9 +188,9 @@ class Training:
     # --- training ---
 
     def step(self, x: Any, target: Any) -> Tensor:
-        """Train with one batch: run the passes of all its micro-batches, and update the parameters.
+        """Train on one batch: run the passes of all its micro-batches, and update the parameters.
 
-        Without an optimizer in the parts, it adds to ``grad`` of the module's parameters, like
+        If the parts have no optimizer, the step adds to ``grad`` of the module's parameters, like
         ``loss.backward()``.
 
         Args:
@@ -201,12 +202,13 @@ class Training:
 
         Raises:
             TypeError: The batch cannot be split.
-            ValueError: The batch cannot be split, ``x`` requires grad, or ``target`` has another batch size.
+            ValueError: The batch cannot be split, ``x`` requires grad, or ``target`` has a different batch
+                size.
             RunError: A part failed, or its worker died.
-            RuntimeError: The training has not begun or is over, or a layer has changed.
+            RuntimeError: Training has not started or is over, or a layer has changed.
         """
         self._raise_if_changed()
-        inputs, targets = self._split(without_gradient(x, "compute the loss of pipe(x)"), target)
+        inputs, targets = self._split(without_gradient(x, "compute the loss yourself from pipe(x)"), target)
         self._settle(x)
         sizes = tuple(map(batch_size, inputs))
         if not self._steps:
@@ -221,7 +223,7 @@ class Training:
             run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # like torch's clip_grad_norm_, for NaN as well
+                # Like torch's clip_grad_norm_, including its handling of NaN.
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
@@ -242,11 +244,11 @@ class Training:
             x: The input of the module.
 
         Returns:
-            The output, joined from those of the micro-batches.
+            The outputs of all micro-batches, joined.
 
         Raises:
             RunError: A part failed, or its worker died.
-            RuntimeError: The training has not begun or is over, or a layer has changed.
+            RuntimeError: Training has not started or is over, or a layer has changed.
         """
         self._raise_if_changed()
         inputs = self._cut.split(without_gradient(x, "call it under torch.no_grad()"))
@@ -264,15 +266,15 @@ class Training:
         """Return the events of all workers in the last ten steps.
 
         Returns:
-            The events, which print as a table.
+            The timeline, whose ``save(path)`` writes a picture or a trace.
         """
         found = (event for step in self._done for events, _ in step for event in events)
         return Timeline(found, self.graph.name)
 
     def report(self) -> TrainingReport:
-        """Report the last ten steps: waits, communication, and the peak memory of each part.
+        """Report on the last ten steps: waiting, communication, and the peak memory of each part.
 
-        To measure memory, the first call runs copies of the layers with a micro-batch of the first step.
+        To measure memory, the first call runs copies of the layers on a micro-batch from the first step.
 
         Returns:
             The report, which prints as a table.
@@ -287,7 +289,7 @@ class Training:
     def _raise_if_changed(self) -> None:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
 
-        Workers would not notice either.
+        The workers would notice neither of these.
         """
         if current_casting():
             raise RuntimeError(
@@ -295,14 +297,14 @@ class Training:
             )
         if self._on.own_process and self._run.alive and self._seen != _seen(self._parts):
             raise RuntimeError(
-                "training: a layer has changed since the training began (mode, attribute, hook or memory); "
-                "leave the with block and begin another training"
+                "training: a layer has changed since training began (mode, attribute, hook or memory); "
+                "leave the with block and start a new one"
             )
 
     def _count_changes(self) -> None:
-        """Increment the versions of the parameters that the processes have changed.
+        """Increment the version counters of the parameters that the processes have changed.
 
-        A backward pass through a graph that saved one of them then raises.
+        Torch then raises in the backward pass of any graph that saved one of these parameters.
         """
         if self._on.own_process and not self._on.hosts and not self._outside:
             for part in self._parts:
@@ -321,16 +323,16 @@ class Training:
 
     @contextlib.contextmanager
     def _commanding(self, doing: str, chunks: int, plan: list[list[Step]]) -> Iterator[WorkersRun]:
-        """Hold the workers for one command.
+        """Give the caller exclusive use of the workers for one command.
 
-        An interruption ends the training. The exception of a failure names its place.
+        Interrupting the command ends training. If the command fails, the exception names the part and the
+        step.
         """
         if self._over:
-            raise RuntimeError("training: this training is over; create another with pipe.trainer(...)")
+            raise RuntimeError("training: training is over; create a new one with pipe.trainer(...)")
         if not self._begun:
             raise RuntimeError(
-                "training: this training has not begun; enter its block, `with pipe.trainer(...) as "
-                "training:`"
+                "training: training has not started; enter the block `with pipe.trainer(...) as training:`"
             )
         try:
             yield self._run
@@ -346,10 +348,12 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """Return the failure of the run, with the place of the first failure in its message."""
+        """Return the run's error, with a message that says where the first failure happened."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
-            return RuntimeError("training: the run was stopped from outside; create another training")
+            return RuntimeError(
+                "training: the run was stopped from outside; create a new one with pipe.trainer(...)"
+            )
         failures = [failure for failure in error.exceptions if isinstance(failure, StageError)]
         failure = failures[0]
         cause = failure.__cause__ or failure
@@ -362,9 +366,9 @@ class Training:
         return RunError(f"{place}: {type(cause).__name__}: {cause}", failures)
 
     def _reached(self, job: Assignment, chunks: int, plan: list[list[Step]]) -> str:
-        """Return the last step that a dead worker completed for certain.
+        """Return the last step that a dead worker is known to have completed.
 
-        This follows from the number of its messages that others have received.
+        This is computed from the number of its messages that other workers have received.
         """
         ports = {f"{job.name}.onward": 1, f"{job.name}.back": -1}
         taken = {ports[link.name]: link.passed for link in self._run.run.stats().edges if link.name in ports}
@@ -386,7 +390,7 @@ def _seen(parts: Sequence[Part]) -> Any:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
-    """Add to ``grad`` of the parameters like a backward pass, in memory that belongs to them."""
+    """Add to ``grad`` of the parameters as a backward pass does, in memory that belongs to the parameters."""
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         if gradient is not None and parameter.grad is None:
             parameter.grad = gradient.detach().to(parameter.device, copy=True)

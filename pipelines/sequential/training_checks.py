@@ -1,4 +1,4 @@
-"""Checks of the arguments of a training before it starts."""
+"""Checks of the arguments of ``trainer(...)`` before training starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flowchan.pipelines.sequential.parts import Part
 def check_training(
     parts: Sequence[Part], loss: Any, optimizer: Any, recompute: Any, clip: Any, autocast: Any
 ) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a training that is not possible.
+    """Raise ``TypeError`` or ``ValueError`` if training is not possible.
 
-    The cause is a wrong argument, or layers that a training cannot handle.
+    The cause is either a wrong argument or a layer that cannot be trained in a pipe.
     """
     _check_loss(loss)
     if optimizer is not None:
@@ -29,7 +29,7 @@ def check_training(
         _check_clip(clip, optimizer)
     if autocast is not None and (not isinstance(autocast, torch.dtype) or not autocast.is_floating_point):
         raise TypeError(
-            "training: autocast must be a floating type such as torch.bfloat16, or None, "
+            "training: autocast must be a floating-point dtype such as torch.bfloat16, or None, "
             f"got {short(autocast)}"
         )
     _check_tensors(parts)
@@ -42,19 +42,17 @@ def _check_loss(loss: Any) -> None:
             f"pass an instance, {loss.__name__}()"
         )
     if not callable(loss):
-        raise TypeError(f"training: loss must be a function of output and target, got {short(loss)}")
+        raise TypeError(f"training: loss must be a function that takes output and target, got {short(loss)}")
     if isinstance(loss, torch.nn.Module) and any(one.requires_grad for one in loss.parameters()):
         raise ValueError(
             "training: loss must not have parameters that require grad, because a step would not train "
-            "them; compute the loss of pipe(x)"
+            "them; compute the loss yourself from pipe(x)"
         )
 
 
 def _check_clip(clip: Any, optimizer: Any) -> None:
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0:
-        raise ValueError(
-            f"training: clip must be the largest norm, greater than 0, or None, got {short(clip)}"
-        )
+        raise ValueError(f"training: clip must be a maximum norm greater than 0, or None, got {short(clip)}")
     if optimizer is None:
         raise ValueError(
             "training: clip must be None without optimizer=; call "
@@ -75,8 +73,8 @@ def _check_tensors(parts: Sequence[Part]) -> None:
                 )
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
-                    f"training: {kind} {name!r} of {part} must not have hooks, which would run once per "
-                    "micro-batch or never; compute the loss of pipe(x)"
+                    f"training: {kind} {name!r} of {part} must not have hooks, because they would run once "
+                    "per micro-batch or never; compute the loss yourself from pipe(x)"
                 )
 
 
@@ -88,14 +86,14 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Create and discard the optimizers.
+    """Create the optimizers and discard them.
 
-    This detects errors, and loads their modules before processes are forked.
+    This detects errors early, and imports the optimizers' modules before processes are forked.
     """
     if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            "training: optimizer must be a function of a list of parameters, such as partial(SGD, lr=0.1), "
-            f"or None, got {type(optimizer).__name__}"
+            "training: optimizer must be a function that takes a list of parameters, such as "
+            f"partial(SGD, lr=0.1), or None, got {type(optimizer).__name__}"
         )
     for part in parts:
         parameters = list(part.module.parameters())

@@ -1,4 +1,4 @@
-"""Report of a training: the time of its workers, and the memory of its parts."""
+"""Report on training: how workers spend their time, and how much memory parts need."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 @dataclass(frozen=True, slots=True)
 class WorkerShares:
-    """Shares of a worker's time in steps.
-
-    They are computing (``busy``), and sending and receiving (``communication``).
+    """Shares of a worker's time during steps.
 
     Attributes:
         parts: Numbers of the worker's parts.
         busy: Share of the time spent computing, from 0 to 1.
-        communication: Share of the time spent on sending and receiving.
+        communication: Share of the time spent sending and receiving.
     """
 
     parts: tuple[int, ...]
@@ -35,19 +33,19 @@ class WorkerShares:
 
     @property
     def bubble(self) -> float:
-        """Share of the time that the worker waited."""
+        """Share of the time that the worker spends waiting."""
         return max(0.0, 1 - self.busy - self.communication)
 
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Memory of a part in bytes.
+    """Memory use of a part, in bytes.
 
     Attributes:
         part: Number of the part.
-        state: Parameters and buffers, which exist once and belong to the program.
+        state: Parameters and buffers, which are stored once and belong to the program.
         gradients: Gradients of the parameters.
-        activations: Peak of the activations that forward passes keep for their backward passes.
+        activations: Peak size of the activations that forward passes keep for their backward passes.
     """
 
     part: int
@@ -63,12 +61,12 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True)
 class TrainingReport:
-    """Report of the last steps of a training, at most ten.
+    """Report on the last steps of training, at most ten.
 
     Attributes:
         steps: Number of steps.
         seconds: Mean duration of a step.
-        workers: Time of each worker.
+        workers: Shares of each worker's time.
         parts: Memory of each part.
     """
 
@@ -79,12 +77,12 @@ class TrainingReport:
 
     @property
     def bubble(self) -> float:
-        """Mean share of the time that workers waited."""
+        """Mean share of the time that workers spend waiting."""
         return _mean([worker.bubble for worker in self.workers])
 
     @property
     def communication(self) -> float:
-        """Mean share of the time that workers spent on sending and receiving."""
+        """Mean share of the time that workers spend sending and receiving."""
         return _mean([worker.communication for worker in self.workers])
 
     def __str__(self) -> str:
@@ -108,7 +106,7 @@ class TrainingReport:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Bytes that a part keeps of a micro-batch: the graph of its forward pass, and its inputs."""
+    """Bytes that a part keeps for one micro-batch: the graph of its forward pass, and its inputs."""
 
     graph: float
     inputs: float
@@ -142,7 +140,7 @@ def report(steps: Recorded, parts: Sequence[Part], kept: Sequence[Kept]) -> Trai
 
 
 def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: float) -> WorkerShares:
-    """Return the shares of one worker in ``total`` seconds."""
+    """Return how one worker spent ``total`` seconds."""
     events = [event for own, _ in steps for event in own]
     parts = {event.part for event in events if event.part is not None}
     busy = sum(event.end - event.begin for event in events)
@@ -150,9 +148,9 @@ def _shares(steps: Sequence[tuple[tuple[TimelineEvent, ...], float]], total: flo
 
 
 def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
-    """Measure the bytes that each part keeps of a micro-batch, with copies of the layers.
+    """Measure, on copies of the layers, how many bytes each part keeps for one micro-batch.
 
-    Raises as a layer does.
+    An exception raised by a layer is propagated.
     """
     value, skips, found = micro, dict[str, Tensor | None](), []
     with torch.random.fork_rng(devices=[]):
@@ -166,17 +164,17 @@ def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
 
 
 def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
-    """Return the bytes that autograd saves for the backward pass of a part."""
+    """Return the number of bytes that autograd saves for the backward pass of a part."""
     container = nn.Sequential()
     container._modules["part"] = module
-    container.training = True  # the measured run is a training, even if layers are in eval mode
+    container.training = True  # measure a training pass even if the layers are in eval mode
     return costs(container, value, "memory", torch.get_num_threads(), param_scale=0.0, skips=skips)[0] - sum(
         map(_nbytes, module.buffers())
     )
 
 
 def _peak(events: Iterable[TimelineEvent], kept: Sequence[Kept]) -> list[float]:
-    """Return the peak of kept bytes for each part. Before a recomputed pass, only its inputs were kept."""
+    """Return the peak of kept bytes for each part; until a pass is recomputed, only its inputs count."""
     ordered = sorted(events, key=lambda event: event.end)
     again = {(event.part, event.chunk) for event in ordered if event.op == "recompute"}
     now, most = [0.0] * len(kept), [0.0] * len(kept)

@@ -1,13 +1,14 @@
-"""Format of micro-batches between processes: a plain tuple, with the memory of its tensor next to it.
+"""Format in which micro-batches travel between processes: a tuple, with the tensor's memory kept separate.
 
-Between two micro-batches, a part computes with megabytes of parameters. All other code is then no longer in
-the core's caches, and takes five to ten times as long as in a tight loop. This path is therefore short: a
-tensor travels as its memory, its dtype's name and its shape, without the pickling of tensors. All other
-values, such as tensors within tuples and dictionaries, are pickled.
+Between two micro-batches, a part computes with megabytes of parameters, which evict all other code from the
+core's caches. That code then takes five to ten times as long as in a tight loop, so this path is kept short.
+A tensor is sent as its memory, the name of its dtype and its shape, without being pickled. All other values,
+such as tensors inside tuples and dictionaries, are pickled.
 
-A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. That
-costs a page fault for every few pages that are read, and as much again at the end. A part whose first layer
-only reads its input avoids the mapping, and reads the memory that the sender has written.
+A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. This
+costs a page fault for every few pages that are read, and about as much time again for unmapping. If the first
+layer of a part only reads its input, the part avoids the mapping and reads the memory that the sender has
+written.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ _NAMES = {
 _KINDS = {name: kind for kind, name in _NAMES.items()}
 
 Form = tuple[str, tuple[int, ...]] | None
-"""Dtype and shape of a tensor that travels as plain memory; ``None`` for any other value."""
+"""Dtype and shape of a tensor that is sent as plain memory; ``None`` for any other value."""
 
 Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, float], ...], Form]
 """The fields of a :class:`Micro`, and the form of its value."""
 
 
 def closed(value: Any) -> tuple[Any, Form]:
-    """Return the value to send to another process, and its form."""
+    """Return what to send to another process in place of the value, and its form."""
     if type(value) is not Tensor or not _is_plain(value):
         return value, None
     memory = PickleBuffer(View.of(value.data_ptr(), value.nbytes, value))
@@ -48,7 +49,7 @@ def closed(value: Any) -> tuple[Any, Form]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether memory, dtype and shape describe the tensor completely."""
+    """Return True if memory, dtype and shape describe the tensor completely."""
     return (
         tensor.dtype in _NAMES
         and tensor.layout is torch.strided
@@ -60,28 +61,28 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> Tensor:
-    """Return the received tensor. ``only_reads``: the receiver does not change it."""
+    """Return the received tensor; ``only_reads`` means that the receiver never changes it."""
     name, shape = form
     if not only_reads:
-        # small values arrive as bytes
+        # small values are received as bytes
         memory = memory.private() if isinstance(memory, View) else bytearray(memory)
     return torch.frombuffer(memory, dtype=_KINDS[name]).view(shape)
 
 
 def received(item: Sent) -> Micro:
-    """Return a received micro-batch, whose value the program may change."""
+    """Return a received micro-batch whose value the program may change."""
     *fields, form = item
     micro = Micro(*fields)
     return micro if form is None else micro._replace(value=opened(micro.value, form, only_reads=False))
 
 
 def only_reads(part: Part) -> bool:
-    """Return whether a part never changes its input in place."""
+    """Return True if the part never changes its input in place."""
     return not may_write(part.module)
 
 
 def expect_reading() -> None:
-    """Suppress torch's warning about read-only tensors, which torch shows once per process."""
+    """Suppress torch's warning about read-only tensors by triggering it; torch shows it once per process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"0", dtype=torch.uint8)

@@ -48,12 +48,12 @@ def test_map_over_files_counts_every_line_once(on: str) -> None:
             f"worker {worker}: {lines_of(share):,} lines in {len(share):,} files"
             for worker, share in enumerate(shares, 1)
         ),
-        f"together: {lines_of(files):,} lines in {len(files):,} files",
+        f"total: {lines_of(files):,} lines in {len(files):,} files",
     ]
 
 
 def test_map_over_files_reads_the_standard_library_by_default() -> None:
-    assert python("map_files.py")[-1].startswith("together: ")
+    assert python("map_files.py")[-1].startswith("total: ")
 
 
 @everywhere
@@ -72,7 +72,7 @@ def test_work_queue_over_files_finds_all_import_lines(on: str, tmp_path: Path) -
                 names.add(str(node.module).split(".")[0])
         found.update(names)
     head, *rest = python("queue_files.py", tmp_path, "--on", on, "--workers", 3)
-    assert head == f"{len(sources) + 1:,} files, 1 of them no Python of this version"
+    assert head == f"{len(sources) + 1:,} files, 1 of them not valid for this Python version"
     assert [line.split()[::-1] for line in rest] == [
         [name, f"{count:,}"]
         for name, count in sorted(found.items(), key=lambda pair: (-pair[1], pair[0]))[:5]

@@ -1,4 +1,4 @@
-"""Combinations of processes that share a pattern, and where the peers of a test run."""
+"""Combinations of processes that share a pattern, and the peers with which tests run them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ everywhere = pytest.mark.parametrize(
     [("processes", "thread"), ("processes", "process"), ("hosts", "process"), ("hosts", "host")],
 )
 PEERS: dict[str, Any] = {"processes": ProcessPeer, "hosts": HostPeer}
-"""A party as far away as may be, which can be killed."""
+"""Kinds of peers that run in other processes or on other hosts, and that can be killed."""
 
 
 class _OnHosts:
-    """Workers like those of ``map``, each in its own program."""
+    """Workers like those of ``map``, but each in a separate program."""
 
     def __init__(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         self._args = args  # kept until the peers have received them
@@ -31,5 +31,5 @@ class _OnHosts:
 
 
 def start(on: Any, number: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``map``, also with ``on="host"``."""
+    """Call ``map``, but also allow ``on="host"``."""
     return _OnHosts(number, function, args) if on == "host" else map(number, function, *args, on=on)

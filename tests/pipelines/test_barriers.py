@@ -1,6 +1,6 @@
-"""``Barrier``, ``Event`` and ``Condition``, shared by the threads of one or several processes.
+"""Test ``Barrier``, ``Event`` and ``Condition``, shared by threads in one or several processes.
 
-The processes are on one machine or on several.
+The processes run on one machine or on several hosts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowchan.pipelines import Barrier, Condition, Event, Lock, Semaphore, Share
 
 
 def test_barrier_releases_no_thread_before_all_arrive() -> None:
-    """A shared array changes only after all have arrived, as in torch-ipc's only mutex test."""
+    """A shared array changes only after all threads have arrived, as in torch-ipc's only mutex test."""
     lock, barrier, shared = Lock(), Barrier(4), np.zeros(10_000)
 
     def work(worker: int) -> bool:
@@ -51,7 +51,7 @@ def test_barrier_releases_no_thread_before_all_arrive() -> None:
 
 
 @everywhere
-def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
+def test_barrier_can_be_reused(across: Any, on: Any) -> None:
     rounds, arrived = 20, Channel[int](1000, across=across)
 
     def work(barrier: Barrier, worker: int) -> list[int]:
@@ -59,7 +59,7 @@ def test_a_barrier_is_used_again_and_again(across: Any, on: Any) -> None:
         for number in range(rounds):
             arrived.put(number)
             places.append(barrier.wait())
-            assert arrived.stats().items_in >= 3 * (number + 1)  # no thread has passed too early
+            assert arrived.stats().items_in >= 3 * (number + 1)  # no thread has passed the barrier too early
         return places
 
     places = start(on, 3, work, Barrier(3, across=across)).join()
@@ -74,12 +74,12 @@ def test_threads_and_processes_can_share_one_barrier(across: Any) -> None:
     assert sorted([*here.join(), *(peer.result() for peer in there)]) == [0, 1, 2, 3]
 
 
-def test_a_barrier_of_one_never_waits() -> None:
+def test_barrier_for_one_party_never_waits() -> None:
     assert [Barrier(1).wait() for _ in range(3)] == [0, 0, 0]
 
 
 @everywhere
-def test_timeout_breaks_the_barrier_for_all(across: Any, on: Any) -> None:
+def test_timeout_breaks_the_barrier_for_all_parties(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> str:
@@ -100,15 +100,15 @@ def test_timeout_breaks_the_barrier_for_all(across: Any, on: Any) -> None:
 
 
 @between
-def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
+def test_death_of_participant_releases_no_other_early(across: Any) -> None:
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
-    os.kill(first.pid(), signal.SIGSTOP)  # it will not finish leaving the first barrier wait
+    os.kill(first.pid(), signal.SIGSTOP)  # so it cannot return from its first wait
     assert barrier.wait() == 1
     first.kill()
     first.join()
-    for _ in range(2):  # its replacement takes part in the second and third waits
+    for _ in range(2):  # another process takes the dead one's place in the second and third waits
         other = PEERS[across](barrier.wait)
         assert barrier.wait() in (0, 1)
         other.join()
@@ -116,7 +116,7 @@ def test_death_of_participant_lets_no_other_pass_early(across: Any) -> None:
     assert [len(gate) for gate in barrier._generation.gates] == [0, 0]
 
 
-def test_wrong_parties_raise_at_the_call() -> None:
+def test_barrier_rejects_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Barrier(0)
     with pytest.raises(TypeError, match="parties"):
@@ -238,7 +238,7 @@ def test_waiter_of_set_event_continues_after_immediate_clear(across: Any) -> Non
 
 @between
 def test_death_of_a_process_does_not_change_the_event(across: Any) -> None:
-    """The process was waiting for the event, or had set it."""
+    """One process dies while it is waiting for the event, another dies after setting it."""
     event = Event(across=across)
     waiting = PEERS[across](event.wait)
     wait_blocked(event._gates["now"], readers=1)
@@ -276,7 +276,7 @@ def waiters(condition: Condition) -> int:
 
 @everywhere
 def test_condition_waiters_take_one_shared_item_each(across: Any, on: Any) -> None:
-    """A waiter holds the lock while it tests the predicate, as with every condition."""
+    """A waiting thread holds the lock while it tests the predicate, as with any condition."""
     condition, store = Condition(across=across), SharedDict[str, Any]({"items": []}, across=across)
 
     def take(condition: Condition, store: SharedDict[str, Any], worker: int) -> list[int]:
@@ -326,16 +326,16 @@ def test_notify_wakes_n_waiters_in_fifo_order(across: Any, on: Any) -> None:
 
 
 @between
-def test_expired_wait_holds_the_lock_and_leaves_no_waiter(across: Any) -> None:
+def test_wait_that_times_out_reacquires_lock_and_removes_waiter(across: Any) -> None:
     condition = Condition(across=across)
-    with condition, condition:  # released completely, however often it was acquired
+    with condition, condition:  # wait() releases the lock completely, although it was acquired twice
         assert condition.wait(timeout=0.01) is False
         assert condition.wait_for(lambda: 0, timeout=0.01) == 0
         assert PEERS[across](condition.acquire, False).result() is False
     assert waiters(condition) == 0
 
 
-def test_a_condition_needs_its_lock() -> None:
+def test_condition_methods_raise_without_the_lock() -> None:
     condition = Condition()
     for call in (condition.wait, condition.notify, condition.notify_all):
         with pytest.raises(RuntimeError, match="does not hold the lock"):
@@ -347,7 +347,7 @@ def test_a_condition_needs_its_lock() -> None:
 
 
 @between
-def test_two_conditions_of_one_lock(across: Any) -> None:
+def test_two_conditions_can_share_a_lock(across: Any) -> None:
     lock = Lock(across=across)
     first, second = Condition(lock), Condition(lock)
     waiting = PEERS[across](wait_in, first)
@@ -366,7 +366,7 @@ def wait_in(condition: Condition) -> bool:
 
 @between
 def test_killed_waiter_does_not_consume_a_notification(across: Any) -> None:
-    """The next waiter is woken after the death is noticed."""
+    """The notification goes to the next waiter, once the death is noticed."""
     condition = Condition(across=across)
     first = PEERS[across](wait_in, condition)
     wait_until(lambda: waiters(condition) == 1)
@@ -403,11 +403,11 @@ def test_killed_notifier_releases_lock_and_keeps_waiters(across: Any) -> None:
     assert waiting.result()
 
 
-# Over hosts
+# Across hosts
 
 
 def owner_of_all(reported: Channel[Any]) -> None:
-    """Run on another host. The objects that this makes exist as long as this process."""
+    """Run on another host, and own all the objects created here while this process is alive."""
     serve(peer_timeout=2)
     condition = Condition(across="hosts")
     reported.put([Barrier(2, across="hosts"), Event(across="hosts"), condition, SharedDict(across="hosts")])
@@ -415,8 +415,8 @@ def owner_of_all(reported: Channel[Any]) -> None:
         condition.wait()
 
 
-def test_waiters_end_after_death_of_creating_process() -> None:
-    """C11: the calls end like calls on a channel whose owner has died."""
+def test_waiters_raise_after_death_of_creating_process() -> None:
+    """C11: the calls fail in the same way as calls on a channel whose owner has died."""
     reported: Channel[Any] = Channel(across="hosts")
     owner = PEERS["hosts"](owner_of_all, reported)
     barrier, event, condition, shared = reported.get()
@@ -439,7 +439,7 @@ def test_waiters_end_after_death_of_creating_process() -> None:
 
 @everywhere
 def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
-    """C12: this holds for wait queues in every process."""
+    """C12: wait queues that are no longer used are freed in every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

@@ -1,6 +1,7 @@
-"""Servers and clients: the promises of torch-ipc's client and server, and deaths.
+"""Test servers and clients: what torch-ipc's client and server promise, and deaths of either side.
 
-Each of torch-ipc's tests has a counterpart. Clients are threads here, or separate programs if they die.
+Each of torch-ipc's tests has a counterpart here. Clients are threads, or separate programs if the test kills
+them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def server():
 
 
 def with_helper(server, function, tag=""):
-    """Run a client in a thread until the function returns."""
+    """Run ``function`` with a client in another thread; the client is closed when the function returns."""
 
     def work():
         with Client(server.address, server.secret, tag=tag) as client:
@@ -46,11 +47,11 @@ def free_address():
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-# --- tests of torch-ipc ---
+# --- counterparts of torch-ipc's tests ---
 
 
-def test_listen_and_connect(server):
-    """testListenAndConnect: the server sees tags and numbers, and may change the tags."""
+def test_server_sees_and_renames_connected_client(server):
+    """testListenAndConnect: the server sees the client's tag and number, and can change the tag."""
     peer = with_helper(server, lambda client: (client.id, client.recv()), tag="first")
     (client,) = server.clients(1)
     assert (client.tag, client.id) == ("first", 1)
@@ -61,7 +62,7 @@ def test_listen_and_connect(server):
     assert peer.result() == (1, "bye")
 
 
-def test_slow_start():
+def test_client_can_start_before_its_server():
     """testSlowStart: the client starts before its server."""
     address = free_address()
 
@@ -71,13 +72,13 @@ def test_slow_start():
 
     peer = ThreadPeer(early)
     with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))) as wrong:
-        wrong.accept()[0].close()  # the client has dialled the wrong server
+        wrong.accept()[0].close()  # the client has connected to the wrong server
     with Server(address, secret=SECRET) as server:
         server.clients(1)[0].send("late")
         assert peer.result() == "late"
 
 
-def test_ping_pong(server):
+def test_client_and_server_exchange_messages(server):
     """testPingPong."""
 
     def ping(client):
@@ -91,8 +92,8 @@ def test_ping_pong(server):
     assert peer.result() == "pong"
 
 
-def test_ping_pong_without_waiting(server):
-    """testPingPongAsync: at first, nothing has arrived."""
+def test_recv_nowait_raises_until_message_arrives(server):
+    """testPingPongAsync: at first, no message has arrived."""
 
     def ping(client):
         with pytest.raises(Empty):
@@ -118,7 +119,7 @@ def test_ping_pong_without_waiting(server):
 
 
 def test_broadcast(server):
-    """testBroadcast: first to clients with a tag, then to all."""
+    """testBroadcast: send first to the clients with one tag, and then to all."""
     peers = [
         with_helper(server, lambda client: [client.recv() for _ in range(1 + (client.tag == "odd"))], tag)
         for tag in ["even", "odd"] * 5
@@ -130,7 +131,7 @@ def test_broadcast(server):
     assert found == [["all"], [{"to": "odd"}, "all"]] * 5
 
 
-def test_broadcast_encodes_once(server):
+def test_broadcast_encodes_the_message_once(server):
     """Arrays in the message arrive unchanged."""
     counted = []
 
@@ -148,8 +149,8 @@ def test_broadcast_encodes_once(server):
     assert len(counted) == 1
 
 
-def test_recv_any(server):
-    """testRecvAny: one message from each client."""
+def test_recv_any_returns_message_and_its_client(server):
+    """testRecvAny: receive one message from each client."""
     peers = [with_helper(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)
@@ -158,7 +159,7 @@ def test_recv_any(server):
         peer.result()
 
 
-def test_recv_any_of_a_tag(server):
+def test_recv_any_with_tag_ignores_other_clients(server):
     def work(client):
         client.send(client.tag)
         client.recv()
@@ -174,7 +175,7 @@ def test_recv_any_of_a_tag(server):
         peer.result()
 
 
-def test_bytes_go_both_ways(server):
+def test_byte_tensors_can_be_exchanged(server):
     """testStoragePingPong."""
 
     def echo(client):
@@ -225,7 +226,7 @@ VIEWS = {
 def test_tensors(server, view):
     """testTensor, testNoncontiguousTensorEasy, Transport and Hard, testTensorZeroSized.
 
-    Tensors are also received into views.
+    The tensors are received into views.
     """
     peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
     (client,) = server.clients(1)
@@ -255,13 +256,14 @@ def test_a_client_can_be_passed_between_threads(server):
         assert server.recv_any()[0] == "hi"
 
 
-def test_net_stats(server):
+def test_stats_count_bytes_on_both_sides(server):
     """testNetStats."""
 
     def work(client):
         client.send(bytes(100_000))
         client.recv()
-        # The sending thread counts after its call has returned, perhaps after the answer has arrived.
+        # The sending thread updates the count after its call has returned, possibly after the answer has
+        # arrived.
         wait_until(lambda: client.stats().sent > 100_000)
 
     peer = with_helper(server, work)
@@ -274,7 +276,7 @@ def test_net_stats(server):
     peer.join()
 
 
-# --- tests that torch-ipc does not have ---
+# --- tests without a counterpart in torch-ipc ---
 
 
 def test_client_that_closes_ends_the_connection_cleanly(server):
@@ -285,7 +287,7 @@ def test_client_that_closes_ends_the_connection_cleanly(server):
     with pytest.raises(Drained):
         client.recv()
     with pytest.raises(Closed):
-        client.send("nobody is there")
+        client.send("lost")
     assert server.clients() == []
 
 
@@ -296,9 +298,9 @@ def test_server_that_closes_ends_the_connection_cleanly():
         found = client.recv(), client.recv()
         with pytest.raises(Drained):
             client.recv()
-        with pytest.raises(Closed):  # noqa: PT012 - what is on its way already meets nobody
+        with pytest.raises(Closed):  # noqa: PT012 - messages already on their way are lost
             while True:
-                client.send("nobody is there")
+                client.send("lost")
         return found
 
     peer = with_helper(server, read)
@@ -309,7 +311,7 @@ def test_server_that_closes_ends_the_connection_cleanly():
     assert peer.result() == ("one", "two")
 
 
-def test_closed_server_accepts_no_client():
+def test_closed_server_rejects_clients():
     server = Server()
     server.close()
     with pytest.raises(HostError, match=server.address):
@@ -320,7 +322,7 @@ ImpatientOwner = partial(ChannelServer, peer_timeout=2)
 
 
 def test_death_of_client_differs_from_its_close(monkeypatch):
-    """Everything that the client had sent is received first."""
+    """Everything that the client sent before its death is received first."""
     monkeypatch.setattr(joining, "ChannelServer", ImpatientOwner)
 
     def work(address, secret):

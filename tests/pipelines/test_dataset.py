@@ -1,4 +1,5 @@
-"""A graph as the data of a training loop: epochs, seeds, early exits, failures, and torch's DataLoader."""
+"""Test a graph as the data of a training loop: epochs, seeds, early exits, failures, and torch's
+DataLoader."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def pid(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
-def test_workers_are_kept_for_all_epochs_of_a_block() -> None:
+def test_same_workers_serve_all_epochs_in_a_block() -> None:
     numbers = [1, 2, 3]
     data = dataset(Graph("lasting").source(lambda: map(checked, numbers)).map(pid, on="process"), seed=1)
     with data:
@@ -139,7 +140,7 @@ def test_unfinished_epoch_ends_with_the_block() -> None:
         next(items)
 
 
-def test_tensors_are_pinned_on_a_thread_with_gpu(
+def test_tensors_are_pinned_on_a_thread_if_gpu_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

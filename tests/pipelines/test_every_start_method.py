@@ -1,6 +1,6 @@
-"""The patterns work in the same way under fork, forkserver and spawn.
+"""Test that the patterns work in the same way under fork, forkserver and spawn.
 
-They use functions and classes that the program itself defines.
+They use functions and classes defined in the program itself.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_a_program_with_all_patterns(method: str, tmp_path: Path) -> None:
+def test_all_patterns_work_under_each_start_method(method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run([sys.executable, program, method], capture_output=True, text=True, timeout=100)

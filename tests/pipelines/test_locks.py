@@ -1,6 +1,6 @@
-"""``Lock`` and ``Semaphore``, shared by the threads of one or several processes.
+"""Test ``Lock`` and ``Semaphore``, shared by threads in one or several processes.
 
-The processes are on one machine or on several.
+The processes run on one machine or on several hosts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fork(work: Callable[[], object]) -> Any:
 
 @everywhere
 def test_lock_admits_one_user_at_a_time(across: Any, on: Any, tmp_path: Path) -> None:
-    """If a file is read and then written in a second step, no change is lost."""
+    """No change is lost, although reading the file and writing it are two separate steps."""
     counter = tmp_path / "counter"
     counter.write_text("0")
 
@@ -110,7 +110,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "exited": lambda: os._exit(3),
     "left": lambda: sys.exit(0),
 }
-"""How a process may end."""
+"""Ways in which a process may end."""
 
 
 @between
@@ -192,7 +192,8 @@ def test_lock_can_be_an_argument_of_a_spawned_process() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
-    """C11: a silent process is treated as if its host were lost; if it returns, it holds nothing."""
+    """C11: a silent process is treated as if its host were lost. If it continues later, it no longer holds
+    the lock."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:
@@ -214,7 +215,7 @@ def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
 
 @everywhere
 def test_semaphore_limits_the_number_of_users_inside(across: Any, on: Any) -> None:
-    inside = Channel[int](2, across=across)  # with a third user inside, the channel would be full
+    inside = Channel[int](2, across=across)  # the channel would be full if a third user were inside
 
     def enter(semaphore: Semaphore, inside: Channel[int], worker: int) -> None:
         for _ in range(20):
@@ -241,11 +242,11 @@ def test_semaphore_can_be_acquired_with_and_without_blocking(across: Any) -> Non
 
 
 def test_process_cannot_release_more_permits_than_it_acquired() -> None:
-    """This holds for all threads of the process together."""
+    """Permits are counted for all threads of the process together."""
     semaphore = Semaphore(2)
     semaphore.acquire()
     map(1, lambda worker: semaphore.release()).join()
-    with pytest.raises(ValueError, match="holds no permit"):
+    with pytest.raises(ValueError, match="does not hold a permit"):
         semaphore.release()
     with pytest.raises(ValueError, match="at least 1"):
         Semaphore(0)
@@ -253,7 +254,7 @@ def test_process_cannot_release_more_permits_than_it_acquired() -> None:
 
 @between
 @pytest.mark.parametrize("end", ENDS)
-def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None:
+def test_permits_of_dead_process_become_free(across: Any, end: str) -> None:
     semaphore, others = Semaphore(3, across=across), Channel[None](across=across)
 
     def hold() -> None:
@@ -268,7 +269,7 @@ def test_permits_of_a_dead_process_are_free_again(across: Any, end: str) -> None
         others.get()
         assert semaphore.acquire()
         assert semaphore.acquire()
-        assert not semaphore.acquire(blocking=False)  # this process's permits are not free
+        assert not semaphore.acquire(blocking=False)  # this process still holds its permits
         for _ in range(2):
             semaphore.release()
         child.join()

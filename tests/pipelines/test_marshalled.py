@@ -1,4 +1,4 @@
-"""``marshal``: an object is serialised once and read many times, by many workers."""
+"""Test ``marshal``: an object is serialised once, and many workers read it many times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 class Counted:
-    """Object that counts how often it is pickled."""
+    """Object that counts how many times it is pickled."""
 
     pickled = 0
 
@@ -77,7 +77,7 @@ def test_one_handle_can_be_sent_many_times(on: Any) -> None:
     running.join()
 
 
-def test_tables_with_functions_and_closures_are_read_again_and_again() -> None:
+def test_functions_and_closures_can_be_read_several_times() -> None:
     factor = 3
     handle = marshal({"times": lambda number: factor * number, 1: [True, None, {"deep": "er"}]})
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_tables_with_functions_and_closures_are_read_again_and_again() -> None:
 
 
 @everywhere
-def test_arrays_are_read_equal_by_many_workers(on: Any) -> None:
+def test_many_workers_read_equal_arrays(on: Any) -> None:
     array = np.arange(500_000.0).reshape(500, 1000)
     handle = marshal({"array": array, "view": array[:, ::2]})
 
@@ -138,7 +138,7 @@ def test_marshalled_object_can_be_read_after_a_reader_is_killed() -> None:
 
 
 def test_channels_in_marshalled_object_outlive_their_creator() -> None:
-    """C14: each reader gets the channels, although the process was killed."""
+    """C14: each reader gets the channels, although the process that created them was killed."""
     handles: Channel[Any] = Channel(across="processes")
 
     def make() -> None:

@@ -1,4 +1,4 @@
-"""Test patterns whose workers run on other hosts: a pool is allowed as their placement."""
+"""Test patterns whose workers run on other hosts, with a pool as their placement."""
 
 from __future__ import annotations
 
@@ -46,23 +46,25 @@ def test_join_raises_error_of_worker_on_host() -> None:
     assert repr(caught.value.exceptions[0].__cause__) == "ValueError('two')"
 
 
-def test_task_pool_on_hosts_is_an_executor() -> None:
+def test_task_pool_on_hosts_returns_results_and_errors() -> None:
     with pipelines.TaskPool(3, on=local(2)) as pool:
         assert list(pool.map(math.factorial, range(20))) == [math.factorial(number) for number in range(20)]
         with pytest.raises(ValueError, match="not defined for negative"):
             pool.submit(math.factorial, -1).result()
 
 
-def test_task_with_module_missing_on_host_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_module_on_host_is_named_with_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "only_here.py").write_text("def use(): pass")
     with pipelines.TaskPool(1, on=local(1)) as pool:
-        assert pool.submit(abs, -1).result() == 1  # so the agent is connected
+        assert pool.submit(abs, -1).result() == 1  # so that the agent is connected
         monkeypatch.syspath_prepend(tmp_path)
         task = pool.submit(importlib.import_module("only_here").use)
         with pytest.raises(ModuleNotFoundError, match="No module named 'only_here'") as caught:
             task.result()
     note = caught.value.__notes__[0]
-    assert note.startswith("raised on host 'local-1': the objects of a task must be importable there, or")
+    assert note.startswith("raised on host 'local-1': the objects in a task must be importable there, or")
 
 
 def test_process_on_host_is_replaced_after_max_tasks() -> None:
@@ -87,7 +89,7 @@ folder = pathlib.Path({0!r})
 while not (folder / "go").exists():
     threading.Event().wait(0.01)
 """
-"""Says which process it is, and goes on when it is told to."""
+"""Program that reports its process and continues when the file ``go`` exists."""
 
 
 def hold_one(text: str, number: int) -> int:
@@ -98,7 +100,7 @@ def hold_one(text: str, number: int) -> int:
 
 @pytest.mark.parametrize("kind", ["map", "TaskPool"])
 def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) -> None:
-    """The call may have had its effect already. Other calls continue on the replacement of the agent."""
+    """The call may already have had an effect. Other calls continue on the agent's replacement."""
     text, error = HOLD.format(str(tmp_path)), None
     if kind == "map":
         workers = pipelines.map(2, hold_one, text, on=local(2))
@@ -119,7 +121,7 @@ def test_call_on_lost_host_fails_and_is_not_repeated(tmp_path: Path, kind: str) 
 
 
 def lose_host(folder: Path) -> None:
-    """Kill the agent on which a call has begun, once this process knows of the call."""
+    """Kill the agent on which a call has started, once this process knows that it has started."""
     wait_until(lambda: [*folder.glob("held *")] != [])
     wait_until(lambda: any(map(has_begun, gc.get_objects())))
     (held,) = folder.glob("held *")
@@ -128,14 +130,14 @@ def lose_host(folder: Path) -> None:
 
 
 def has_begun(crew: object) -> bool:
-    """Return whether this process knows that a remote worker runs user code (R10)."""
+    """Return True if this process knows that a remote worker is running user code (R10)."""
     return isinstance(crew, HostsPart) and any(
         deaths_over_item(crew._ports.ports[id]) for id in [*crew._lines]
     )
 
 
 def test_ctrl_c_ends_program_that_waits_for_remote_calls(tmp_path: Path) -> None:
-    """The second Ctrl-C ends it, because the calls do not end."""
+    """The second Ctrl-C ends the program, because the calls never return."""
     script = tmp_path / "interrupted.py"
     script.write_text(
         textwrap.dedent("""
@@ -182,7 +184,7 @@ def test_workers_on_hosts_serve_a_work_queue() -> None:
     assert sum(workers.join()) == 100
 
 
-def test_question_of_worker_killed_on_host_goes_to_another() -> None:
+def test_question_of_worker_killed_on_host_goes_to_another_worker() -> None:
     queue = pipelines.workqueue(across="hosts")
 
     def serve(number: int) -> None:

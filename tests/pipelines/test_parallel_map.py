@@ -1,4 +1,4 @@
-"""``map``: n workers run one function. ``join`` returns the results in worker order or raises the errors."""
+"""Test ``map``: n workers run one function, and ``join`` returns the results in worker order or raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
 
 @everywhere
-def test_one_worker_gives_one_result(on: Any) -> None:
+def test_one_worker_returns_one_result(on: Any) -> None:
     assert map(1, lambda value, worker: value, 42, on=on).join() == [42]
 
 
@@ -31,7 +31,7 @@ def test_map_accepts_several_nested_arguments_and_results(on: Any) -> None:
 
 
 @everywhere
-def test_results_come_in_worker_order_regardless_of_finish(on: Any) -> None:
+def test_results_are_in_worker_order_regardless_of_finish_order(on: Any) -> None:
     ended = Channel[int](8, across="processes")
 
     def last_first(n: int, worker: int) -> int:
@@ -73,11 +73,11 @@ def test_all_workers_run_at_the_same_time(on: Any) -> None:
 
 @everywhere
 def test_each_call_has_its_own_worker(on: Any) -> None:
-    """The first worker to be ready could otherwise take all calls, because none of them waits."""
+    """The calls return so quickly that the first worker to be ready could otherwise run all of them."""
     assert map(20, lambda number: worker().number, on=on).join() == list(range(1, 21))
 
 
-def test_each_call_has_a_process_of_its_own() -> None:
+def test_each_call_runs_in_a_separate_process() -> None:
     assert len({os.getpid(), *map(4, lambda number: os.getpid(), on="process").join()}) == 5
 
 
@@ -95,7 +95,7 @@ def test_join_raises_the_error_of_a_worker(on: Any) -> None:
     assert error.__cause__.args == ("in 1",)
 
 
-def test_join_raises_only_after_all_have_ended() -> None:
+def test_join_raises_only_after_all_workers_have_ended() -> None:
     gate = threading.Event()
     ended = []
 
@@ -151,7 +151,7 @@ def test_check_errors_raises_early_and_join_returns_other_results(on: Any) -> No
         return False
 
     wait_until(failed)
-    workers.check_errors()  # raises each error only once
+    workers.check_errors()  # each error is raised only once
     gate.close()
     assert workers.join() == [42]
 
@@ -200,12 +200,12 @@ def test_closures_and_globals_reach_the_workers(on: Any) -> None:
     assert map(2, lambda worker: one + two[0] + worker + len(os.sep), on=on).join() == [5, 6]
 
 
-def test_hundreds_of_workers_on_threads() -> None:
+def test_map_runs_hundreds_of_threads() -> None:
     assert map(300, lambda worker: worker).join() == list(range(1, 301))
 
 
 @everywhere
-def test_large_arguments_and_results(on: Any) -> None:
+def test_large_arguments_and_results_are_passed(on: Any) -> None:
     table = {str(number): list(range(number % 10)) for number in range(1000)}
     array = np.arange(8_000.0)
     for found, total in map(2, lambda table, array, worker: (table, array.sum()), table, array, on=on).join():
@@ -230,7 +230,7 @@ def test_options_with_a_lock_inside_reach_every_worker(on: Any) -> None:
     assert map(2, work, options, on=on).join() == [(4.0, 1), (4.0, 2)]
 
 
-def test_bad_input_raises_at_the_call() -> None:
+def test_map_rejects_wrong_arguments() -> None:
     with pytest.raises(TypeError, match="fn must be callable"):
         map(2, 42)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="map: n must be at least 1, got 0"):
@@ -245,14 +245,14 @@ def test_bad_input_raises_at_the_call() -> None:
 
 @everywhere
 def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
-    """R6: they are closed at once, not when Python next collects cycles."""
+    """R6: they are closed at once, and not only when Python collects cycles."""
     gc.disable()
     try:
         workers = map(2, str, on=on)
         assert workers.join() == ["1", "2"]
         channels = [weakref.ref(channel) for channel in workers._run._ports.channels.values()]
         del workers
-        # its threads end a moment later
+        # the run's threads end a moment later
         wait_until(lambda: all(channel() is None for channel in channels))
     finally:
         gc.enable()

@@ -1,4 +1,5 @@
-"""``flowchan.pipelines`` exports documented names, and imports only public names of flowchan."""
+"""Test that ``flowchan.pipelines`` exports documented names, and that it imports only flowchan's public
+names."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from support.optional_packages import optional
 import flowchan
 from flowchan import pipelines
 
-optional("torch")  # torch's threads start here, not in a test
+optional("torch")  # so that torch's threads start here and not during a test
 
 SOURCES = sorted((Path(__file__).parents[2] / "pipelines").rglob("*.py"))
 
@@ -33,8 +34,8 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
         assert not bare
 
 
-# Modules that patterns may use besides the public names: options, placements, argument checks, the globals of
-# the main script, refusals and failures.
+# Modules that patterns may use in addition to the public names: options, placements, argument checks, the
+# globals of the main script, refusals and failures.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
@@ -49,7 +50,7 @@ SHARED = {
     "flowchan.channel.latch",
     "flowchan.transport.interrupts",
 }
-# The core itself, where something must be a single step in C, or touch memory without a copy.
+# Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
 
 

@@ -1,4 +1,4 @@
-"""The name of a work queue is known in all processes of a program."""
+"""Test that the name of a work queue is valid in all processes of a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flowchan.pipelines import registry, work_queue, workqueue
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-# First and last lines of the programs. Each runs under every start method, which its main() receives.
+# First and last lines of the programs. Each runs under every start method, which main() selects.
 BEGIN = """
 import multiprocessing, os, signal, sys
 from flowchan import Channel, Drained, Graph
@@ -54,7 +54,7 @@ def child_of_child():
     start(echo).join()
 
 def main():
-    for _ in range(2):  # closed, so the owner makes a new one with the name
+    for _ in range(2):  # the first queue is closed, so its owner creates a new one with the same name
         queue = named()
         assert queue.creator
         children = [start(echo), start(child_of_child)]
@@ -63,7 +63,7 @@ def main():
         answers = list(queue)
         assert sorted(item for item, pid in answers) == list(range(50))
         assert os.getpid() not in {pid for item, pid in answers}
-        for child in children:  # they may well have come when all was done
+        for child in children:  # a child may start only after all questions are answered
             child.join()
             assert child.exitcode == 0
 """
@@ -177,7 +177,7 @@ def main():
     [PARENT_CREATES, SIBLING_CREATES, FROM_THE_MAIN_PROCESS, IN_A_GRAPH, RACE, KILLED],
     ids=["parent creates", "sibling creates", "from the main process", "in a graph", "race", "killed owner"],
 )
-def test_names_hold_in_all_processes_of_a_program(body: str, method: str, tmp_path: Path) -> None:
+def test_names_are_valid_in_all_processes_of_a_program(body: str, method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(BEGIN + body + END)
     with start(program, method) as process:
@@ -197,7 +197,7 @@ def end(child: Any) -> None:
 
 
 def taken(name: str) -> bool:
-    """Return whether a process of this program has the name."""
+    """Return True if a process of this program holds the name."""
     return registry._address(name) in Path("/proc/net/unix").read_text(errors="replace")
 
 
@@ -249,7 +249,7 @@ def test_creator_killed_during_claim_does_not_keep_the_name() -> None:
     assert workqueue("middle", across="processes").creator
 
 
-def test_others_wait_for_a_creator_stopped_during_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_wait_for_creator_stopped_during_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work_queue, "OWNER_TIMEOUT_S", 0.05)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped:
         stopped.bind("\0" + registry._address("stopped"))
@@ -309,7 +309,7 @@ def test_children_forked_during_claims_do_not_keep_the_name() -> None:
     assert not kept
 
 
-def test_name_of_thread_queue_holds_in_its_process_only() -> None:
+def test_name_of_thread_queue_is_valid_only_in_its_process() -> None:
     queue, reported = workqueue("threads"), Channel[object](across="processes")
     child = forked(lambda: reported.put(workqueue("threads", across="processes").creator))
     assert reported.get() is True
@@ -330,7 +330,7 @@ def test_entry_without_valid_signature_is_ignored() -> None:
         assert registry.find("forged") is None
 
 
-def test_closed_queue_opened_by_name_has_ended() -> None:
+def test_worker_finishes_closed_queue_opened_by_name() -> None:
     queue = workqueue("closed", across="processes")
     queue.put("last")
     queue.close()

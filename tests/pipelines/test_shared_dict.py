@@ -1,4 +1,4 @@
-"""``SharedDict``: a mapping between processes on one or several machines; each operation is atomic."""
+"""Test ``SharedDict``, a mapping shared by processes on one or several machines; each operation is atomic."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_workers_see_each_others_changes(across: Any, on: Any) -> None:
 
 
 @everywhere
-def test_changes_under_the_lock_are_one_change(across: Any, on: Any) -> None:
+def test_changes_under_the_lock_are_atomic(across: Any, on: Any) -> None:
     def count(shared: SharedDict[str, int], worker: int) -> None:
         for _ in range(30):
             with shared.lock:
@@ -77,7 +77,7 @@ def test_changes_under_the_lock_are_one_change(across: Any, on: Any) -> None:
 
 
 @everywhere
-def test_locks_arrays_and_other_mappings_can_be_inside(across: Any, on: Any) -> None:
+def test_locks_arrays_and_other_mappings_can_be_values(across: Any, on: Any) -> None:
     inner: SharedDict[int, int] = SharedDict(across=across)
     lock = Lock(across=across)
     items = {"lock": lock, "array": np.arange(20_000), "inner": inner}
@@ -94,7 +94,7 @@ def test_locks_arrays_and_other_mappings_can_be_inside(across: Any, on: Any) -> 
 
 
 @everywhere
-def test_an_increment_is_one_step_between_all_processes(across: Any, on: Any) -> None:
+def test_increment_is_atomic_across_processes(across: Any, on: Any) -> None:
     def count(table: SharedDict[str, float], worker: int) -> None:
         for _ in range(25):
             table.increment("n")
@@ -114,7 +114,7 @@ def test_increment_of_wrong_type_changes_nothing() -> None:
     assert table.copy() == {"word": "a"}
 
 
-def test_a_change_that_raises_changes_nothing() -> None:
+def test_failed_change_leaves_the_dict_unchanged() -> None:
     shared = SharedDict({"a": 1})
     with pytest.raises(KeyError):
         shared.pop("b")
@@ -126,7 +126,7 @@ def test_a_change_that_raises_changes_nothing() -> None:
 
 
 def test_shared_dict_over_hosts_rejects_local_values() -> None:
-    """C13: the mapping is unchanged."""
+    """C13: the mapping stays unchanged."""
     shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
 
     def assign() -> None:
@@ -141,7 +141,7 @@ def test_shared_dict_over_hosts_rejects_local_values() -> None:
 
 @between
 @pytest.mark.parametrize("done", [False, True])
-def test_death_during_change_leaves_it_complete_or_absent(across: Any, done: bool) -> None:
+def test_change_is_complete_or_absent_after_death_during_it(across: Any, done: bool) -> None:
     shared, reported = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:
@@ -170,7 +170,7 @@ def test_shared_dict_outlives_processes_that_use_it(across: Any) -> None:
 
 @everywhere
 def test_mapping_held_only_by_another_mapping_can_be_changed(across: Any, on: Any) -> None:
-    """Between two accesses, no process has an object for the inner mapping."""
+    """Between accesses, no process has an object that represents the inner mapping."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:
@@ -183,7 +183,7 @@ def test_mapping_held_only_by_another_mapping_can_be_changed(across: Any, on: An
 
 
 def test_channels_in_shared_dict_outlive_their_creator() -> None:
-    """C14: the process that assigned them was killed, and others have changed the mapping since."""
+    """C14: the process that assigned the channels was killed, and the mapping has been changed since."""
     shared: SharedDict[str, Any] = SharedDict()
 
     def assign() -> None:

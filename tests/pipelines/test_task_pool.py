@@ -1,4 +1,4 @@
-"""``TaskPool`` and ``BackgroundTask``: tasks as in ``concurrent.futures``, on threads and on processes."""
+"""Test ``TaskPool`` and ``BackgroundTask``: tasks as in ``concurrent.futures``, on threads and processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_task_can_be_polled(on: Any) -> None:
 
 
 @everywhere
-def test_a_task_without_a_result_gives_none(on: Any) -> None:
+def test_task_without_result_returns_none(on: Any) -> None:
     task = BackgroundTask(lambda: None, on=on)
     assert task.result() is None
     task.close()
@@ -74,7 +74,7 @@ def test_failed_task_raises_in_every_caller_and_is_done(on: Any) -> None:
     task.close()
 
 
-def test_a_task_is_a_future_among_others() -> None:
+def test_background_tasks_work_with_as_completed() -> None:
     tasks = [BackgroundTask(abs, -number) for number in range(4)]
     assert sorted(task.result() for task in as_completed(tasks)) == [0, 1, 2, 3]
     for task in tasks:
@@ -85,7 +85,7 @@ def test_a_task_is_a_future_among_others() -> None:
 
 
 @everywhere
-def test_many_more_tasks_than_workers_all_give_their_results(on: Any) -> None:
+def test_all_results_arrive_with_many_more_tasks_than_workers(on: Any) -> None:
     workers = 20 if on == "thread" else 2
     with TaskPool(workers, on=on) as pool:
         assert isinstance(pool, Executor)
@@ -136,7 +136,7 @@ def test_failed_task_does_not_affect_other_tasks(on: Any) -> None:
 
 
 @everywhere
-def test_wait_and_as_completed_work(on: Any) -> None:
+def test_futures_work_with_wait_and_as_completed(on: Any) -> None:
     gate = Gate()
     with TaskPool(2, on=on) as pool:
         held, free = pool.submit(gate.wait, "held"), pool.submit(str, "free")
@@ -172,12 +172,12 @@ def test_coroutines_can_await_tasks(on: Any) -> None:
 
 
 @everywhere
-def test_a_task_that_has_not_begun_can_be_cancelled(on: Any) -> None:
+def test_task_that_has_not_started_can_be_cancelled(on: Any) -> None:
     gate, called = Gate(), Channel[int](8, across="processes")
     with TaskPool(1, on=on) as pool:
         held = pool.submit(gate.wait)
         gate.wait_held()
-        if on == "process":  # the next task counts as started while it waits for a worker
+        if on == "process":  # the next task counts as started while it is waiting for a worker
             following = pool.submit(abs, 0)
             wait_until(following.running)
         waiting = [pool.submit(called.put, number) for number in range(3)]
@@ -193,7 +193,7 @@ def test_a_task_that_has_not_begun_can_be_cancelled(on: Any) -> None:
 
 
 @everywhere
-def test_close_waits_for_all_tasks_and_takes_no_more(on: Any) -> None:
+def test_close_waits_for_tasks_and_rejects_new_ones(on: Any) -> None:
     pool = TaskPool(2, on=on)
     futures = [pool.submit(abs, -number) for number in range(20)]
     pool.close()
@@ -230,7 +230,7 @@ def test_pool_without_references_finishes_its_tasks(on: Any) -> None:
 
 
 def test_process_is_replaced_after_max_tasks() -> None:
-    """No task is lost, done twice, or delayed by the pauses after deaths.
+    """No task is lost, run twice, or delayed by the pause that follows a death.
 
     The initializer is called in each process.
     """
@@ -253,7 +253,7 @@ def test_killed_worker_fails_only_its_task() -> None:
         assert [future.result() for future in [*before, *after]] == [*range(10), *range(10)]
 
 
-def test_more_killed_workers_than_the_pool_has() -> None:
+def test_pool_survives_more_deaths_than_it_has_workers() -> None:
     with TaskPool(1, on="process") as pool:
         futures = [pool.submit(os._exit, 3) for _ in range(4)]
         for future in futures:
@@ -274,7 +274,7 @@ def test_unpicklable_argument_fails_only_its_task() -> None:
 
 
 @everywhere
-def test_a_task_that_asks_to_exit_ends_no_worker(on: Any) -> None:
+def test_task_that_raises_system_exit_keeps_its_worker(on: Any) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
@@ -292,7 +292,7 @@ def test_arrays_can_be_arguments_and_results(on: Any) -> None:
         assert np.array_equal(pool.submit(np.negative, array).result(), -array)
 
 
-def test_tasks_may_submit_tasks() -> None:
+def test_tasks_can_submit_tasks() -> None:
     with TaskPool(2) as pool:
         assert pool.submit(lambda: pool.submit(abs, -5).result()).result() == 5
 

@@ -1,4 +1,4 @@
-"""``TaskPool``: an error in a task only affects its future, and a failed pool reports its cause.
+"""Test ``TaskPool``: an error in a task affects only its future, and a failed pool reports the cause.
 
 Idle workers keep no object alive.
 """
@@ -41,7 +41,7 @@ def refuse(error: type[Exception]) -> None:
 
 
 class Pickles:
-    """Object that calls ``there`` when it is pickled and ``here`` when it is unpickled."""
+    """Object that calls ``there`` when pickled and ``here`` when unpickled."""
 
     def __init__(self, there: Callable[[], object] = int, here: Callable[[], object] = int) -> None:
         self.there, self.here = there, here
@@ -84,7 +84,7 @@ def test_unpicklable_value_fails_only_its_future(task: Any, error: type[BaseExce
             assert fine.result() == 1
 
 
-def test_killing_task_with_arrays_fails_its_own_future() -> None:
+def test_task_with_arrays_that_kills_its_worker_fails() -> None:
     with TaskPool(1, on="process") as pool:
         array = np.zeros(100_000)
         killed = [pool.submit(lambda array: die(), array), pool.submit(id, [array, Pickles(here=die)])]
@@ -95,7 +95,8 @@ def test_killing_task_with_arrays_fails_its_own_future() -> None:
 
 
 def test_oversized_task_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)  # a machine with a megabyte
+    # pretend that the machine has one megabyte of memory
+    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 10)
     with TaskPool(1, on="process") as pool:
         there, back = pool.submit(len, bytes(3 << 20)), pool.submit(bytes, 3 << 20)
         for future in (there, back):
@@ -105,7 +106,7 @@ def test_oversized_task_fails_its_own_future(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @everywhere
-def test_any_keyword_goes_to_the_function(on: Any) -> None:
+def test_every_keyword_is_passed_to_the_function(on: Any) -> None:
     with TaskPool(1, on=on) as pool:
         assert pool.submit(dict, fn=1, self=2, args=3).result() == {"fn": 1, "self": 2, "args": 3}
     task = BackgroundTask(dict, fn=1, on=on)
@@ -114,7 +115,9 @@ def test_any_keyword_goes_to_the_function(on: Any) -> None:
 
 
 @everywhere
-def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_that_raises_system_exit_leaves_pool_usable(
+    on: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with TaskPool(1, on=on) as pool:
         start = Channel[int](across="processes")
         future = pool.submit(start.get)
@@ -123,11 +126,11 @@ def test_callback_that_raises_system_exit_keeps_the_pool(on: Any, caplog: pytest
         assert future.result() == 2
         assert pool.submit(abs, -3).result() == 3
     assert "asks to exit" in caplog.text
-    caplog.clear()  # a traceback would keep the frames of the pool alive
+    caplog.clear()  # the logged traceback would keep the pool's frames alive
 
 
 @everywhere
-def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
+def test_externally_finished_future_leaves_the_pool_usable(on: Any) -> None:
     with TaskPool(1, on=on) as pool:
         start = Channel[None](across="processes")
         future = pool.submit(start.get)
@@ -137,11 +140,11 @@ def test_externally_finished_future_keeps_the_pool(on: Any) -> None:
         assert pool.submit(abs, -3).result() == 3
 
 
-# Objects that idle workers keep
+# Objects that idle workers must not keep
 
 
 class ReportsItsEnd:
-    """Object that reports when it is freed, in any process."""
+    """Object that reports when it is freed, in whatever process."""
 
     def __init__(self, reported: Channel[str], word: str) -> None:
         self.reported, self.word = reported, word
@@ -164,7 +167,7 @@ def fail(reported: Channel[str], argument: Any) -> None:
     raise ReportingError(reported)
 
 
-def test_an_idle_process_keeps_neither_argument_nor_result_nor_exception() -> None:
+def test_idle_process_frees_arguments_results_and_exceptions() -> None:
     reported = Channel[str](across="processes")
     with TaskPool(1, on="process") as pool:
         pid, _ = pool.submit(answer, reported, ReportsItsEnd(reported, "argument")).result()
@@ -192,7 +195,7 @@ class SilentError(Exception):
 
 @everywhere
 @pytest.mark.parametrize("method", ["__init__", "itself", "fails"])
-def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, method: str) -> None:
+def test_idle_pool_frees_arguments_results_and_exceptions(on: Any, method: str) -> None:
     with TaskPool(1, on=on) as pool:
         thing = Thing()
         reference = weakref.ref(thing)
@@ -206,11 +209,11 @@ def test_an_idle_pool_keeps_neither_argument_nor_result_nor_exception(on: Any, m
         wait_until(lambda: reference() is None)
 
 
-# A pool that has ended
+# Pools that have ended
 
 
 @everywhere
-def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
+def test_submit_after_shutdown_raises_pythons_own_message(on: Any) -> None:
     pool = TaskPool(1, on=on)
     pool.shutdown()
     with pytest.raises(RuntimeError, match=r"^cannot schedule new futures after shutdown$") as caught:
@@ -220,7 +223,7 @@ def test_submit_after_shutdown_raises_message_of_python(on: Any) -> None:
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
-    """Its workers cannot start: they import the program, which makes another pool."""
+    """The workers cannot start: each imports the program, which creates another pool."""
     program = tmp_path / "program.py"
     program.write_text(
         """
@@ -246,7 +249,7 @@ pool.shutdown()
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_program_exit_waits_for_tasks_of_pools(on: str) -> None:
+def test_program_exit_waits_for_pool_tasks(on: str) -> None:
     program = f"""
 import threading
 from flowchan import Channel

@@ -1,4 +1,4 @@
-"""``workqueue``: one owner, many workers, two directions."""
+"""Test ``workqueue``: one owner, many workers, and items in both directions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def echo(queue: WorkQueue, worker: int) -> None:
 
 @contextmanager
 def echoed(across: Across, workers: int = 1, capacity: int = 64) -> Iterator[WorkQueue]:
-    """Yield a work queue with workers that put back what they get."""
+    """Yield a work queue with workers that put back whatever they get."""
     queue = workqueue(capacity=capacity, across=across)
     running = start(workers, echo, queue, on=on(across))
     yield queue
@@ -75,7 +75,7 @@ class Point:
     ],
     ids=repr,
 )
-def test_items_come_back_as_they_went(across: Across, item: Any) -> None:
+def test_items_are_returned_unchanged(across: Across, item: Any) -> None:
     with echoed(across) as queue:
         queue.put(item)
         found = queue.get()
@@ -84,7 +84,7 @@ def test_items_come_back_as_they_went(across: Across, item: Any) -> None:
 
 
 @everywhere
-def test_functions_and_closures_do_the_same_where_they_arrive(across: Across) -> None:
+def test_functions_and_closures_work_after_being_sent(across: Across) -> None:
     factor = 3
 
     def call(queue: WorkQueue, worker: int) -> None:
@@ -100,7 +100,7 @@ def test_functions_and_closures_do_the_same_where_they_arrive(across: Across) ->
 
 
 @everywhere
-def test_arrays_arrive_equal_alone_and_inside_others(across: Across) -> None:
+def test_arrays_arrive_equal_alone_and_inside_containers(across: Across) -> None:
     array = np.arange(100_000.0).reshape(100, 1000)
     with echoed(across) as queue:
         queue.put(array)
@@ -111,7 +111,7 @@ def test_arrays_arrive_equal_alone_and_inside_others(across: Across) -> None:
         assert np.array_equal(deep[1], array.T)
 
 
-def test_between_threads_both_sides_have_the_same_array() -> None:
+def test_array_sent_between_threads_is_the_same_object() -> None:
     queue = workqueue()
 
     def fill(worker: int) -> None:
@@ -168,7 +168,7 @@ def test_only_the_owner_can_drain() -> None:
 
 
 @everywhere
-def test_many_items_come_in_order(across: Across) -> None:
+def test_many_items_arrive_in_order(across: Across) -> None:
     with echoed(across) as queue:
         queue.put_many(range(300))
         assert [queue.get() for _ in range(300)] == list(range(300))
@@ -179,7 +179,7 @@ def test_many_items_come_in_order(across: Across) -> None:
 def test_queue_full_in_both_directions_does_not_deadlock(across: Across, workers: int) -> None:
     with echoed(across, workers, capacity=1) as queue:
         for number in range(100):
-            queue.put(number)  # no thread reads the answers yet
+            queue.put(number)  # no thread is reading the answers yet
         assert sum(queue.get() for _ in range(100)) == 4950
 
 
@@ -219,7 +219,7 @@ def test_workers_with_many_answers_do_not_block_on_owner(
     queue, reported = workqueue(capacity=1, across=across), workqueue(across=across)
     running = start(2, repeat, queue, reported, on=on(across))
     queue.put_many([1, 2, 3])
-    # the worker may now wait for anything, and put again
+    # The owner may wait for something else first, and then put more questions.
     assert [reported.get() for _ in range(3)] == ["done"] * 3
     queue.put(4)
     queue.close()
@@ -228,7 +228,7 @@ def test_workers_with_many_answers_do_not_block_on_owner(
 
 
 @everywhere
-def test_blocked_put_ends_with_its_timeout(across: Across) -> None:
+def test_put_and_get_raise_when_timeout_expires(across: Across) -> None:
     queue = workqueue(capacity=1, across=across)
     queue.put(1)
     with pytest.raises(Full):
@@ -300,7 +300,7 @@ def test_a_forked_worker_opens_a_queue_by_its_name() -> None:
 
 
 def echo_by_name(queue: WorkQueue, answer: Any) -> None:
-    """Echo items in a spawned process."""
+    """Echo items, in a spawned process."""
     answer.put((queue.creator, queue.is_owner, workqueue("spawned").creator))
     echo(workqueue("spawned"), 1)
 
@@ -319,7 +319,7 @@ def test_spawned_process_knows_name_of_passed_queue() -> None:
 
 
 @everywhere
-def test_owner_and_workers_see_all_items_then_the_end(across: Across) -> None:
+def test_iteration_ends_after_all_items_for_owner_and_workers(across: Across) -> None:
     queue = workqueue(capacity=4, across=across)
     running = start(4, echo, queue, on=on(across))
     queue.put_many(range(500))
@@ -331,7 +331,7 @@ def test_owner_and_workers_see_all_items_then_the_end(across: Across) -> None:
 
 
 @everywhere
-def test_a_worker_may_give_any_number_of_answers(across: Across) -> None:
+def test_worker_can_put_any_number_of_answers(across: Across) -> None:
     def divisors(queue: WorkQueue, worker: int) -> None:
         for number in queue:
             queue.put_many(divisor for divisor in range(1, number + 1) if number % divisor == 0)
@@ -382,7 +382,7 @@ def test_unanswered_question_goes_to_another_worker(across: Across) -> None:
 
 
 @everywhere
-def test_a_worker_that_closes_is_done_with_its_question(across: Across) -> None:
+def test_close_by_a_worker_finishes_its_question(across: Across) -> None:
     def decline(queue: WorkQueue, worker: int) -> None:
         queue.get()
         queue.close()
@@ -394,7 +394,7 @@ def test_a_worker_that_closes_is_done_with_its_question(across: Across) -> None:
     assert list(queue) == []
 
 
-def test_the_question_of_a_killed_worker_goes_to_another() -> None:
+def test_question_of_killed_worker_goes_to_another_worker() -> None:
     queue = workqueue(across="processes")
 
     def hold() -> None:
@@ -419,7 +419,7 @@ def echo_workers(queue: WorkQueue, across: Across) -> Iterator[None]:
     running.join()
 
 
-def test_waiting_owner_ends_after_silent_exit_of_last_worker() -> None:
+def test_owner_stops_waiting_after_last_worker_exits() -> None:
     queue = workqueue()
     got: list[Any] = []
     go = threading.Event()
@@ -438,7 +438,7 @@ def test_waiting_owner_ends_after_silent_exit_of_last_worker() -> None:
     running.join()
 
 
-def test_waiting_workers_learn_that_the_queue_is_closed() -> None:
+def test_waiting_workers_end_when_the_queue_is_closed() -> None:
     queue = workqueue()
     running = start(5, echo, queue)
     wait_blocked(queue._sides.channels[0], readers=5)

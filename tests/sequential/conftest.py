@@ -1,6 +1,6 @@
-"""Run these tests with one compute thread, as on a machine with a core for each part.
+"""Run these tests with one compute thread, as on a machine with one core for each part.
 
-The results of the parts and of the plain module are then equal bit for bit.
+The results of a pipe and of the plain module are then bit-identical.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from flowchan.pipelines.sequential import balance
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Ignore the warning that a pipe will not be faster, because the modules are small.
+    """Ignore the warning that a pipe will not be faster; the modules here are small.
 
-    ``pytest.warns`` still sees it.
+    ``pytest.warns`` still sees the warning.
     """
     item.add_marker(pytest.mark.filterwarnings("ignore:Sequential. with .* parts:RuntimeWarning"))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_compute_thread(one_compute_thread: None) -> None:
-    """Apply ``one_compute_thread`` to every test of this folder."""
+    """Apply ``one_compute_thread`` to every test in this folder."""
 
 
 @pytest.fixture(autouse=True)
 def _equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all layers the same cost.
 
-    A pipe measures its layers for half a second with its first batch. Here each layer runs once, so that
-    tests are quick and the cut is fixed. The tests of measurements override this fixture.
+    A pipe measures its layers for half a second with its first batch. This fixture makes each layer run only
+    once, so tests are fast and the cut is predictable. Tests of the measurement override this fixture.
     """
 
     def seconds(layers: list[Any], training: bool) -> list[float]:

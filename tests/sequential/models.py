@@ -1,4 +1,4 @@
-"""Small models with their own ``forward``, written as users write them."""
+"""Small models with their own ``forward``, written the way users write them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """The ResNet-18 of torchvision with an eighth of the channels."""
+    """torchvision's ResNet-18 with one eighth of the channels."""
 
     def __init__(self, classes: int = 5, width: int = 8) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each with a residual connection around it."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, context: int) -> None:
         super().__init__()

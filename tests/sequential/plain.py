@@ -1,4 +1,4 @@
-"""Plain modules, their outputs for micro-batches, and a layer that calls a function."""
+"""Plain modules, their outputs for micro-batches, and a layer that calls a given function."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def conv() -> nn.Sequential:
 
 
 def plain(module: nn.Sequential, x: Tensor, chunks: int = 8) -> Tensor:
-    """Return the module's outputs for the micro-batches, computed one after the other."""
+    """Return the module's outputs for the micro-batches, computed one at a time."""
     with torch.no_grad():
         return torch.cat([module(piece) for piece in x.tensor_split(min(chunks, len(x)))])
 
 
 def is_same(y: Tensor, expected: Tensor, on: str) -> bool:
-    """Compare two outputs: bit for bit on threads, within tolerance on processes.
+    """Compare two outputs, bit for bit on threads, and within a tolerance on processes.
 
-    In a process, a tensor has another address, and torch's kernels may round differently for another
-    alignment.
+    In a process, tensors have different addresses, and torch's kernels may round differently if the alignment
+    differs.
     """
     return torch.equal(y, expected) if on == "thread" else torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
 class Watched(nn.Module):
-    """Calls a function with each micro-batch that has values. Works only on threads."""
+    """Layer that calls a function with each micro-batch that has values; works only on threads."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

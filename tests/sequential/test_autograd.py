@@ -1,6 +1,6 @@
-"""Outputs of a pipe have the gradients of the plain module.
+"""Test that the outputs of a pipe have the same gradients as those of the plain module.
 
-The tests cover parameters, inputs and layers before the pipe, any loss, hooks, accumulation and
+The tests cover parameters, inputs, layers before the pipe, various losses, hooks, accumulation and
 ``retain_graph``.
 """
 
@@ -46,7 +46,7 @@ def assert_same_gradients(module: nn.Module, plain: nn.Module) -> None:
 
 
 def contrastive(y: Tensor) -> Tensor:
-    """Return a loss that combines every sample with every other one."""
+    """Return a loss that combines every sample with every other sample."""
     return (y @ y.t()).logsumexp(1).sum() - (y * y).sum()
 
 
@@ -80,7 +80,7 @@ def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
             optimizer = Adam(module.parameters(), lr=0.01)
             for _ in range(5):
                 optimizer.zero_grad()
-                for piece, wanted in ((x, target), (x[:4], target[:4])):  # accumulation
+                for piece, wanted in ((x, target), (x[:4], target[:4])):  # the gradients accumulate
                     cross_entropy(module(piece), wanted, ignore_index=-100).backward()
                 nn.utils.clip_grad_norm_(module.parameters(), 0.5)
                 optimizer.step()
@@ -92,7 +92,7 @@ def test_outside_optimizer_trains_like_plain_modules(on: Any) -> None:
 
 @on_both_placements
 @pytest.mark.parametrize("change", ["data", "no_grad", "load"])
-def test_parameter_change_of_any_kind_applies_at_once(on: Any, change: str) -> None:
+def test_every_kind_of_parameter_change_applies_at_once(on: Any, change: str) -> None:
     model = perceptron()
     x = torch.randn(8, 6)
     with Sequential(model, 2, on=on, chunks=2) as pipe:
@@ -131,7 +131,7 @@ def test_second_backward_pass_needs_retain_graph(on: Any, recompute: bool) -> No
 
 
 @on_both_placements
-def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
+def test_backward_passes_work_in_any_order_and_combined(on: Any) -> None:
     model = perceptron()
     plain = copy.deepcopy(model)
     a, b, c = torch.randn(4, 6), torch.randn(7, 6), torch.randn(5, 6)
@@ -139,7 +139,7 @@ def test_backward_passes_work_in_any_order_and_together(on: Any) -> None:
         for module in (pipe, plain):
             first, second = module(a), module(b)
             module(c)  # a call without a backward pass
-            module.eval()  # does not affect outputs that exist already
+            module.eval()  # does not affect existing outputs
             (first.sum() * module(c).mean()).backward()
             second.square().sum().backward()
         assert_same_gradients(pipe, plain)
@@ -198,7 +198,7 @@ def test_frozen_parameters_get_no_gradient_and_can_be_unfrozen(on: Any) -> None:
 
 
 @on_both_placements
-def test_output_requires_grad_only_like_the_plain_modules(on: Any) -> None:
+def test_output_requires_grad_like_the_plain_modules(on: Any) -> None:
     x = torch.randn(8, 6)
     with Sequential(perceptron(), 2, on=on) as pipe:
         for without in (torch.no_grad, torch.inference_mode):
@@ -211,7 +211,7 @@ def test_output_requires_grad_only_like_the_plain_modules(on: Any) -> None:
 
 
 class Fork(nn.Module):
-    """Returns several values, some of which cannot have gradients."""
+    """Layer that returns several values, some of which cannot have gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_nested_values_have_gradients_where_possible(on: Any) -> None:
 
 
 @on_both_placements
-def test_backward_pass_of_one_of_several_outputs_matches(on: Any) -> None:
+def test_backward_from_one_of_several_outputs_matches(on: Any) -> None:
     model = nn.Sequential(nn.Identity(), Fork())
     plain = copy.deepcopy(model)
     x, scale = torch.randn(7, 6), torch.rand(7, 1)
@@ -305,7 +305,7 @@ def test_autocast_around_a_call_reaches_the_parts(on: Any) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Keeps only its input, and recomputes its activations."""
+    """Layer that keeps only its input and recomputes its activations."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ def test_parameter_change_before_the_backward_pass_raises(on: Any) -> None:
 
 
 class Bad(nn.Module):
-    """Raises for a large value in the forward or the backward pass."""
+    """Layer whose forward or backward pass raises if a value is large."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.abs().max() > 100:

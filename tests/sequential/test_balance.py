@@ -1,4 +1,4 @@
-"""Cuts are optimal, and measured costs match the layers."""
+"""Test that cuts are optimal, and that measured costs reflect the layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowchan.pipelines.sequential.balance import best_split, costs
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Override the fixture, so that layers are measured."""
+    """Override the fixture of this name, so that layers are measured."""
 
 
 def largest(values: list[float], counts: list[int]) -> float:
@@ -57,7 +57,7 @@ def test_split_handles_hundreds_of_layers() -> None:
 
 
 class Slow(nn.Module):
-    """Computes ``times`` equal matrix products."""
+    """Layer that computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def several() -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(10, 20),  # 220 parameters
         nn.ReLU(inplace=True),
-        nn.BatchNorm1d(20),  # 40 parameters, 40 statistics and a count of 8 bytes
+        nn.BatchNorm1d(20),  # 40 parameters, 40 statistics, and a counter of 8 bytes
         nn.Flatten(),  # a view
         nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 1)),  # 630 + 31 parameters
     )
@@ -122,7 +122,7 @@ def test_memory_for_training_includes_saved_tensors() -> None:
 
 
 class Expand(nn.Module):
-    """Layer whose output is as large as its input, and whose graph holds ``times`` tensors of that size."""
+    """Layer whose output is as large as its input, and whose graph holds ``times`` tensors of this size."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_memory_includes_tensors_held_only_by_the_graph(times: list[int], counts
 
 
 class Half(nn.Module):
-    """Saves or frees ``wide`` internal values per sample."""
+    """Layer that either saves or frees ``wide`` internal values per sample."""
 
     def __init__(self, wide: int, saves: bool) -> None:
         super().__init__()
@@ -185,8 +185,8 @@ def test_param_scale_multiplies_the_bytes_of_parameters() -> None:
     ("options", "message"),
     [
         ({"param_scale": 2}, 'balance must be "memory" with param_scale'),
-        ({"param_scale": -1, "balance": "memory"}, "at least 0, got -1"),
-        ({"param_scale": "2", "balance": "memory"}, "at least 0, got '2'"),
+        ({"param_scale": -1, "balance": "memory"}, "a non-negative number, got -1"),
+        ({"param_scale": "2", "balance": "memory"}, "a non-negative number, got '2'"),
     ],
 )
 def test_invalid_param_scale_raises(options: dict[str, Any], message: str) -> None:

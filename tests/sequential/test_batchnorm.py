@@ -1,5 +1,4 @@
-"""Batch normalisation: micro-batches are normalised separately, and running statistics cover whole
-batches."""
+"""Test batch normalisation: micro-batches are normalised separately, and statistics cover whole batches."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
 
 def normalised(momentum: float | None = 0.1) -> nn.Sequential:
-    """Return five layers, of which the first is a batch norm with an input that no parameter affects."""
+    """Return five layers that start with a batch norm layer, whose input depends on no parameter."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm1d(6, momentum=momentum),
@@ -38,7 +37,7 @@ def batches(sizes: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
 def in_micro_batches(
     module: nn.Sequential, data: Iterable[tuple[Tensor, Tensor]], chunks: int
 ) -> nn.Sequential:
-    """Train a copy as a pipe should: with summed gradients of micro-batches and statistics of whole
+    """Train a copy as a pipe should: sum the gradients of micro-batches, and use statistics of whole
     batches."""
     module = copy.deepcopy(module)
     optimizer = OPTIMIZERS["sgd"](module.parameters())
@@ -82,7 +81,7 @@ def test_training_on_processes_matches_the_reference() -> None:
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_running_statistics_match_the_plain_module(on: Any, momentum: float | None, recompute: bool) -> None:
-    """Compare the first layer, whose input is the same in the pipe and in the plain module."""
+    """Compare only the first layer, whose input is the same in the pipe and in the plain module."""
     module = normalised(momentum)
     plain = copy.deepcopy(module)
     with in_parts(module, 2, on, recompute=recompute) as training:
@@ -152,7 +151,7 @@ def test_layer_without_statistics_is_unchanged() -> None:
     assert not module[0].track_running_stats  # type: ignore[union-attr]
 
 
-# --- units ---
+# --- unit tests ---
 
 
 @pytest.mark.parametrize("shape", [(40, 3), (40, 3, 5), (40, 3, 2, 2)])

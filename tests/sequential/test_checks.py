@@ -1,4 +1,4 @@
-"""Wrong input raises before anything starts.
+"""Test that wrong input raises before anything starts.
 
 The error names the argument, the value, the allowed values and the remedy.
 """
@@ -98,11 +98,15 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a missing device": (
         {"devices": ["cpu", "cuda:99"]},
         ValueError,
-        ["got 'cuda:99'", "it does not exist"],
+        ["got 'cuda:99'", "no such device"],
     ),
     "a device without values": ({"devices": ["meta", "cpu"]}, ValueError, ["got 'meta'"]),
     "a device that is None": ({"devices": ["cpu", None]}, ValueError, ["got None"]),
-    "too few devices": ({"devices": ["cpu"]}, ValueError, ["devices must be 2, one for each part, got 1"]),
+    "too few devices": (
+        {"devices": ["cpu"]},
+        ValueError,
+        ["devices must have 2 entries, one for each part, got 1"],
+    ),
     "a pool with shares of workers": (
         {"on": local(2)[{"local-1": 1}]},
         ValueError,
@@ -219,13 +223,15 @@ def test_misspelt_training_option_raises_with_a_suggestion() -> None:
         (nn.Sequential(nn.LazyLinear(3), nn.ReLU()), ValueError, ["'0.weight'", "call module(x) once"]),
     ],
 )
-def test_module_without_a_row_of_layers_raises(module: Any, kind: type[Exception], words: list[str]) -> None:
+def test_module_that_is_not_a_sequence_of_layers_raises(
+    module: Any, kind: type[Exception], words: list[str]
+) -> None:
     with pytest.raises(kind) as raised:
         Sequential(module)
     assert words_in(raised, *words)
 
 
-def test_hooks_of_the_container_raise_and_those_of_layers_work() -> None:
+def test_hooks_on_the_container_raise_but_hooks_on_layers_work() -> None:
     module = model()
     seen = []
     module[0].register_forward_hook(lambda *_: seen.append("layer"))
@@ -252,7 +258,7 @@ class Locked(nn.Module):
             return x
 
 
-def test_unpicklable_layer_raises_with_the_culprit() -> None:
+def test_error_for_unpicklable_layer_names_the_attribute() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Locked()))
     with pytest.raises(TypeError) as raised:
         Sequential(module, on="process")
@@ -285,7 +291,7 @@ def test_layer_with_a_lambda_is_sent_to_a_process() -> None:
 
 
 class Fold(nn.Module):
-    """Reshapes (n, 4) to (2 n, 2)."""
+    """Layer that reshapes (n, 4) to (2 n, 2)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(-1, 2)
@@ -302,7 +308,7 @@ class Total(nn.Module):
 
 
 class Fixed(nn.Module):
-    """Returns two rows for any input."""
+    """Layer that returns two rows for any input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:2]
@@ -354,7 +360,7 @@ def test_output_other_than_a_tensor_raises_with_its_path() -> None:
         assert not started(pipe)
 
 
-def test_hidden_state_of_an_lstm_raises() -> None:
+def test_lstm_output_with_hidden_state_raises() -> None:
     with Sequential([nn.Linear(4, 4), nn.LSTM(4, 3, batch_first=True)]) as pipe:
         with pytest.raises(ValueError, match="must keep the batch dimension") as raised:
             pipe(torch.randn(8, 5, 4))
@@ -363,7 +369,7 @@ def test_hidden_state_of_an_lstm_raises() -> None:
 
 def test_layers_without_meta_kernels_are_checked_at_run_time() -> None:
     class Numbers(nn.Module):
-        """Reads values, so it cannot run on the device ``meta``."""
+        """Layer that reads values and therefore cannot run on the device ``meta``."""
 
         def forward(self, x: Tensor) -> Tensor:
             return x[x[:, 0] > float(x.min())] if x.shape[0] > 1 else x

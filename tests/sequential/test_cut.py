@@ -1,4 +1,4 @@
-"""Default cut of a module, and default number of micro-batches."""
+"""Test the default cut of a module, and the default number of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flowchan.pipelines import Sequential
 
 @pytest.fixture(autouse=True)
 def _equal_layers() -> None:
-    """Override the fixture, so that layers are measured."""
+    """Override the fixture of this name, so that layers are measured."""
 
 
 class Costs(nn.Module):
-    """Computes ``times`` equal matrix products."""
+    """Layer that computes ``times`` equal matrix products."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_fast_pipe_does_not_warn() -> None:
 
 
 class Sizes(nn.Module):
-    """Records the sizes of micro-batches."""
+    """Layer that records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Sizes(nn.Module):
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
 def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None:
-    """Two parts and 400,000 operations per sample: 50 million operations per part need 250 samples."""
+    """Each of two parts needs 50 million operations: 250 samples with 400,000 operations for both parts."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
     pieces = [len(piece) for piece in torch.empty(samples, 0).tensor_split(chunks)]
@@ -140,7 +140,7 @@ def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None
     assert sizes.seen == pieces
 
 
-def test_unknown_work_gives_eight_chunks() -> None:
+def test_layers_with_unknown_work_use_eight_chunks() -> None:
     sizes = Sizes()
     with Sequential([sizes, nn.Identity()]) as pipe:
         pipe(torch.ones(16, 1))

@@ -1,4 +1,5 @@
-"""A failing training names the part, the schedule's step and the micro-batch. Nothing hangs or is left."""
+"""Test that a failed training step names the part, the step and the micro-batch, and leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Custom(Exception):
 
 
 class At(nn.Module):
-    """Calls ``act`` in the forward or backward pass of micro-batch number ``chunk``, counted from 0."""
+    """Layer that calls ``act`` in the forward or backward pass of micro-batch ``chunk``, counted from 0."""
 
     def __init__(self, chunk: int, act: Callable[[], None], backward: bool = False) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class At(nn.Module):
 
 
 class Watched(torch.autograd.Function):
-    """Identity that reports its backward pass."""
+    """Identity function that reports its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: At) -> Tensor:
@@ -78,7 +79,7 @@ def with_layer(layer: nn.Module) -> nn.Sequential:
 
 
 def failure_of(module: nn.Sequential, on: Any, steps: int = 1, **options: Any) -> RunError:
-    """Run ``steps`` training steps, and return the error of the last one."""
+    """Run ``steps`` training steps, and return the error that the last one raises."""
     ((x, target),) = batches([8])
     options.setdefault("optimizer", OPTIMIZERS["sgd"])
     with in_parts(module, 3, on, **options) as training:
@@ -130,7 +131,7 @@ def test_loss_with_dimensions_raises_with_its_shape() -> None:
 @on_both_placements
 def test_nan_loss_of_a_padded_micro_batch_raises(on: Any) -> None:
     ((x, target),) = batches([8])
-    target[4:6] = -100  # cross_entropy's ignore_index, for all of micro-batch 2
+    target[4:6] = -100  # cross_entropy's ignore_index, for all samples of micro-batch 2
     with in_parts(perceptron(), 3, on) as training, pytest.raises(RunError) as raised:
         training.step(x, target)
     assert re.match(
@@ -156,7 +157,7 @@ def test_failure_in_the_optimizer_names_part_and_step(on: Any) -> None:
             if len(self.param_groups[0]["params"]) == 7:
                 raise ValueError("no update")
 
-    module = with_layer(nn.PReLU())  # only part 1 has seven parameters: two more linear layers and this one
+    module = with_layer(nn.PReLU())  # only part 1 has seven parameters: three linear layers and this one
     module[5] = nn.Linear(12, 12)
     error = failure_of(module, on, optimizer=lambda parameters: Fails(parameters, lr=0.1))
     assert error.message == "part 1 (layers '3' to '5'), update at the end of step 0: ValueError: no update"
@@ -223,7 +224,7 @@ def test_module_keeps_earlier_steps_after_a_failure(on: Any) -> None:
 
 
 def killed_at(blocker: Blocker, pid: Path, mark: Path | None = None) -> threading.Thread:
-    """Kill the process that waits at the blocker, after ``mark`` exists."""
+    """Kill the process that is waiting at the blocker, but not before ``mark`` exists."""
 
     def kill() -> None:
         blocker.wait_held()
@@ -259,7 +260,7 @@ def test_killed_worker_is_reported_with_part_and_progress(tmp_path: Path, backwa
     )
 
 
-def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path) -> None:
+def test_killed_worker_that_sent_no_output_has_no_known_step(tmp_path: Path) -> None:
     blocker, pid = Blocker(), tmp_path / "pid"
 
     def hold() -> None:
@@ -280,7 +281,7 @@ def test_killed_worker_without_received_output_has_no_known_step(tmp_path: Path)
 
 
 def test_killed_worker_is_reported_with_its_last_received_step(tmp_path: Path) -> None:
-    """The worker waits in F2 of step 1, after F1 has reached the next part."""
+    """The worker is blocked in F2 of step 1; the result of F1 has already reached the next part."""
     blocker, pid, arrived = Blocker(), tmp_path / "pid", tmp_path / "arrived"
 
     def hold() -> None:
@@ -322,7 +323,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
     data = list(batches([8]))
     plain, _ = train_plainly(module, OPTIMIZERS["sgd"], data)
     with (
-        contextlib.suppress(RunError),  # raised if the death is noticed before the end
+        contextlib.suppress(RunError),  # raised if the death is noticed before the block ends
         in_parts(module, 3, "process", optimizer=OPTIMIZERS["sgd"]) as training,
     ):
         training.step(*data[0])
@@ -330,7 +331,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
     assert_same_state(module, plain)
 
 
-# --- the end of the block ---
+# --- leaving the block ---
 
 
 @on_both_placements
@@ -345,7 +346,7 @@ def test_exception_in_the_block_propagates(on: Any) -> None:
 
 
 @on_both_placements
-def test_ctrl_c_ends_step_and_training(on: Any) -> None:
+def test_ctrl_c_ends_the_step_and_the_training(on: Any) -> None:
     blocker = Blocker()
 
     def interrupt() -> None:
@@ -364,5 +365,5 @@ def test_ctrl_c_ends_step_and_training(on: Any) -> None:
     helper.join()
 
 
-def test_training_that_never_begins_leaves_nothing() -> None:
+def test_training_that_never_starts_leaves_nothing_behind() -> None:
     in_parts(perceptron(), 3, "process")

@@ -1,4 +1,4 @@
-"""Forecasts: every schedule is simulated with the measured times of the layers."""
+"""Test forecasts: every schedule is simulated with the measured times of the layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layers(number: int = 8) -> nn.Sequential:
 
 
 def with_times(monkeypatch: pytest.MonkeyPatch, times: list[tuple[float, float, float]], kept: float) -> None:
-    """Replace the measured times of the layers, and set the overhead to zero."""
+    """Replace the layers' measured times with ``times``, and set the overhead to zero."""
     monkeypatch.setattr(forecast, "step_seconds", lambda *_: times)
     monkeypatch.setattr(forecast, "costs", lambda *_, **__: [kept] * len(times))
     monkeypatch.setattr(forecast, "PASSING", {"thread": 0.0, "process": 0.0})

@@ -1,4 +1,4 @@
-"""A pipe returns the outputs of the plain module, in order."""
+"""Test that a pipe returns the outputs of the plain module, in order."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flowchan.pipelines import Sequential
 
 
 class Both(nn.Module):
-    """Turns a dictionary into a tuple."""
+    """Layer that turns a dictionary into a tuple."""
 
     def forward(self, x: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
         return x["a"] * 2, [x["b"] + 1, x["a"][:, :1]]
 
 
 class Turned(nn.Module):
-    """Turns a tuple into a dictionary."""
+    """Layer that turns a tuple into a dictionary."""
 
     def forward(self, x: tuple[Tensor, list[Tensor]]) -> dict[str, Any]:
         return {"sum": x[0] + x[1][1], "rest": (x[1][0],)}
@@ -63,7 +63,7 @@ def test_call_handles_uneven_and_small_batches(chunks: int, on: Any) -> None:
 
 
 @on_both_placements
-def test_empty_batch_gives_an_empty_output(on: Any) -> None:
+def test_empty_batch_returns_an_empty_output(on: Any) -> None:
     with Sequential(dense(), on=on) as pipe:
         assert pipe(torch.ones(0, 6)).shape == (0, 3)
 
@@ -105,13 +105,13 @@ def test_call_in_inference_mode_matches_the_plain_module(on: Any) -> None:
     module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.BatchNorm1d(6)).eval()
     with torch.inference_mode(), Sequential(module, on=on, chunks=8) as pipe:
         for samples in (5, 30):
-            x = torch.randn(samples, 6)  # copied before the in-place layer
+            x = torch.randn(samples, 6)  # the in-place layer gets a copy
             assert is_same(pipe(x), plain(module, x.clone()), "process")
 
 
 @on_both_placements
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
-def test_tensors_of_all_dtypes_pass(on: Any, kind: torch.dtype) -> None:
+def test_tensors_of_all_dtypes_pass_through_parts(on: Any, kind: torch.dtype) -> None:
     x = (torch.arange(12).reshape(6, 2) % 3).to(kind)
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe:
         assert torch.equal(pipe(x), x)
@@ -135,9 +135,9 @@ def test_each_part_has_its_own_process() -> None:
 
 def test_parts_run_at_the_same_time() -> None:
     both = threading.Barrier(2)
-    # waits for all micro-batches except the first
+    # waits in all micro-batches except the first
     first = Watched(lambda x: both.wait() if x[0, 0] > 0 else None)
-    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # waits for all except the last
+    second = Watched(lambda x: both.wait() if x[0, 0] < 7 else None)  # waits in all except the last
     with Sequential([first, second], chunks=8) as pipe:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
@@ -203,7 +203,7 @@ def test_stream_does_not_split_batches(on: Any) -> None:
 
 
 @on_both_placements
-def test_stream_that_is_abandoned_ends(on: Any) -> None:
+def test_abandoned_stream_ends(on: Any) -> None:
     module = dense()
     ended = []
 
@@ -219,7 +219,7 @@ def test_stream_that_is_abandoned_ends(on: Any) -> None:
         for taken, _ in enumerate(pipe.stream(source)):
             if taken == 3:
                 break
-        assert not ended  # the iterator still belongs to its creator
+        assert not ended  # the source iterator still belongs to its creator
         source.close()
         x = torch.randn(9, 6)
         assert is_same(pipe(x), plain(module, x), on)
@@ -300,7 +300,7 @@ def test_changed_parameters_and_modes_apply_to_the_next_call(on: Any) -> None:
         optimiser.step()
         assert is_same(pipe(x), plain(module, x), on)
         module.train()
-        assert not torch.equal(pipe(x), pipe(x))  # dropout
+        assert not torch.equal(pipe(x), pipe(x))  # because of dropout
         module.eval()
         assert torch.equal(pipe(x), pipe(x))
 

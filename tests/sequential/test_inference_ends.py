@@ -1,4 +1,4 @@
-"""Failures name their part, killed workers are replaced, and closed pipes leave nothing."""
+"""Test that failures name their part, killed workers are replaced, and closed pipes leave nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flowchan.pipelines import Sequential
 
 
 class Breaks(nn.Module):
-    """Raises for a micro-batch with a negative value."""
+    """Layer that raises for a micro-batch with a negative value."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and bool((x < 0).any()):
@@ -47,12 +47,12 @@ def test_failing_part_names_its_layers_and_the_micro_batch(on: Any) -> None:
         assert "ArithmeticError: negative: -3" in str(error)
         assert (error.stage, error.item) == ("part 1", "micro-batch 2 of 4 of batch 1")
         assert isinstance(error.__cause__, ArithmeticError)
-        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe stays usable
+        assert torch.equal(pipe(x.abs()), x.abs())  # the pipe can still be used
 
 
 @on_both_placements
-def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
-    """No reference cycle leads through its traceback."""
+def test_exception_from_a_call_is_freed_at_once(on: Any) -> None:
+    """The exception's traceback is not part of a reference cycle."""
 
     def failure() -> weakref.ref[StageError]:
         try:
@@ -66,7 +66,8 @@ def test_exception_of_a_call_is_freed_at_once(on: Any) -> None:
         gc.disable()
         try:
             found = failure()
-            wait_until(lambda: found() is None, peer_timeout=10)  # a thread may hold it for a moment
+            # a thread may hold the exception for a moment
+            wait_until(lambda: found() is None, peer_timeout=10)
         finally:
             gc.enable()
 
@@ -86,7 +87,7 @@ def test_failure_in_a_stream_does_not_affect_other_streams(on: Any) -> None:
 
 
 class Killed(nn.Module):
-    """Kills its process for a negative value, up to ``times`` times."""
+    """Layer that kills its process if a value is negative, at most ``times`` times."""
 
     def __init__(self, marks: Path, times: int) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ def test_part_that_exits_ends_only_the_current_run(on: Any) -> None:
         assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1))
 
 
-# --- the end ---
+# --- ending ---
 
 
 @on_both_placements
@@ -197,7 +198,7 @@ def test_close_ends_a_call_in_progress() -> None:
     caller.start()
     entered.wait()
     closer.start()
-    caller.join()  # does not wait for the part
+    caller.join()  # the call ends without waiting for the part
     leave.set()
     closer.join()
     assert "was closed" in str(ended[0])
@@ -223,7 +224,7 @@ def test_ctrl_c_ends_a_waiting_call_but_not_the_pipe() -> None:
 
 @on_both_placements
 def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
-    """A call also reads outputs of other batches, and Ctrl-C may interrupt it at any point."""
+    """A call also reads outputs of other batches, and Ctrl-C may interrupt the call at any point."""
     generator = random.Random(0)
     interrupted = 0
     with Sequential([nn.Identity(), nn.Identity()], on=on, chunks=4) as pipe, interrupting_alarms():
@@ -245,7 +246,7 @@ def test_ctrl_c_in_a_call_does_not_affect_a_stream(on: Any) -> None:
 
 @contextlib.contextmanager
 def interrupting_alarms() -> Iterator[None]:
-    """Let SIGALRM raise ``KeyboardInterrupt``."""
+    """Make SIGALRM raise ``KeyboardInterrupt``."""
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         yield
@@ -274,7 +275,7 @@ def test_unpicklable_output_ends_only_the_current_run() -> None:
 
 @on_both_placements
 def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
-    """There are more outputs than the channel has room for."""
+    """The channel cannot hold all of the outputs."""
     pipe = Sequential([nn.Identity(), nn.Identity()], on=on, chunks=1)
     for _ in range(30):
         stream = pipe.stream(torch.ones(1, 1) for _ in range(6))
@@ -287,14 +288,14 @@ def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
 def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
-    for _ in range(30):  # more unread outputs than the channel has room for
+    for _ in range(30):  # the channel cannot hold all of the unread outputs
         stream = pipe.stream([torch.ones(1, 6)] * 6)
         next(stream)
         del stream
     reference = weakref.ref(pipe)
     del pipe
     gc.collect()
-    assert reference() is None  # the check for leftovers covers the rest
+    assert reference() is None  # The check for leftovers after each test covers the rest.
 
 
 def test_stream_keeps_its_pipe_alive() -> None:

@@ -1,4 +1,4 @@
-"""Inputs and outputs: several arguments, ``None``, another batch dimension, and other ways of joining."""
+"""Test inputs and outputs: several arguments, ``None``, a different batch dimension, and ways of joining."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.pipelines import Sequential
 
 
 class Attends(nn.Module):
-    """Takes several arguments and returns a dictionary."""
+    """Layer that takes several arguments and returns a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Attends(nn.Module):
 
 
 class Gives(nn.Module):
-    """Returns a tensor and an optional mask."""
+    """Layer that returns a tensor and an optional mask."""
 
     def forward(self, found: dict[str, Tensor | None]) -> Any:
         y, mask = found["y"], found["mask"]
@@ -79,14 +79,14 @@ def test_argument_with_a_wrong_size_or_type_is_named() -> None:
 
 
 class Recurrent(nn.Module):
-    """Takes sequences with the time first and the batch second."""
+    """Layer for sequences whose first dimension is time and whose second is the batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rnn = nn.GRU(6, 5)
 
     def forward(self, x: Tensor) -> Any:
-        return self.rnn(x)  # the hidden state also has its batch second
+        return self.rnn(x)  # the batch is also the second dimension of the hidden state
 
 
 class Both(nn.Module):
@@ -95,7 +95,7 @@ class Both(nn.Module):
 
 
 @on_both_placements
-def test_batch_can_be_another_dimension(on: Any) -> None:
+def test_batch_dimension_can_be_chosen(on: Any) -> None:
     module = nn.Sequential(Recurrent(), Both())
     plain = copy.deepcopy(module)
     x = torch.randn(4, 7, 6, requires_grad=True)
@@ -115,7 +115,7 @@ def test_batch_can_be_another_dimension(on: Any) -> None:
             ValueError, match=r"x must have dimension 1, the batch dimension, got shape \(3,\)"
         ):
             pipe(torch.ones(3))
-        with pytest.raises(ValueError, match=r"got dim=1; compute the loss of pipe\(x\)"):
+        with pytest.raises(ValueError, match=r"got dim=1; compute the loss yourself from pipe\(x\)"):
             pipe.trainer(loss=cross_entropy)
     torch.testing.assert_close(x.grad, twin.grad)
     for actual, other in zip(module.parameters(), plain.parameters(), strict=True):
@@ -123,14 +123,14 @@ def test_batch_can_be_another_dimension(on: Any) -> None:
 
 
 class Sums(nn.Module):
-    """Returns one number for each sample, and one for the batch."""
+    """Layer that returns one number per sample, and one number for the whole batch."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sum(1), x.square().sum()
 
 
 def joined(outputs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate the numbers of the samples, and add those of the micro-batches."""
+    """Concatenate the numbers of samples, and add the numbers of micro-batches."""
     each, sums = zip(*outputs, strict=True)
     return torch.cat(each), torch.stack(sums).sum()
 
@@ -151,7 +151,7 @@ def test_join_function_combines_outputs(on: Any) -> None:
 
 
 class Sometimes(nn.Module):
-    """Returns ``None`` as its second value for large inputs."""
+    """Layer whose second return value is ``None`` for large inputs."""
 
     def forward(self, x: Tensor) -> Any:
         return x, None if x.device.type != "meta" and x.max() > 10 else x
@@ -160,7 +160,7 @@ class Sometimes(nn.Module):
 def test_output_that_is_sometimes_none_raises() -> None:
     with (
         Sequential([nn.Identity(), Sometimes()], chunks=2) as pipe,
-        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches .* join="),
+        pytest.raises(ValueError, match=r"the output must be a tensor for all micro-batches, .* join="),
     ):
         pipe(torch.tensor([[1.0], [11.0]]))
 

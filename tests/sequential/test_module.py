@@ -1,4 +1,4 @@
-"""A pipe is an ``nn.Module`` with the layers, parameters and state of the plain module."""
+"""Test that a pipe is an ``nn.Module`` with the plain module's layers, parameters and state."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
                 setattr(pipe, "4", nn.Linear(16, 2))
                 torch.testing.assert_close(pipe(x), pipe.module(x))
         pipe.module.append(nn.ReLU())
-        with pytest.raises(ValueError, match=r"the module must have 5 layers .*, got 6; create another pipe"):
+        with pytest.raises(
+            ValueError, match=r"the module must have 5 layers, .*, got 6; create another pipe"
+        ):
             pipe(x)
 
 
@@ -168,7 +170,7 @@ def test_changed_attributes_apply_to_the_next_call(on: Any) -> None:
 
 
 class Ones(nn.Module):
-    """Creates a tensor of the default dtype."""
+    """Layer that creates a tensor of the default dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones(1)
@@ -185,7 +187,7 @@ def test_parts_use_the_default_dtype_of_the_program(on: Any) -> None:
             torch.set_default_dtype(torch.float32)
 
 
-def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
+def test_hooks_on_layers_work_on_threads_and_raise_on_processes() -> None:
     x = torch.ones(4, 6)
     seen: list[int] = []
     for on in ("thread", "process"):
@@ -205,7 +207,7 @@ def test_hooks_of_layers_work_on_threads_and_raise_on_processes() -> None:
 
 
 @on_both_placements
-def test_hooks_of_torch_work_on_processes(on: Any) -> None:
+def test_torchs_own_hooks_work_on_processes(on: Any) -> None:
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 6)), nn.Tanh()).eval()
     x = torch.ones(4, 6)
     with Sequential(module, on=on, chunks=2) as pipe:
@@ -231,7 +233,7 @@ def test_functional_call_uses_the_given_parameters(on: Any) -> None:
 
 
 class Counts(nn.Module):
-    """Updates two buffers: it writes into one and replaces the other."""
+    """Layer with two buffers: it writes into one and replaces the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +262,7 @@ def test_buffer_changes_of_a_layer_reach_the_program(on: Any, gradients: bool) -
 
 
 @on_both_placements
-def test_statistics_of_batch_norm_cover_the_whole_batch(on: Any) -> None:
+def test_batch_norm_statistics_cover_the_whole_batch(on: Any) -> None:
     module = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6))
     plain = copy.deepcopy(module)
     x = torch.randn(12, 6)
@@ -312,7 +314,7 @@ def test_tensors_that_share_memory_with_a_parameter_still_do() -> None:
 
 
 class Dies(nn.Module):
-    """Kills its process for a value that is not finite."""
+    """Layer that kills its process if a value is not finite."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type != "meta" and not x.isfinite().all():
@@ -328,21 +330,23 @@ def test_process_that_dies_in_a_call_is_named_and_replaced() -> None:
             pipe(x * float("nan"))
         assert raised.value.stage == "part 1"
         assert isinstance(raised.value.__cause__, WorkerDied)
-        with pytest.raises(StageError):  # the graph of the dead process is lost
+        with pytest.raises(StageError):  # the graph was lost with the dead process
             y.backward()
         pipe(x).sum().backward()
         assert pipe[0].weight.grad is not None
 
 
-# --- trainings ---
+# --- step-by-step training ---
 
 
 def test_training_step_rejects_an_input_that_requires_grad() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match=r"x must not require grad.*compute the loss of pipe\(x\)"):
+        with pytest.raises(
+            ValueError, match=r"x must not require grad.*compute the loss yourself from pipe\(x\)"
+        ):
             training.step(nn.Linear(6, 6)(x), target)
-        assert float(training.step(x, target)) > 0  # the training stays usable
+        assert float(training.step(x, target)) > 0  # training can still continue
 
 
 @on_both_placements
@@ -362,7 +366,7 @@ def test_loss_other_than_a_mean_raises_in_the_first_step(on: Any, loss: Any) -> 
     ):
         training.step(x, target)
     assert "loss must be a mean over samples, got " in str(raised.value)
-    assert "or the loss of pipe(x)" in str(raised.value)
+    assert "or compute the loss yourself from pipe(x)" in str(raised.value)
 
 
 def test_loss_with_parameters_raises() -> None:
@@ -378,18 +382,18 @@ def test_loss_with_parameters_raises() -> None:
         Sequential(perceptron()).trainer(loss=Learned())
 
 
-def test_layer_change_in_a_training_on_processes_raises() -> None:
+def test_layer_change_during_training_on_processes_raises() -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with in_parts(module, 2, "process") as training:
         training.step(x, target)
         module.double()
-        with pytest.raises(RuntimeError, match="a layer has changed since the training began"):
+        with pytest.raises(RuntimeError, match="a layer has changed since training began"):
             training.step(x.double(), target)
 
 
 @on_both_placements
-def test_graph_from_before_a_training_raises_in_backward(on: Any) -> None:
+def test_graph_built_before_training_raises_in_backward(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=2) as pipe:
@@ -426,7 +430,7 @@ def test_forward_mode_derivatives_raise(on: Any) -> None:
                 pipe(x)
 
 
-def test_autocast_around_a_training_raises() -> None:
+def test_autocast_around_training_raises() -> None:
     ((x, target),) = batches([8])
     with (
         in_parts(perceptron(), 2) as training,

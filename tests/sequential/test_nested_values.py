@@ -1,4 +1,4 @@
-"""Nested batches are split into micro-batches and joined again."""
+"""Test that nested batches are split into micro-batches and joined again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(samples: int, *shape: int) -> Tensor:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Compare the structure, types and numbers of two values."""
+    """Compare the structure, the types and the numbers of two values."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if type(one) is not type(other) or len(one) != len(other):

@@ -1,4 +1,4 @@
-"""Parts hold the module's own layers under their own names."""
+"""Test that parts hold the module's own layers under their own names."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_forked_processes_compute_with_one_thread() -> None:
 
 
 class Cores(nn.Module):
-    """Appends the affinity mask of its process to the input."""
+    """Layer that appends the affinity mask of its process to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(

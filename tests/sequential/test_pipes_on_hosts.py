@@ -1,6 +1,6 @@
-"""A pipe on hosts has the outputs and side effects of the plain module.
+"""Test that a pipe on hosts has the same outputs and side effects as the plain module.
 
-Its parts hold copies of the tensors, and changes on either side reach the other.
+Its parts hold copies of the tensors, and a change on either side reaches the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POOL = local(2)
 
 
 class Where(nn.Module):
-    """Adds the number of its host to the input."""
+    """Layer that adds the number of its host to the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + POOL.hosts.index(worker().host)
@@ -35,12 +35,12 @@ class Where(nn.Module):
 
 @pytest.fixture(autouse=True, scope="module")
 def _agents_share_one_import_of_torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let the fork server of the agents import torch, instead of each worker. The pages of docs/sequential
-    run without it."""
+    """Import torch once, in the agents' fork server; the pages in docs/sequential run without this
+    fixture."""
     folder = tmp_path_factory.mktemp("preload")
     (folder / "sitecustomize.py").write_text("import torch, torch._dynamo\n")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ONE_THREAD.items():  # only a process with one thread may fork
+        for name, value in ONE_THREAD.items():  # a process can be forked only while it has a single thread
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         yield
@@ -109,7 +109,7 @@ def test_outside_optimizer_works_with_hosts(data: Any) -> None:
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_state_loaded_during_a_training_reaches_the_hosts(data: Any) -> None:
+def test_state_loaded_during_training_reaches_the_hosts(data: Any) -> None:
     module, other = perceptron(), perceptron(seed=5)
     plain, _ = train_plainly(other, partial(SGD, lr=0.1), data[1:])
     with in_parts(module, 2, on=POOL, optimizer=partial(SGD, lr=0.1)) as training:
@@ -120,7 +120,7 @@ def test_state_loaded_during_a_training_reaches_the_hosts(data: Any) -> None:
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_statistics_of_batch_norm_return_from_hosts() -> None:
+def test_batch_norm_statistics_are_returned_from_hosts() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
     local_module = copy.deepcopy(module)
@@ -136,7 +136,7 @@ def test_statistics_of_batch_norm_return_from_hosts() -> None:
     assert_same_state(module, local_module)
 
 
-def test_loss_of_a_pipe_on_hosts_trains_it(data: Any) -> None:
+def test_backward_from_a_loss_trains_a_pipe_on_hosts(data: Any) -> None:
     module = perceptron()
     plain, losses = train_plainly(module, OPTIMIZERS["adam"], data)
     with Sequential(module, 2, on=POOL, chunks=2) as pipe:

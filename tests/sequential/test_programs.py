@@ -1,4 +1,4 @@
-"""Programs with a pipe under fork, forkserver and spawn, with their own classes, on Ctrl-C and at the end."""
+"""Test programs with a pipe: all start methods, their own classes, Ctrl-C, and exiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.preloaded_programs import Template
 
 QUIET = ("-W", "ignore:Sequential:RuntimeWarning")
-"""The models are so small that a pipe may warn."""
+"""The models are so small that a pipe may warn that it is slower than the module."""
 
 PROGRAM = """
 import copy
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_a_training_program(torch_programs: Template, tmp_path: Path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "going\n", process.communicate()
-    os.killpg(process.pid, signal.SIGINT)  # like a terminal
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     out, err = process.communicate()
     assert (process.returncode, out) == (130, "interrupted\n"), err
     assert err.count("\n") == 1

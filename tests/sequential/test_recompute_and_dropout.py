@@ -1,4 +1,4 @@
-"""Mixed precision, recompute and dropout: equal results under every schedule, memory use, and masks."""
+"""Test mixed precision, recompute and dropout: equal results under every schedule, memory use, and masks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_autocast_matches_the_plain_module(on: Any, recompute: bool) -> None:
 
 
 class Counting(torch.autograd.Function):
-    """Identity that counts the activations kept for its backward pass."""
+    """Identity function that counts the activations kept for its backward pass."""
 
     alive = 0
     most = 0
@@ -80,7 +80,8 @@ class Counted(nn.Module):
 def test_peak_of_kept_micro_batches_depends_on_schedule_and_recompute(
     schedule: Any, recompute: bool, most: int
 ) -> None:
-    """Six micro-batches in the first of two parts: gpipe keeps all, 1f1b two, and recompute one."""
+    """In the first of two parts, gpipe keeps all six micro-batches, 1f1b keeps two, and recompute keeps
+    one."""
     torch.manual_seed(0)
     module = nn.Sequential(Counted(), nn.Linear(6, 4))
     ((x, target),) = batches([12])
@@ -96,7 +97,7 @@ def test_timeline_shows_recomputed_passes() -> None:
         training.step(x, target)
         events = training.timeline().events
     again = [(event.part, event.chunk) for event in events if event.op == "recompute"]
-    # the last part runs each backward pass at once, without recomputing
+    # the last part runs each backward pass immediately, so it does not recompute
     assert again == [(0, chunk) for chunk in range(4)]
 
 
@@ -166,11 +167,11 @@ def test_dropout_enabled_later_draws_the_same_masks_when_recomputed(schedule: An
     assert_same_state(trained(recompute=True), trained(recompute=False))
 
 
-def test_dropout_draws_other_masks_per_step_and_micro_batch() -> None:
+def test_dropout_masks_differ_between_steps_and_micro_batches() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        if len(output) == 1:  # the first step also computes the loss of the whole batch
+        if len(output) == 1:  # ignore the loss of the whole batch, which the first step also computes
             seen.append(output.detach().clone())
         return output.mean()
 
@@ -188,7 +189,7 @@ def test_dropout_depends_only_on_the_programs_seed() -> None:
     assert torch.equal(torch.rand(3), after)
 
 
-def test_dropout_drops_its_share() -> None:
+def test_dropout_drops_the_given_share() -> None:
     kept = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

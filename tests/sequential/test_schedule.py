@@ -1,4 +1,4 @@
-"""Order of steps in each schedule, and its text format. These tests use neither a model nor torch."""
+"""Test the order of steps in each schedule, and their text format, with neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_interleaved_with_one_part_per_worker_equals_1f1b(chunks: int) -> None:
     assert plan("interleaved", 3, 3, chunks) == plan("1f1b", 3, 3, chunks)
 
 
-def test_interleaved_allows_other_numbers_than_multiples_of_workers() -> None:
+def test_interleaved_allows_numbers_not_divisible_by_workers() -> None:
     assert [text(one) for one in plan("interleaved", 2, 3, 3)] == [
         "0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 2:B1 2:F2 0:B0 0:B1 2:B2 0:B2",
         "F0 F1 F2 B0 B1 B2",
@@ -143,7 +143,7 @@ def test_each_step_occurs_once_and_backward_follows_forward(
 
 
 def halves(step: Step) -> list[Step]:
-    """Return the halves of a backward pass, or the step itself."""
+    """Return both halves of a backward pass; for any other step, return the step itself."""
     return [Step(op, step.chunk, step.part) for op in ("I", "W")] if step.op == "B" else [step]  # type: ignore[arg-type]
 
 
@@ -231,7 +231,7 @@ def test_step_text_includes_its_part() -> None:
 @pytest.mark.parametrize("word", ["X0", "F", "0", "f0", "F-1", "F0.1", ":F0", "1:2:F0", "F0,", "F٣"])
 def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
     with pytest.raises(
-        ValueError, match=f"^parse: a step must be written like F0, .* got {re.escape(repr(word))}$"
+        ValueError, match=f"^parse: a step must have a form such as F0, .* got {re.escape(repr(word))}$"
     ):
         parse(f"F0 {word} B0")
 
@@ -274,7 +274,7 @@ def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
         ),
     ],
 )
-def test_steps_rejects_a_wrong_argument_at_once(arguments: Any, message: str) -> None:
+def test_steps_rejects_a_wrong_argument_immediately(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         steps(*arguments)
 

@@ -1,4 +1,4 @@
-"""Uses that once gave wrong results without an error."""
+"""Test uses of a pipe that used to give wrong results without an error."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ def test_weights_changed_in_inference_mode_apply_to_the_next_call() -> None:
 
 @on_both_placements
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_training_rejects_hooks_of_parameters(on: Any, hook: str) -> None:
+def test_training_rejects_hooks_on_parameters(on: Any, hook: str) -> None:
     plain = model()
     getattr(plain[0].weight, hook)(lambda gradient: None)
     with (
         Sequential(plain, on=on) as pipe,
         pytest.raises(
-            ValueError, match=r"parameter '0.weight' .*must not have hooks.*compute the loss of pipe\(x\)"
+            ValueError,
+            match=r"parameter '0.weight' .*must not have hooks.*compute the loss yourself from pipe\(x\)",
         ),
     ):
         training(pipe)
@@ -78,7 +79,7 @@ class HalvesWhenItEvaluates(nn.Module):
 
 
 @on_both_placements
-def test_evaluation_that_loses_samples_raises(on: Any) -> None:
+def test_evaluation_that_drops_samples_raises(on: Any) -> None:
     with (
         Sequential([nn.Linear(4, 3), HalvesWhenItEvaluates()], on=on, chunks=2) as pipe,
         training(pipe) as steps,
@@ -108,7 +109,7 @@ def test_frozen_model_still_has_a_loss() -> None:
         assert steps.step(torch.randn(8, 4), torch.randint(3, (8,))).dim() == 0
 
 
-def test_loss_class_is_rejected_with_its_name() -> None:
+def test_error_for_a_loss_class_suggests_an_instance() -> None:
     with (
         Sequential(model()) as pipe,
         pytest.raises(TypeError, match=r"pass an instance, CrossEntropyLoss\(\)"),
@@ -116,6 +117,6 @@ def test_loss_class_is_rejected_with_its_name() -> None:
         training(pipe, loss=nn.CrossEntropyLoss)
 
 
-def test_array_is_rejected_with_the_conversion() -> None:
+def test_error_for_an_array_names_the_conversion() -> None:
     with Sequential(model()) as pipe, pytest.raises(TypeError, match=r"torch\.from_numpy"):
         pipe(torch.ones(2, 4).numpy())

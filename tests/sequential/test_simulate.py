@@ -1,4 +1,4 @@
-"""The simulator reproduces known properties of schedules, and names infeasible orders.
+"""Test that the simulator reproduces known properties of schedules, and reports infeasible orders.
 
 These tests use neither a model nor torch.
 """
@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> list[list[Step]]:
 def test_bubble_of_gpipe_and_1f1b_matches_the_formula(
     schedule: Any, workers: int, chunks: int, forward: float, backward: float
 ) -> None:
-    """The bubble is (W - 1) / (M + W - 1) for any duration of steps."""
+    """The bubble is (W - 1) / (M + W - 1), whatever the steps' durations."""
     found = simulate(plan(schedule, workers, workers, chunks), forward, backward)
     assert found.makespan == pytest.approx((chunks + workers - 1) * (forward + backward))
     assert found.bubbles == pytest.approx([(workers - 1) / (chunks + workers - 1)] * workers)
@@ -68,7 +68,7 @@ def test_1f1b_holds_at_most_one_micro_batch_per_later_part(workers: int, chunks:
 def test_bubble_of_interleaved_shrinks_with_parts_per_worker(
     workers: int, chunks: int, each: int, forward: float, backward: float
 ) -> None:
-    """The bubble is (W - 1) / (v M + W - 1), if M is a multiple of W and there are v parts per worker."""
+    """If M is a multiple of W, the bubble is (W - 1) / (v M + W - 1), with v parts per worker."""
     found = simulate(plan("interleaved", workers, each * workers, chunks), forward, backward)
     assert found.bubble == pytest.approx((workers - 1) / (each * chunks + workers - 1))
 
@@ -83,8 +83,8 @@ def test_interleaved_holds_its_lead_plus_one_step(workers: int, chunks: int, eac
 
 
 @sized
-def test_zbh1_waits_a_third_of_1f1b_with_equal_memory(workers: int, chunks: int) -> None:
-    """Workers wait (W - 1) (F + I - W), if there are at least as many micro-batches as workers."""
+def test_zbh1_idles_a_third_as_long_as_1f1b(workers: int, chunks: int) -> None:
+    """Idle time is (W - 1) (F + I - W) if there are at least as many micro-batches as workers."""
     found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
     if chunks >= workers:
         assert found.makespan == 3 * chunks + workers - 1
@@ -103,7 +103,7 @@ def test_zbv_waits_only_for_the_first_micro_batch(workers: int, more: int) -> No
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_dualpipev_waits_like_zbv_and_holds_one_more(workers: int, more: int) -> None:
+def test_dualpipev_idles_like_zbv_and_holds_one_more(workers: int, more: int) -> None:
     chunks = 2 * workers + more
     found = simulate(plan("dualpipev", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
@@ -117,13 +117,13 @@ def test_durations_can_differ_by_part_and_by_weights() -> None:
 
 
 def test_interleaved_with_a_remainder_is_faster_than_1f1b() -> None:
-    """There are 5 micro-batches on 2 workers. Half the model per part takes half the time."""
+    """Five micro-batches run on two workers. A part that is half as large takes half the time."""
     whole = simulate(plan("1f1b", 2, 2, 5), 1, 2)
     halves = simulate(plan("interleaved", 2, 4, 5), 0.5, 1)
     assert halves.makespan < whole.makespan
 
 
-def test_staircase_draws_steps_and_waits() -> None:
+def test_staircase_draws_steps_and_idle_time() -> None:
     assert simulate(plan("gpipe", 2, 2, 3), 1, 2).staircase() == cleandoc("""
         0  F0 F1 F2 .  .  .  B0 -  B1 -  B2 -
         1  .  F0 F1 F2 B0 -  B1 -  B2 -  .  .
@@ -158,7 +158,7 @@ def test_worker_without_steps_waits_the_whole_time() -> None:
     assert simulate([parse("F0 B0"), []]).bubbles == (0, 1)
 
 
-def test_simulation_gives_a_timeline_in_milliseconds() -> None:
+def test_simulation_returns_a_timeline_in_milliseconds() -> None:
     line = simulate(plan("1f1b", 2, 2, 4)).timeline("four")
     assert line.title == "four"
     assert len(line.events) == 16
@@ -188,7 +188,7 @@ def test_every_schedule_is_feasible_with_any_capacity(
 
 
 def check_times(found: Simulated) -> None:
-    """Assert that no steps of a worker overlap, and that each step follows its inputs."""
+    """Assert that a worker's steps do not overlap, and that each step follows its inputs."""
     begin = {(event.op, event.chunk, event.part): event.begin for events in found.events for event in events}
     end = {(event.op, event.chunk, event.part): event.end for events in found.events for event in events}
     for events in found.events:
@@ -216,11 +216,12 @@ def test_early_message_is_kept() -> None:
 
 
 def test_sender_waits_while_the_channel_is_full() -> None:
-    """The second worker has two parts, and takes a micro-batch every two time units."""
+    """The second worker has two parts, so it receives a micro-batch every two time units."""
     lists = [parse("F0 F1 F2 F3 F4"), parse("1:F0 2:F0 1:F1 2:F1 1:F2 2:F2 1:F3 2:F3 1:F4 2:F4")]
     wide, narrow = simulate(lists), simulate(lists, capacity=1)
     assert [event.begin for event in wide.events[0]] == [0, 1, 2, 3, 4]
-    # F3 is done at 4, and the channel has room for it when F2 is taken at 5.
+    # F3 is finished at 4, but the channel has room for its result only at 5, when the result of F2 is
+    # received.
     assert [event.begin for event in narrow.events[0]] == [0, 1, 2, 3, 5]
     assert wide.makespan == narrow.makespan == 11
 
@@ -247,13 +248,13 @@ def test_sender_waits_while_the_channel_is_full() -> None:
         ),
     ],
 )
-def test_infeasible_order_raises_with_the_waits(lists: list[str], message: str) -> None:
+def test_infeasible_order_raises_and_lists_waiting_workers(lists: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^simulate: {re.escape(message)}$"):
         simulate([parse(one) for one in lists])
 
 
-def test_deadlock_by_capacity_is_detected() -> None:
-    """Each worker sends four micro-batches to the other before it takes one."""
+def test_deadlock_due_to_capacity_is_detected() -> None:
+    """Each worker sends four micro-batches to the other before it receives any."""
     lists = [parse("0:F0 0:F1 0:F2 0:F3 2:F0 2:F1 2:F2 2:F3"), parse("1:F0 1:F1 1:F2 1:F3")]
     with pytest.raises(
         ValueError,
@@ -267,7 +268,7 @@ def test_deadlock_by_capacity_is_detected() -> None:
 @settings(deadline=None)
 @given(plans(), st.data())
 def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> None:
-    """The error is absent only for steps without a consumer: weights, and backward passes of the first
+    """Only steps without a consumer may be missing: gradients of weights, and backward passes of the first
     part."""
     worker = data.draw(st.integers(0, len(lists) - 1))
     missing = data.draw(st.sampled_from(lists[worker]))
@@ -287,7 +288,7 @@ def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> No
         ({"backward": -1.0}, "simulate: backward must be a time greater than 0, got -1.0"),
         ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, got nan"),
         ({"weights": 2.0}, "simulate: weights must be less than backward=2.0, got 2.0"),
-        ({"backward": []}, "simulate: backward must be a time for each of 1 parts, got []"),
+        ({"backward": []}, "simulate: backward must have a time for each of 1 parts, got []"),
     ],
 )
 def test_simulate_rejects_a_wrong_argument(arguments: dict[str, Any], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Skip connections work in the plain module, within a part and across parts, with gradients."""
+"""Test skip connections, with gradients: in the plain module, within a part, and across parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flowchan.pipelines.sequential import Pop, Sequential, Stash
 
 
 class Block(nn.Module):
-    """Layer of a user that contains a ``Stash`` or ``Pop``."""
+    """User-defined layer that contains a ``Stash`` or ``Pop``."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 def u_net() -> nn.Sequential:
-    """Return thirteen layers with nested skips over one part and over several."""
+    """Return thirteen layers with nested skips, some within one part and some across several."""
     torch.manual_seed(0)
     return nn.Sequential(
         Stash("input"),
@@ -100,7 +100,7 @@ def test_training_with_skips_on_processes_matches_the_plain_module() -> None:
 
 
 def test_gradients_flow_through_the_skip_alone() -> None:
-    """The values of the layers between are multiplied by zero."""
+    """The values of the layers in between are multiplied by zero."""
 
     def only_skip(x: Tensor, skip: Tensor) -> Tensor:
         return 0 * x + skip
@@ -119,7 +119,8 @@ def test_gradients_flow_through_the_skip_alone() -> None:
 
 def test_pop_in_the_plain_module_returns_the_last_stash() -> None:
     module = nn.Sequential(Stash("a"), nn.Hardtanh(0, 1), Stash("a"), nn.Hardtanh(5, 6), Pop("a"))
-    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]  # 5, plus the 1 that was stashed last
+    # 5 plus 1, the value that was stashed last
+    assert module(torch.full((2, 1), 3.0)).tolist() == [[6.0], [6.0]]
 
 
 def test_nested_stash_that_replaces_another_raises() -> None:
@@ -130,7 +131,7 @@ def test_nested_stash_that_replaces_another_raises() -> None:
         pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
-    assert torch.equal(module(x), module(x))  # the plain module does not know where a batch ends
+    assert torch.equal(module(x), module(x))  # the plain module cannot tell where a batch ends
 
 
 def test_second_pop_raises() -> None:
@@ -161,7 +162,7 @@ WRONG: dict[str, tuple[list[nn.Module], str]] = {
     "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') after it"),
     "stashed twice": (
         [Stash("a"), Stash("a"), Pop("a")],
-        "layer '1', Stash('a'), repeats the Stash of layer '0' without",
+        "layer '1', Stash('a'), repeats the Stash in layer '0' without",
     ),
     "nested": (
         [nn.Sequential(nn.ReLU(), Stash("a")), nn.ReLU()],
@@ -215,7 +216,7 @@ def test_repr_shows_the_skip_name() -> None:
 
 
 class Aside(nn.Module):
-    """Stashes ``None`` and returns its input."""
+    """Layer that stashes ``None`` and returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Both halves of a backward pass together give the gradients of the plain backward pass, for any layer.
+"""Test that the two halves of a backward pass together give the same gradients as a whole one, for any layer.
 
-The first half computes the gradients of the inputs, the second those of the weights.
+The first half computes the gradients of the inputs, and the second half those of the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH = 4
 
 
 class Residual(nn.Module):
-    """Layer with two paths to the input, one of them through weights."""
+    """Layer with two paths to its input, one of them through weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Bare(nn.Module):
-    """Layer with parameters that do not depend on the input, one of which alone determines some outputs."""
+    """Layer whose parameters do not depend on its input; some outputs depend on only one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Again(nn.Module):
 
 
 class Split(nn.Module):
-    """Layer whose graph has a node with several outputs, one of them unused."""
+    """Layer whose graph contains a node with several outputs, one of which is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class Gru(nn.Module):
 
 
 def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, list[Tensor | None]]:
-    """Return a split backward pass, and the gradients of the plain module's parameters."""
+    """Return a split backward pass, and the gradients that the plain module's parameters should get."""
     plain = copy.deepcopy(module)
     plain(x.detach()).backward(given) if not x.requires_grad else plain(x).backward(given)
     halves = SplitBackward([module(x)], [given], [x] if x.requires_grad else [])
@@ -166,7 +166,7 @@ def test_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -
     halves.second()
     for one, other in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(one.grad, other, rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(x.grad, wanted)  # the second half has not changed it
+    torch.testing.assert_close(x.grad, wanted)  # unchanged by the second half
 
 
 @pytest.mark.parametrize("name", ["linear", "normalised", "residual", "split", "weight norm"])
@@ -193,7 +193,7 @@ def test_inseparable_layer_computes_both_in_the_first_half(name: str) -> None:
     assert Doubled.calls == (name == "python")
 
 
-def test_loss_is_a_root_without_a_gradient() -> None:
+def test_loss_as_root_needs_no_gradient() -> None:
     module = nn.Linear(WIDTH, 1)
     x = torch.randn(5, WIDTH, requires_grad=True)
     halves = SplitBackward([module(x).mean()], None, [x])

@@ -1,4 +1,4 @@
-"""Timelines as pictures and as traces. These tests use neither a model nor torch."""
+"""Test timelines as pictures and as traces. These tests use neither a model nor torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def real(steps: int = 1) -> Timeline:
-    """Return ``steps`` batches of four micro-batches on two workers, with recomputed forward passes."""
+    """Return a timeline of ``steps`` batches with four micro-batches, on two workers with recomputation."""
     events = []
     for step in range(steps):
         for worker in range(2):
@@ -64,7 +64,7 @@ def test_save_chooses_the_format_by_suffix(tmp_path: Path, kind: Any) -> None:
     assert line.save(kind(tmp_path / "run.json")).read_text(encoding="utf-8") == line.trace()
 
 
-# --- figures ---
+# --- numbers ---
 
 
 def test_events_are_sorted_by_start() -> None:
@@ -110,7 +110,7 @@ def test_trace_has_all_events_without_overlap(line: Timeline) -> None:
         assert one["dur"] == pytest.approx((event.end - event.begin) * 1e6, abs=1.1e-3)
     for worker in line.busy():
         actual = [event for event in complete if event["tid"] == worker]
-        # whole nanoseconds, like Perfetto
+        # compared in whole nanoseconds, as in Perfetto
         assert all(
             round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
             for one, other in pairwise(actual)
@@ -148,7 +148,7 @@ def words(line: Timeline) -> list[str]:
 
 
 def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom of a text in a wide font."""
+    """Return the left, top, right and bottom of a text, assuming a wide font."""
     size = number(element, "font-size")
     wide = 0.6 * size * len(element.text or "")
     left = number(element, "x") - wide * {"start": 0, "middle": 0.5, "end": 1}[element.attrib["text-anchor"]]
@@ -183,7 +183,7 @@ def test_every_event_is_a_box_with_details(line: Timeline) -> None:
 
 
 def test_boxes_are_placed_by_time() -> None:
-    """Twice the time is twice the width, each worker has a row, and the first event is at the left end."""
+    """Widths are proportional to durations, each worker has a row, and the first event is at the left."""
     boxes = [box for box in elements(LINES["gpipe"], "rect") if box.find(SVG + "title") is not None]
     assert len({box.attrib["y"] for box in boxes}) == 4
     widths = [number(box, "width") for box in boxes]
@@ -199,7 +199,7 @@ def test_picture_shows_title_time_workers_and_busy_shares() -> None:
     assert [word for word in found if word.startswith(("worker", "part"))] == [
         word for worker in range(4) for word in (f"worker {worker}", f"part {worker}")
     ]
-    assert found.count("7") == 2 * 4  # micro-batch 7, in both directions through every part
+    assert found.count("7") == 2 * 4  # micro-batch 7, once forward and once backward in each part
     axis = found[4 : found.index("time in ms")]
     assert axis == ["0", "5", "10", "15", "20", "25", "30"]
 

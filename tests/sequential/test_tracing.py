@@ -1,4 +1,4 @@
-"""Modules with their own ``forward`` are traced and cut, and then train and infer like the plain module."""
+"""Test that modules with their own ``forward`` are traced and cut, and then behave like the plain module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
 @on_both_placements
 @models
 def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
-    """One micro-batch, because of batch norm; cuts within residual connections, and an outside optimizer."""
+    """Use one micro-batch because of batch norm, cuts inside residual connections, and an outside
+    optimizer."""
     module, plain = made(name), made(name)
     loss, names = MODELS[name][2:]
     optimizers = [Adam(one.parameters(), lr=0.01) for one in (module, plain)]
@@ -80,7 +81,7 @@ def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
 
 @on_both_placements
 @pytest.mark.parametrize("schedule", ["1f1b", "zbh1"])
-def test_traced_model_trains_by_whole_steps(schedule: Any, on: Any) -> None:
+def test_traced_model_trains_step_by_step(schedule: Any, on: Any) -> None:
     module, plain = made("gpt"), made("gpt")
     loss = language_loss
     optimizer = SGD(plain.parameters(), lr=0.1)
@@ -137,7 +138,7 @@ def test_may_draw_is_false_for_traced_parts_without_randomness(name: str) -> Non
         name == "gpt",
         False,
         False,
-    ]  # it begins with dropout
+    ]  # the first part begins with dropout
 
 
 def test_parts_can_be_named_in_a_plain_sequential() -> None:
@@ -149,7 +150,7 @@ def test_parts_can_be_named_in_a_plain_sequential() -> None:
 
 
 class Own(nn.Module):
-    """Module with two layers and a function as its ``forward``."""
+    """Module that has two layers and runs a given function as its ``forward``."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -162,14 +163,14 @@ class Own(nn.Module):
 
 
 class Chosen(nn.Module):
-    """Branches on values."""
+    """Layer that branches on values."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if x.sum() > 0 else x * 3
 
 
 class ByMode(nn.Module):
-    """Reads ``training`` directly."""
+    """Layer that reads ``training`` directly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class ByMode(nn.Module):
 
 
 class Noisy(nn.Module):
-    """Draws random numbers."""
+    """Layer that draws random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0 * torch.rand(4)
@@ -242,12 +243,14 @@ class Several(nn.Module):
         return self.two(self.one(x) + y) * scale
 
 
-def test_traced_pipe_takes_required_arguments_only() -> None:
+def test_traced_pipe_accepts_only_required_arguments() -> None:
     module, x, y = Several(), torch.randn(6, 4), torch.randn(6, 4)
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
         torch.testing.assert_close(pipe(x, y), module(x, y))
-        with pytest.raises(Exception, match="a traced module takes exactly the arguments x, y; pass these"):
+        with pytest.raises(
+            Exception, match="a traced module must get exactly the arguments x, y; pass these"
+        ):
             pipe(x)
 
 
@@ -330,11 +333,11 @@ def test_names_out_of_order_raise(names: list[str]) -> None:
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
 def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in their order, without the first"):
+    with pytest.raises(ValueError, match="must name layers in their order, starting after the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 
-def test_layer_replaced_after_the_trace_raises() -> None:
+def test_layer_replaced_after_tracing_raises() -> None:
     module = Own(FORWARDS["residual"])
     with Sequential(module, 2) as pipe:
         pipe(torch.randn(6, 4))
@@ -352,7 +355,7 @@ def test_hooks_of_traced_modules_raise() -> None:
         Sequential(module, 2)
 
 
-def test_other_threads_can_use_modules_during_a_trace() -> None:
+def test_other_threads_can_use_modules_during_tracing() -> None:
     other, x, stop, found = (
         nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
         torch.randn(2, 4),

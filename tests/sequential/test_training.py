@@ -1,4 +1,4 @@
-"""Training in parts gives the outputs, losses, gradients and parameters of the plain module."""
+"""Test that training in parts has the same outputs, losses, gradients and parameters as the plain module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowchan.pipelines.sequential.engine.execution import Execution, Passed
 from flowchan.pipelines.sequential.parts import Part
 
 SIZES = [8, 8, 7, 3, 1, 9]
-"""Batch sizes: multiples of the number of chunks, other sizes, and sizes smaller than it."""
+"""Batch sizes: multiples of the number of chunks, other numbers, and numbers smaller than that of chunks."""
 
 
 # --- every schedule ---
@@ -87,7 +87,7 @@ def test_outputs_match_the_plain_module(on: Any, schedule: Any, workers: int) ->
 
 
 class Pair(nn.Module):
-    """Takes and returns a tuple of a tensor and a dictionary."""
+    """Layer that takes and returns a tuple of a tensor and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_training_accepts_tuples_and_dictionaries(on: Any) -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parts_before_a_frozen_part_learn(recompute: bool) -> None:
+def test_parts_before_a_frozen_part_are_trained(recompute: bool) -> None:
     module = perceptron()
     for name in ("2", "4"):
         module.get_submodule(name).requires_grad_(False)
@@ -166,7 +166,7 @@ def test_step_does_not_change_the_batch() -> None:
 
 
 class Added(nn.Module):
-    """Layer whose weight gradient is the incoming gradient tensor itself."""
+    """Layer whose weight's gradient is the incoming gradient tensor itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_state_matches_the_plain_module_after_each_step(on: Any) -> None:
 
 @on_both_placements
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd"], None])
-def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
+def test_state_can_be_loaded_during_training(on: Any, optimizer: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
     with in_parts(module, 3, on, optimizer=optimizer) as training:
@@ -273,7 +273,7 @@ def test_state_can_be_loaded_during_a_training(on: Any, optimizer: Any) -> None:
 
 
 @on_both_placements
-def test_pipe_saves_and_loads_the_state_during_a_training(on: Any) -> None:
+def test_pipe_saves_and_loads_the_state_during_training(on: Any) -> None:
     module, other = perceptron(), perceptron(seed=7)
     ((x, target),) = batches([8])
     plain, _ = train_plainly(module, OPTIMIZERS["sgd"], [(x, target)])
@@ -286,26 +286,24 @@ def test_pipe_saves_and_loads_the_state_during_a_training(on: Any) -> None:
     assert_same_state(module, other)
 
 
-def test_second_training_of_a_pipe_raises() -> None:
+def test_second_trainer_of_an_active_pipe_raises() -> None:
     pipe = Sequential(perceptron(), 2)
     with (
         pipe.trainer(loss=cross_entropy),
-        pytest.raises(RuntimeError, match="a training of this pipe is active"),
+        pytest.raises(RuntimeError, match="training on this pipe is active"),
     ):
         pipe.trainer(loss=cross_entropy)
     pipe.trainer(loss=cross_entropy)
 
 
 @on_both_placements
-def test_call_during_a_training_raises(on: Any) -> None:
+def test_call_during_training_raises(on: Any) -> None:
     module = perceptron()
     ((x, target),) = batches([8])
     with Sequential(module, 2, on=on, chunks=4) as pipe:
         with pipe.trainer(loss=cross_entropy, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(x, target)
-            message = (
-                r"a training of this pipe is active; use training.evaluate\(x\), or leave its with block"
-            )
+            message = r"training on this pipe is active; use training.evaluate\(x\), or leave its with block"
             for use in (lambda: pipe(x), lambda: pipe.stream([x])):
                 with pytest.raises(RuntimeError, match=message):
                     use()
@@ -327,7 +325,7 @@ def test_pipe_uses_the_trained_parameters(on: Any) -> None:
 
 
 @on_both_placements
-def test_trainings_can_follow_each_other(on: Any) -> None:
+def test_pipe_can_be_trained_again(on: Any) -> None:
     module = perceptron()
     plain, _ = train_plainly(
         train_plainly(module, OPTIMIZERS["adam"], batches([8, 8]))[0],

@@ -1,4 +1,4 @@
-"""A training before its first step: checks of arguments, the graph and the schedule; and its timeline."""
+"""Test a trainer before its first step: argument checks, graph and schedule; and test its timeline."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flowchan.viz import to_dot
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"loss": 7}, TypeError, "loss must be a function of output and target, got 7"),
+        ({"loss": 7}, TypeError, "loss must be a function that takes output and target, got 7"),
         (
             {"optimizer": SGD([torch.zeros(1, requires_grad=True)], lr=0.1)},
             TypeError,
@@ -50,10 +50,10 @@ from flowchan.viz import to_dot
         ({"workers": 0}, ValueError, "^training: workers must be at least 1, got 0"),
         ({"workers": 1.0}, TypeError, "^training: workers must be an int of at least 1, got 1.0"),
         ({"recompute": 1}, TypeError, "recompute must be True or False, got 1"),
-        ({"clip": 0.0}, ValueError, "clip must be the largest norm, greater than 0"),
+        ({"clip": 0.0}, ValueError, "clip must be a maximum norm greater than 0"),
         ({"clip": 1.0, "optimizer": None}, ValueError, "clip must be None without optimizer="),
-        ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating type"),
-        ({"autocast": torch.int8}, TypeError, "autocast must be a floating type"),
+        ({"autocast": "bfloat16"}, TypeError, "autocast must be a floating-point dtype"),
+        ({"autocast": torch.int8}, TypeError, "autocast must be a floating-point dtype"),
     ],
 )
 def test_trainer_rejects_a_wrong_argument_at_once(options: dict[str, Any], error: Any, message: str) -> None:
@@ -86,7 +86,7 @@ def test_unpicklable_loss_raises_before_start() -> None:
         training.step(*next(batches([8])))
 
 
-def test_target_of_another_size_raises_without_ending_the_training() -> None:
+def test_target_of_different_size_raises_without_ending_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
         with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
@@ -99,13 +99,15 @@ def test_target_of_another_size_raises_without_ending_the_training() -> None:
 def test_training_outside_its_block_raises() -> None:
     ((x, target),) = batches([8])
     training = in_parts(perceptron(), 2)
-    with pytest.raises(RuntimeError, match=r"has not begun; .* `with pipe.trainer\(\.\.\.\) as training:`"):
+    with pytest.raises(
+        RuntimeError, match=r"training has not started; .* `with pipe.trainer\(\.\.\.\) as training:`"
+    ):
         training.step(x, target)
     with training:
         training.step(x, target)
-        with pytest.raises(RuntimeError, match="has already begun"):
+        with pytest.raises(RuntimeError, match="training has already started"):
             training.__enter__()
-    with pytest.raises(RuntimeError, match=r"is over; create another with pipe.trainer\(\.\.\.\)"):
+    with pytest.raises(RuntimeError, match=r"is over; create a new one with pipe.trainer\(\.\.\.\)"):
         training.evaluate(x)
 
 

@@ -1,4 +1,4 @@
-"""Defaults of a training: its schedule, the cut, and the number of micro-batches."""
+"""Test the defaults for training: the schedule, the cut, and the number of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 
 
 class Sizes(nn.Module):
-    """Records the sizes of micro-batches."""
+    """Layer that records the sizes of micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_default_training_cuts_parts_by_operations(first: str) -> None:
             training.evaluate(x)
         training.step(x, target)
         parts = training.report().parts
-    assert parts[-1].state == 4 * 64 * 64  # the last layer alone
+    assert parts[-1].state == 4 * 64 * 64  # only the last layer
 
 
 @pytest.mark.parametrize("case", ["counts", "few layers", "shared", "one part"])
@@ -79,11 +79,11 @@ def test_workers_start_with_the_first_batch() -> None:
     with pipe.trainer(loss=cross_entropy) as training:
         assert training.active
     assert not training.active
-    with pytest.raises(RuntimeError, match="training: this training is over"):
+    with pytest.raises(RuntimeError, match="training: training is over"):
         training.step(*next(batches([8])))
 
 
-def test_measurement_does_not_change_random_numbers_of_a_training() -> None:
+def test_measurement_does_not_affect_random_numbers_in_training() -> None:
     ((x, target),) = batches([16])
     losses = []
     for called in (False, True):
@@ -101,7 +101,7 @@ def test_measurement_does_not_change_random_numbers_of_a_training() -> None:
 @pytest.mark.parametrize("how", ["a training", "a loss of pipe(x)", "inference"])
 @pytest.mark.parametrize(("samples", "chunks"), [(512, 4), (1024, 4), (1536, 6), (4096, 8)])
 def test_number_of_chunks_depends_on_the_cost_of_gradients(samples: int, chunks: int, how: str) -> None:
-    """A linear layer has two operations per parameter and sample: 512 with 256 samples."""
+    """A linear layer has two operations per parameter and sample, so 512 with 256 samples."""
     sizes = Sizes()
     pipe = Sequential(nn.Sequential(*linear(512, 512, 512, 512, 512), sizes), 2)
     x, target = torch.randn(samples, 512), torch.zeros(samples, 512)

@@ -1,4 +1,4 @@
-"""Random modules with random cuts and schedules train like the plain module."""
+"""Test that random modules with random cuts and schedules train like the plain module."""
 
 from __future__ import annotations
 

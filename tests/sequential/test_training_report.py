@@ -1,4 +1,4 @@
-"""Report of a training: the time of its workers, and the memory of its parts."""
+"""Test the report on training: how workers spend their time, and how much memory parts need."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 from flowchan.pipelines.sequential.training_report import Kept, measured, report
 
 WIDTH, SAMPLES = 16, 8
-STATE = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # of two layers
-KEEPS = 2 * 4 * SAMPLES * WIDTH  # inputs of two layers, for each of four micro-batches
+STATE = 2 * 4 * (WIDTH * WIDTH + WIDTH)  # parameters of two layers, in bytes
+KEEPS = 2 * 4 * SAMPLES * WIDTH  # bytes of the inputs of two layers, for each of four micro-batches
 
 
 def module() -> nn.Sequential:
@@ -33,7 +33,8 @@ def module() -> nn.Sequential:
         ("gpipe", False, [4.0, 4.0]),
         ("1f1b", False, [2.0, 1.0]),
         ("zbh1", False, [2.0, 2.0]),
-        ("gpipe", True, [2.5, 2.5]),  # the inputs of all four, and one whole graph in place of its input
+        # the inputs of all four micro-batches, with one of them replaced by its whole graph
+        ("gpipe", True, [2.5, 2.5]),
     ],
 )
 def test_report_has_the_peak_memory_of_parts(
@@ -47,7 +48,7 @@ def test_report_has_the_peak_memory_of_parts(
         found = training.report()
     assert [part.state for part in found.parts] == [STATE, STATE]
     assert [part.gradients for part in found.parts] == [STATE, STATE]
-    if recompute:  # the last part runs its backward pass directly after its last forward pass
+    if recompute:  # the last part runs each backward pass immediately after the forward pass
         held = [held[0], found.parts[1].activations / KEEPS]
     assert [part.activations for part in found.parts] == [KEEPS * one for one in held]
     assert [part.peak for part in found.parts] == [2 * STATE + KEEPS * one for one in held]
@@ -61,7 +62,7 @@ def test_shares_of_a_worker_sum_to_one(on: Any) -> None:
     ) as training:
         for _ in range(12):
             training.step(x, x)
-    found = training.report()  # works after the end too
+    found = training.report()  # still works after the block
     assert found.steps == 10
     assert found.seconds > 0
     assert [worker.parts for worker in found.workers] == [(0,), (1,)]
@@ -109,7 +110,7 @@ def test_memory_includes_skips_but_no_gradients_of_frozen_parameters() -> None:
     x = torch.randn(SAMPLES, WIDTH)
     one = 4 * SAMPLES * WIDTH
     kept = measured(pipe.parts, x)
-    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip accompanies the value
+    assert [each.inputs for each in kept] == [one, 2 * one, 2 * one]  # the skip travels with the value
     with pipe.trainer(loss=mse_loss) as training:
         training.step(x, x)
         assert [part.gradients for part in training.report().parts] == [0, STATE // 2, 0]

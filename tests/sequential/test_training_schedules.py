@@ -1,4 +1,4 @@
-"""All schedules train alike, including schedules of the user."""
+"""Test that training gives the same results under all schedules, including user-defined ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WRITTEN = "F0 F1 I0 F2 B1 F3 W0 B2 B3\nF0 B0 F1 B1 F2 I2 F3 W2 B3"
 @on_both_placements
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
+def test_double_precision_gradients_match_the_plain_module(schedule: Any, parts: int, on: Any) -> None:
     module = perceptron().double()
     plain = copy.deepcopy(module)
     ((x, target),) = batches([10])
@@ -39,7 +39,7 @@ def test_gradients_in_double_match_the_plain_module(schedule: Any, parts: int, o
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
-def test_schedules_in_a_v_give_each_worker_two_parts(schedule: Any) -> None:
+def test_v_schedules_assign_two_parts_to_each_worker(schedule: Any) -> None:
     training = in_parts(perceptron(), 6, schedule=schedule)
     names = [stage.name for stage in training.graph.stages if stage.name.startswith("part")]
     assert names == ["parts 0 and 5", "parts 1 and 4", "parts 2 and 3"]
@@ -59,7 +59,7 @@ def as_text(worker: int, workers: int, parts: int, chunks: int) -> str:
 @pytest.mark.parametrize("schedule", [WRITTEN, WRITTEN.splitlines(), by_function, as_text])
 def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> None:
     module = perceptron()
-    data = list(batches([8, 3, 9]))  # includes fewer micro-batches than the text has
+    data = list(batches([8, 3, 9]))  # one batch has fewer micro-batches than the written schedule
     plain, losses = train_plainly(module, OPTIMIZERS["sgd"], data)
     with in_parts(module, 2, on, optimizer=OPTIMIZERS["sgd"], schedule=schedule) as training:
         assert [float(training.step(*each)) for each in data] == pytest.approx(losses, rel=1e-5)
@@ -68,7 +68,7 @@ def test_user_schedule_trains_like_the_plain_module(schedule: Any, on: Any) -> N
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedule_text_of_a_training_can_be_passed_again(schedule: Any) -> None:
+def test_printed_schedule_can_be_passed_to_a_trainer(schedule: Any) -> None:
     module = perceptron()
     workers = 2 if schedule == "interleaved" else None
     printed = in_parts(module, 4, schedule=schedule, workers=workers).schedule
@@ -95,7 +95,7 @@ def test_written_schedule_assigns_parts_to_workers() -> None:
             {"chunks": 5},
             "the schedule must contain 0:F4 once, and either 0:B4 or both 0:I4 and 0:W4",
         ),
-        (WRITTEN, {"workers": 3}, "workers must be 2, the number of lines of the schedule, got 3"),
+        (WRITTEN, {"workers": 3}, "workers must be 2, the number of lines in the schedule, got 3"),
         (["F0 I0", "F0 B0"], {"chunks": 1}, "the schedule must contain 0:F0 once, and either 0:B0 or both"),
         (
             ["F0 B0 I0 W0", "F0 B0"],
@@ -112,9 +112,9 @@ def test_written_schedule_assigns_parts_to_workers() -> None:
             {"chunks": 1},
             "the schedule cannot run: simulate: worker 1 must do 1:F0 before 1:B0",
         ),
-        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "with its part, got '?'"),
-        (lambda *_: [7], {}, "the function of the schedule must return steps or text, got 7 (int)"),
-        (lambda *_: 7, {}, "the function of the schedule must return steps or text, got 7 (int)"),
+        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "with the part, got '?'"),
+        (lambda *_: [7], {}, "the schedule function must return steps or text, got 7 (int)"),
+        (lambda *_: 7, {}, "the schedule function must return steps or text, got 7 (int)"),
         ("zbv", {"workers": 3}, "workers must be at most parts=2, got 3"),
         ("FO BO", {}, "schedule must be 'gpipe' or"),
         ([], {}, r"schedule must be 'gpipe' or .* got \[\]"),

@@ -1,4 +1,4 @@
-"""Micro-batches arrive unchanged through a channel between processes."""
+"""Test that micro-batches arrive unchanged through a channel between processes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_received_micro_batch_is_complete() -> None:
 
 @pytest.mark.parametrize("elements", [4, 200_000])
 def test_receiver_can_change_its_copy(elements: int) -> None:
-    """The item in the channel does not change, because another worker may take it again."""
+    """The item in the channel must not change, because another worker may take it again."""
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(elements)))
     memory, form = channel.get()
@@ -74,7 +74,7 @@ def test_receiver_can_change_its_copy(elements: int) -> None:
     assert not opened(memory, form, only_reads=False).any()
 
 
-def test_reading_part_gets_no_copy() -> None:
+def test_part_that_only_reads_gets_no_copy() -> None:
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(200_000)))
     memory, form = channel.get()
@@ -83,7 +83,7 @@ def test_reading_part_gets_no_copy() -> None:
 
 
 class Own(nn.Linear):
-    """Layer of a user, which may write into its input."""
+    """User-defined layer, which may write into its input."""
 
 
 @pytest.mark.parametrize(

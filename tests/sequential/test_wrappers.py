@@ -1,4 +1,4 @@
-"""A pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
+"""Test that a pipe inside torch's ``DistributedDataParallel`` or FSDP trains like the plain module.
 
 Unsupported kinds of sharding raise.
 """
@@ -121,14 +121,14 @@ def works(rank, made, mesh):
 def raises(made, mesh):
     module, x, cpu = made(), torch.zeros(4, 6), torch.device("cpu")
     fully_shard(module[0], mesh=mesh)
-    refused(lambda: piped(module), "layer '0' must not be sharded by FSDP", "fully_shard(pipe)")
-    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module must not be sharded by FSDP")
+    refused(lambda: piped(module), "layer '0' must not be sharded separately", "fully_shard(pipe)")
+    refused(lambda: Sequential(fully_shard(made(), mesh=mesh)), "module must not be sharded separately")
     with piped(made()) as pipe:
         fully_shard(pipe, mesh=mesh)
-        refused(lambda: pipe.trainer(loss=cross_entropy), "a training by steps", "loss of pipe(x)")
+        refused(lambda: pipe.trainer(loss=cross_entropy), "step-by-step training", "yourself from pipe(x)")
     with piped(made()) as pipe:
         fully_shard(pipe[0], mesh=mesh)
-        refused(lambda: pipe(x), "layer '0' must not be sharded by FSDP")
+        refused(lambda: pipe(x), "layer '0' must not be sharded separately")
     with piped(made(), "process") as pipe:
         refused(lambda: fully_shard(pipe, mesh=mesh)(x), "a process of a part", "thread")
     with piped(made(), "process") as pipe:

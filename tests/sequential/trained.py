@@ -1,4 +1,4 @@
-"""Shared parts of the training tests: models, batches, and the plain training as the reference."""
+"""Helpers for the training tests: models, batches, and plain training as the reference."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ schedules = pytest.mark.parametrize(
         ("1f1b", 1, 1),
     ],
 )
-"""Every schedule, with its number of parts per worker, and the smallest pipe."""
+"""All schedules with their numbers of parts and workers, and the smallest pipe."""
 
 
 def perceptron(seed: int = 0) -> nn.Sequential:
-    """Return nine layers for samples of 6 numbers and 4 classes."""
+    """Return nine layers, for samples of 6 numbers and for 4 classes."""
     torch.manual_seed(seed)
     sizes = [6, 16, 12, 12, 4]
     layers: list[nn.Module] = []
@@ -64,7 +64,7 @@ def train_plainly(
     data: Iterable[tuple[Any, Tensor]],
     clip: float | None = None,
 ) -> tuple[nn.Module, list[float]]:
-    """Train a copy of the module with a plain loop, and return it with its losses."""
+    """Train a copy of the module with a plain loop, and return the copy and its losses."""
     module = copy.deepcopy(module)
     made = optimizer(module.parameters())
     losses = []
@@ -80,7 +80,7 @@ def train_plainly(
 
 
 class Blocker:
-    """Blocks workers in any thread or process until it is opened."""
+    """Object that blocks workers in any thread or process until it is opened."""
 
     def __init__(self) -> None:
         self.channel: Channel[Any] = Channel(1, across="processes")
@@ -99,15 +99,14 @@ class Blocker:
 def in_parts(
     module: nn.Sequential, parts: int, on: Any = "thread", chunks: int = 4, **options: Any
 ) -> Training:
-    """Return the training of a module, with cross entropy and one part for each worker."""
+    """Return a trainer for a module, with cross entropy and one part per worker."""
     options.setdefault("loss", cross_entropy)
     options.setdefault("schedule", "1f1b")
     return Sequential(module, parts, on=on, chunks=chunks).trainer(**options)
 
 
 def assert_same_state(module: nn.Module, plain: nn.Module, **tolerance: Any) -> None:
-    """Assert that parameters and buffers are equal within tolerance, under the same keys in the same
-    order."""
+    """Assert that parameters and buffers have the same keys in the same order, and nearly equal values."""
     state, other = module.state_dict(), plain.state_dict()
     assert list(state) == list(other)
     for name in state:

@@ -1,6 +1,6 @@
 """Graphs for the picture tests, built by hand from declared values.
 
-Pictures are therefore tested without operators.
+This makes the picture tests independent of operators.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HERE = Where(__file__, 1)
 
 @dataclass(frozen=True)
 class Declared:
-    """The parts of a graph that a picture may read."""
+    """Attributes of a graph that a picture may read."""
 
     name: str
     stages: tuple[Stage, ...]
@@ -71,7 +71,7 @@ def wordcount() -> Blueprint:
 
 
 def leading_back() -> Blueprint:
-    """Return a loop of two stages: ``worker`` returns what ``steer`` sent it."""
+    """Return a loop of two stages: ``worker`` sends back what it received from ``steer``."""
     stages = [
         stage("numbers", "source"),
         stage("steer", "stage"),
@@ -84,7 +84,7 @@ def leading_back() -> Blueprint:
 
 
 def chain(length: int, every_process: int) -> Blueprint:
-    """Return ``length`` stages in a row; each ``every_process``-th stage is a process."""
+    """Return a chain of ``length`` stages, of which every ``every_process``-th runs in a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
     edges = [
         edge(a.name, b.name, int, a.placement.transport_to(b.placement).name)

@@ -1,4 +1,4 @@
-"""Output from any process while bars or a table are drawn on the terminal, however the drawing ends."""
+"""Test output from any process while bars or a table are on the terminal, no matter how drawing ends."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ ENDS = """
 
 
 def test_output_streams_are_restored_however_drawing_ends(tmp_path: Path) -> None:
-    """Drawing a table fails at its start or end, Ctrl-C ends it, or two are drawn at the same time."""
+    """Drawing fails when it starts or stops, Ctrl-C interrupts it, or two tables are drawn at the same
+    time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 
@@ -144,7 +145,7 @@ LATE = """
 
 
 def test_output_at_the_end_does_not_redraw_bars(tmp_path: Path) -> None:
-    """The bars would be on the line where the program continues to write."""
+    """Otherwise the bars would appear in the line to which the program writes next."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, LATE))], tmp_path)
     assert code == 0, lines
     assert {"said last", "alone"} <= set(lines), lines

@@ -1,4 +1,4 @@
-"""The DOT text contains everything that a picture should show."""
+"""Test that the DOT text contains everything that a picture should show."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def arrow(name: str, dot: str = DOT) -> list[str]:
     return [line for line in dot.splitlines() if "->" in line and f"tooltip={name}" in line.replace('"', "")]
 
 
-def test_dot_runs_from_left_to_right() -> None:
+def test_dot_is_laid_out_from_left_to_right() -> None:
     assert "rankdir=LR" in DOT
 
 
@@ -75,7 +75,7 @@ def test_library_function_shows_the_users_own_line(function: Any) -> None:
     assert place(stage("any", "source", function=function)) == (HERE.file, HERE.line)
 
 
-def test_the_colour_of_a_stage_shows_where_it_runs() -> None:
+def test_stage_colour_shows_where_the_stage_runs() -> None:
     fills = {
         name: re.search(r'fillcolor="(#\w+)"', node(name)).group(1) for name in ("files", "counts", "total")
     }
@@ -123,7 +123,7 @@ def test_long_graph_is_split_into_labelled_rows() -> None:
     assert "shape=point" not in to_dot(chain(6, 7))
 
 
-def test_result_has_the_name_of_its_variable(tmp_path: Path) -> None:
+def test_result_is_named_after_its_variable(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("total = (\n    numbers\n    .reduce(add)\n)\nx.y = numbers.collect()\n")
     for line, name in ((3, "total"), (5, "any")):

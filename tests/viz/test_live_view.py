@@ -1,4 +1,4 @@
-"""The live view of a run."""
+"""Test the live view of a run."""
 
 from __future__ import annotations
 

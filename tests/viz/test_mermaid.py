@@ -1,4 +1,4 @@
-"""The Mermaid text shows the same as the picture."""
+"""Test that the Mermaid text shows the same content as the picture."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan.viz import to_mermaid
 TEXT = to_mermaid(wordcount())
 
 
-def test_mermaid_runs_from_left_to_right_under_its_title() -> None:
+def test_mermaid_has_title_and_left_to_right_layout() -> None:
     assert TEXT.startswith('---\ntitle: "wordcount"\n---\nflowchart LR\n')
 
 

@@ -1,4 +1,4 @@
-"""Progress of a run: known totals, and the bars that show them."""
+"""Test the progress of a run: known totals, and the bars that show them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_failed_items_are_not_expected_downstream() -> None:
     ]
 
 
-def test_a_run_that_failed_is_not_shown_as_done() -> None:
+def test_failed_run_is_not_shown_as_done() -> None:
     graph = Graph("far")
     graph.source(range(100)).map(lambda number: 1 // (number - 7)).sink(abs, name="end")
     graph.source(lambda: iter(range(100))).filter(bool, name="sieve").sink(abs, name="other end")
@@ -128,7 +128,7 @@ def test_a_run_that_failed_is_not_shown_as_done() -> None:
 
 
 class Seen:
-    """Progress display that records when it is shown a stopping run."""
+    """Progress view that records when it shows a run that is stopping."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()
@@ -203,7 +203,7 @@ AGAIN = """
 
 
 def test_forkserver_workers_can_print_after_bars_have_ended(tmp_path: Path) -> None:
-    """Otherwise the server would keep the pseudoterminal that replaces the user's terminal under the bars."""
+    """Otherwise the server would keep the pseudoterminal that is used while bars are shown."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, AGAIN))], tmp_path)
     assert code == 0, lines
     assert {"said 3", "[1, 2, 3]"} <= set(lines)
@@ -231,7 +231,7 @@ POOLED = """
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_pool_workers_print_above_bars_of_each_run(method: str, tmp_path: Path) -> None:
-    """The workers were started before the bars, and continue to print after the bars have ended."""
+    """The workers start before the bars are shown, and continue to print after the bars have ended."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, POOLED)), method], tmp_path)
     assert code == 0, lines
     captions = [line for line in lines if line.startswith("said")]
@@ -261,7 +261,7 @@ UNGUARDED = """
 
 
 def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
-    """The script starts another process, whose message must not go to the pseudoterminal."""
+    """The script starts another process, whose message must not be written to the pseudoterminal."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
     assert any('put this code under `if __name__ == "__main__":`' in line for line in lines), lines
@@ -281,7 +281,7 @@ def test_default_fork_server_starts_before_bars(
 
 
 class Gone(io.StringIO):
-    """Standard error stream whose reader has closed."""
+    """Standard error stream that nothing reads any more."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError

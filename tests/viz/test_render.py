@@ -1,6 +1,6 @@
-"""Pictures are drawn wherever the package is installed, even without ``dot``.
+"""Test that pictures are drawn wherever the package is installed, even without ``dot``.
 
-The first renderer that works draws them.
+They are drawn by the first renderer that works.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def test_draw_writes_the_format_of_the_suffix(suffix: str, tmp_path: Path) -> No
 
 
 def dot_program(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a shell script the only ``dot`` program on the machine."""
+    """Make a shell script the only ``dot`` program that can be found."""
     program = folder / "dot"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -109,7 +109,7 @@ def test_svg_contains_every_stage_and_channel(tmp_path: Path) -> None:
 def test_a_thousand_stages_are_drawn_in_every_placement(tmp_path: Path) -> None:
     for every in (1, 7, 2000):
         path = draw(chain(1000, every), tmp_path / f"{every}.svg")
-        breaks = 999 // PER_ROW  # each break is an arrow in two pieces
+        breaks = 999 // PER_ROW  # a row break splits an arrow in two
         assert path.read_text().count('class="edge"') == 999 + breaks
 
 
@@ -124,7 +124,7 @@ def test_error_for_an_unknown_suffix_names_the_suffix(tmp_path: Path) -> None:
         draw(wordcount(), tmp_path / "graph.gif")
 
 
-def test_invalid_dot_raises_with_graphviz_message() -> None:
+def test_invalid_dot_raises_with_graphvizs_message() -> None:
     with pytest.raises(RenderError, match="Graphviz failed"):
         render("digraph { a -> ", "svg")
 

@@ -1,4 +1,5 @@
-"""Each text of an SVG has the width of the layout, so texts do not overlap in a viewer without Helvetica."""
+"""Test that each SVG text has its computed width, so that texts do not overlap in viewers without
+Helvetica."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flowchan.viz.text_widths import WIDTHS, width_of, with_widths
 TEXT = '<text x="1" font-family="Helvetica,Arial" {}font-size="10.00">{}</text>'
 
 
-def test_all_texts_of_a_picture_have_a_width() -> None:
+def test_every_text_in_a_picture_has_a_width() -> None:
     graph = Graph("widths")
     graph.source([1], name="read & more").map(str, workers=3, name="parse").sink(print)
     texts = re.findall(r"<text [^>]*>", svg(graph))
@@ -40,7 +41,7 @@ def test_printable_ascii_has_widths() -> None:
 
 
 @pytest.mark.parametrize(("style", "text"), [("", "\u4e2d"), ("", "====keep===="), ('textLength="3" ', "a")])
-def test_text_of_unknown_width_or_of_a_placeholder_stays(style: str, text: str) -> None:
+def test_placeholder_or_text_of_unknown_width_is_unchanged(style: str, text: str) -> None:
     assert with_widths(TEXT.format(style, text), "====") == TEXT.format(style, text)
 
 

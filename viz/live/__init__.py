@@ -1,7 +1,7 @@
 """Live views of a run.
 
-A view subscribes to the run's feed of statistics. It shows the model of these on a terminal, in a notebook,
-or as lines.
+A view subscribes to the run's statistics. It computes a model from them, and shows it on a terminal, in a
+notebook, or as lines of text.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from flowchan.viz.live.terminal import LiveView
 
 
 def watching(graph: Blueprint) -> AbstractContextManager[ProgressView]:
-    """Choose the view that shows the progress of a run of ``graph``.
+    """Return a view that shows the progress of a run of ``graph``.
 
-    The view is open from before the start of the run to its end. Output of the program appears above the
-    view.
+    The view is open from before the run starts until the run has ended. The program's output appears above
+    the view.
     """
     return nullcontext(Notebook(graph)) if in_notebook() else LiveView(graph=graph)

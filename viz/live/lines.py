@@ -9,11 +9,11 @@ from typing import TextIO
 from flowchan.run.policy.stats import RunStats
 
 PLAIN_EVERY = 5.0
-"""Seconds between two lines."""
+"""Seconds between lines."""
 
 
 class Lines:
-    """Writer of the text that ``words`` makes from a run's statistics. ``clock`` times the lines."""
+    """Writer of lines that ``words`` creates from a run's statistics, timed by ``clock``."""
 
     def __init__(
         self, stream: TextIO, words: Callable[[RunStats], str], clock: Callable[[], float] = time.monotonic
@@ -28,5 +28,5 @@ class Lines:
             self.print_line(self._words(stats))
 
     def print_line(self, line: str) -> None:
-        """Write this line."""
+        """Write a line immediately."""
         print(line, file=self._stream, flush=True)

@@ -1,6 +1,6 @@
-"""Compute the content of the views: the progress of a run, if its total is known, and the work of its stages.
+"""Compute what the views show: the progress of a run, if its total is known, and the activity of its stages.
 
-The content is text and values. Each view decides how to draw them.
+The content consists of text and values. Each view decides how to draw them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAIN_STAGES = 6
 
 
 class ProgressView(Protocol):
-    """View of a run."""
+    """View that shows a run."""
 
     def show(self, stats: RunStats) -> None:
         """Show the current state of a run."""
@@ -28,9 +28,9 @@ class ProgressView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Progress of a stage: ``done`` of ``total`` items at ``rate`` items per second.
+    """Progress of a stage: ``done`` of ``total`` items, at ``rate`` items per second.
 
-    The total is ``None`` while it is unknown.
+    The total is ``None`` as long as it is unknown.
     """
 
     stage: str
@@ -40,10 +40,10 @@ class Bar:
 
 
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
-    """Return one bar for each end of the graph.
+    """Return one progress bar for each end of the graph.
 
-    The bar is that of the stage nearest to the end with a known total. If there is none, it is that of a
-    stage that gathers items, because later stages have little to do until the end. Otherwise it is that of
+    The bar shows the stage with a known total that is nearest to the end. If there is none, it shows a stage
+    that combines many items into one, because later stages have little to do until then. Otherwise it shows
     the end.
     """
     known = _Totals(graph, stats)
@@ -53,7 +53,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
 
 
 class _Totals:
-    """Totals of one run that are known at one moment."""
+    """Totals of a run, as far as they are known from one snapshot of its statistics."""
 
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}
@@ -71,7 +71,7 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """Return the stage nearest to an end with a known total, else one that gathers, else the end."""
+        """Return the nearest stage with a known total, or else one that combines items, or the end itself."""
         now, seen = [end], {end}
         gathers: list[str] = []
         while now:
@@ -87,25 +87,25 @@ class _Totals:
         return list(dict.fromkeys(edge.writer for name in names for edge in self._into[name]))
 
     def total(self, name: str) -> int | None:
-        """Return the number of items that a stage takes in, or that a source emits; ``None`` if unknown."""
+        """Return the number of items that a stage will receive or a source will emit; ``None`` if unknown."""
         into = self._into[name]
         return _sum([self._put(edge) for edge in into]) if into else self._gives(self._stages[name])
 
     def _put(self, edge: EdgeStats) -> int | None:
-        """Return the number of items that will enter a channel; ``None`` if unknown.
+        """Return the number of items that will be put into a channel; ``None`` if unknown.
 
-        A stage that has ended will put no more items, unless the run broke off.
+        A stage that has ended will not put more items, unless the run was aborted or failed.
         """
         writer = self._stages[edge.writer]
         if not self._broken and not writer.operator.outside and not self._stats[writer.name].alive:
             return edge.passed + edge.inside
         if edge.name not in [output.name for output in writer.outputs]:
-            return None  # it receives failures, or the items of one worker
+            return None  # the channel carries failures, or the items of only one worker
         return self._gives(writer)
 
     def _gives(self, stage: Stage) -> int | None:
         if stage.name not in self._given:
-            self._given[stage.name] = None  # unknown inside a loop
+            self._given[stage.name] = None  # stays unknown inside a loop
             into = [self._put(edge) for edge in self._into[stage.name]]
             known = [number for number in into if number is not None]
             if stage.operator.expects is not None and len(known) == len(into):
@@ -121,18 +121,18 @@ def _sum(numbers: list[int | None]) -> int | None:
 
 
 def bars_line(graph: Blueprint, stats: RunStats) -> str:
-    """Return a line with the progress of a run."""
+    """Return one line of text about the progress of a run."""
     words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), ", ".join(problems(stats))]
     return f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}"
 
 
 def headline(bar: Bar) -> str:
-    """Return the number of items done, their total and their rate."""
+    """Return the number of finished items, the total, and the rate."""
     return f"{count(bar.done)}/{'?' if bar.total is None else count(bar.total)} {rate(bar.rate)}"
 
 
 def times(bar: Bar, stats: RunStats) -> str:
-    """Return the elapsed time, and the remaining time at the rate so far."""
+    """Return the elapsed time, and the remaining time if the rate stays the same."""
     spent = _clock(stats.elapsed)
     if bar.total is None or not bar.done or stats.state not in ("running", "stopping"):
         return spent
@@ -146,9 +146,9 @@ def _clock(seconds: float) -> str:
 
 
 def plain_line(stats: RunStats) -> str:
-    """Return a line about a run: items, rate, load, queue and failures of each stage.
+    """Return one line of text about a run: items, rate, load, queue and failures of each stage.
 
-    It shows only the busiest of many stages.
+    If there are many stages, only the busiest are included.
     """
     chosen = busiest(stats, PLAIN_STAGES)
     waiting = queues(stats)
@@ -168,12 +168,12 @@ def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: b
 
 
 def items_of(stage: StageStats) -> int:
-    """Return the number of items that a stage has worked on: items in, or items out for a source."""
+    """Return the number of items that a stage has received, or that a source has emitted."""
     return stage.items_out if OPERATORS[stage.kind].begins else stage.items_in
 
 
 def busiest(stats: RunStats, most: int) -> list[StageStats]:
-    """Return at most ``most`` stages, the bottleneck and the busiest, in the order of the graph."""
+    """Return at most ``most`` stages, in the order of the graph: the bottleneck and the busiest others."""
     ranked = sorted(
         stats.stages, key=lambda stage: (stage.name == stats.bottleneck, stage.busy), reverse=True
     )
@@ -182,7 +182,7 @@ def busiest(stats: RunStats, most: int) -> list[StageStats]:
 
 
 def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
-    """Return the number of items that wait for each stage, and the capacity of its channels."""
+    """Return, for each stage, the number of items waiting for it and the capacity of its input channels."""
     waiting: dict[str, tuple[int, int]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -192,7 +192,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def problems(stats: RunStats) -> Iterator[str]:
-    """Yield texts with the numbers of failed items, retries and restarts, by stage."""
+    """Yield lines with the numbers of failed items, retries and restarts for each stage."""
     for word, number_of in _PROBLEMS.items():
         stages = [f"{count(number_of(stage))} {stage.name}" for stage in stats.stages if number_of(stage)]
         if stages:

@@ -1,6 +1,6 @@
-"""Show a run in the output of a notebook cell: the graph with the work of its stages, and bars.
+"""Show a run in the output of a notebook cell: the graph with the activity of its stages, and progress bars.
 
-The picture is drawn once, with placeholders. Each update replaces the placeholders.
+The picture is rendered once, with placeholders. Each update replaces the placeholders.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flowchan.viz.render import RenderError, render
 
 SLOW = "#b7791f"
 PICTURES_EVERY = 0.5
-"""Seconds between two pictures."""
+"""Seconds between pictures."""
 
 
 def in_notebook() -> bool:
-    """Return whether this program is the kernel of a notebook."""
+    """Return True if this program is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 class Notebook:
-    """Output of a cell, which is updated in place."""
+    """Output of a notebook cell, which is updated in place."""
 
     def __init__(self, graph: Blueprint) -> None:
         self._graph = graph
@@ -39,10 +39,10 @@ class Notebook:
         self._picture = ""
         with contextlib.suppress(RenderError):
             drawn = render(to_dot(graph, live=True), "svg").decode()
-            self._picture = drawn[drawn.index("<svg") :]  # only the element, for use in a page
+            self._picture = drawn[drawn.index("<svg") :]  # only the element, so that it can be part of a page
 
     def show(self, stats: RunStats) -> None:
-        """Draw a run if a picture is due."""
+        """Update the output if a picture is due."""
         from IPython.display import display
 
         going_on = stats.state in ("running", "stopping")
@@ -69,11 +69,12 @@ def _row(bar: Bar, stats: RunStats) -> str:
 
 
 def _filled(picture: str, stats: RunStats) -> str:
-    """Return the SVG picture with the current statistics of the run."""
+    """Return the SVG picture, filled with the current statistics of the run."""
     for number, stage in enumerate(stats.stages):
-        color = SLOW if stage.name == stats.bottleneck else INK  # the background is light in a dark page too
+        color = SLOW if stage.name == stats.bottleneck else INK  # the picture is light even on a dark page
         does = _does(stage)
-        padding = " " * (len(LIVE.format(0)) - len(does))  # a space is half as wide, so this centres the text
+        # a space is half as wide as other characters, so this centres the text
+        padding = " " * (len(LIVE.format(0)) - len(does))
         words = f'<tspan fill="{color}">{padding}{escape(does)}</tspan>'
         picture = picture.replace(LIVE.format(number), words)
     return picture

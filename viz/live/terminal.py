@@ -1,9 +1,9 @@
-"""Show a run on a terminal: a table of its stages, or progress bars; lines if drawing is impossible.
+"""Show a run on a terminal as a table of its stages or as progress bars, or else print lines.
 
-Output during the drawing appears above it. The program, its threads, C libraries, worker processes and their
-children would otherwise write into the table. So during that time the standard streams lead to a
-pseudoterminal, which a thread reads. Because it is a terminal, all of them still write line by line and in
-colour.
+While the drawing is shown, other output appears above it. Otherwise the program, its threads, C libraries,
+worker processes and their children would write into the table. The standard streams are therefore redirected
+to a pseudoterminal, which a thread reads. Because it is a terminal, all of these writers still write line by
+line and in colour.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("flowchan.viz")
 
 AROUND = 9
-"""Lines of the terminal that the rows leave free, for the head of the table and the lines below it."""
+"""Number of terminal lines left for the head of the table and for the lines below it."""
 _GRACE_MS = 50
-"""Milliseconds that the last output takes to arrive."""
+"""Milliseconds within which the last output arrives."""
 _LAST = 1.0
-"""Maximum seconds to read on from a process that still prints when the table has gone."""
+"""Maximum seconds to keep reading from a process that still prints after the table has closed."""
 
 
 _PRINTS_ONLY = ("dumb", "unknown")
-"""Terminals on which rich draws only at the end."""
+"""Values of TERM for terminals on which rich draws only at the end."""
 
 
 _drawing = threading.Lock()
 
 
 def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
-    """Return whether the stream is a terminal to draw on that no other view of this process uses.
+    """Return True if the stream is a terminal on which no other view of this process is drawing.
 
-    If so, the terminal belongs to the caller until ``ends`` closes.
+    In that case, the terminal is reserved for the caller until ``ends`` closes.
     """
     if not stream.isatty() or os.environ.get("TERM", "").lower() in _PRINTS_ONLY:
         return False
@@ -79,11 +79,11 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
 def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
     """Return a drawing on ``stream`` that lasts until ``ends`` closes; then it stays or disappears.
 
-    If the stream is standard error, output of this process and its children appears above the drawing. The
-    caller must hold interrupts at the beginning and at the end.
+    If the stream is standard error, the output of this process and its children appears above the drawing.
+    The caller must defer interrupts while it calls this function and while it closes ``ends``.
 
-    The caller must draw under the returned lock. rich decides which lines to overwrite before it writes.
-    Without the lock, the later of two threads would use lines that the other has overwritten.
+    The caller must hold the returned lock while it draws. rich decides which lines to overwrite before it
+    writes. Without the lock, the later of two threads would use lines that the other has already overwritten.
     """
     from rich.console import Console
     from rich.live import Live
@@ -107,13 +107,13 @@ def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple
     ends.callback(_suppressing, drawn.stop)
     drawn.start()
     if captured is not None:
-        ends.callback(captured.stop)  # before the drawing ends, or the last lines would be drawn twice
+        ends.callback(captured.stop)  # before the drawing ends; otherwise its last lines would be drawn twice
         captured.start()
     return drawn, lock
 
 
 def _is_standard_error(stream: TextIO) -> bool:
-    """Return whether the stream leads to the standard error stream of this process."""
+    """Return True if the stream writes to the standard error of this process."""
     try:
         return stream.fileno() == 2
     except (OSError, ValueError):
@@ -121,10 +121,11 @@ def _is_standard_error(stream: TextIO) -> bool:
 
 
 class Captured:
-    """Capture of the standard streams of this process and its children, as far as these are terminals.
+    """Capture of the standard streams of this process and its children, if these streams are terminals.
 
-    While it is open, each line goes to ``show``. Overwritten parts of a line (a progress bar) are left out,
-    and an exception of ``show`` is ignored. ``terminal`` leads to the terminal itself.
+    While it is open, each line is passed to ``show``. Overwritten parts of a line, such as earlier states of
+    a progress bar, are omitted. An exception in ``show`` is ignored. ``terminal`` writes to the terminal
+    itself.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:
@@ -142,7 +143,7 @@ class Captured:
                     )
                 self._over = os.eventfd(0, os.EFD_CLOEXEC)
                 ends.callback(os.close, self._over)
-                # Same encoding as standard error; missing characters are shown by their number.
+                # The same encoding as standard error; characters that it lacks are shown by their number.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
                 ends.callback(_suppressing, self.terminal.close)
@@ -158,11 +159,11 @@ class Captured:
         return self
 
     def start(self) -> None:
-        """Start to call ``show``, on another thread."""
+        """Start a thread that calls ``show``."""
         self._reader.start()
 
     def stop(self) -> None:
-        """Restore the streams, after showing all output so far."""
+        """Show all output so far, and then restore the streams."""
         self._captures.close()
 
     def __exit__(
@@ -188,7 +189,7 @@ class Captured:
             if self._ours in ready:
                 try:
                     read = os.read(self._ours, 65536)
-                except OSError:  # all processes have closed the other end
+                except OSError:  # all processes have closed their end
                     break
                 text = self._pass_on(text + read)
             elif not ready:
@@ -197,7 +198,7 @@ class Captured:
             self._pass_on(text + b"\n")
 
     def _pass_on(self, text: bytes) -> bytes:
-        """Show the complete lines, and return the visible part of the rest."""
+        """Show the complete lines, and return what would be visible of the incomplete last line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             _suppressing(self._show, _last_drawn(line).decode(errors="replace"))
@@ -217,7 +218,7 @@ def _lead(fd: int, to: int, ends: contextlib.ExitStack) -> None:
 
 
 def _suppressing(call: Callable[..., object], *args: object) -> None:
-    """Call a function and ignore its exceptions, because a failing terminal must not stop other work."""
+    """Call a function and ignore its exceptions, because a failing terminal must not stop the caller."""
     with contextlib.suppress(Exception):
         call(*args)
 
@@ -236,15 +237,17 @@ def _leave_bytes_alone(terminal: int) -> None:
 
 
 class LiveView:
-    """View of one run on a stream.
+    """View of a run on a stream.
 
     Use ``with LiveView() as view:`` and call :meth:`show` several times a second.
 
     Args:
-        stream: Stream to write to (default: standard error, which keeps the program's own output clean). On a
-            terminal, output of this process and its children appears above the drawing.
-        clock: Clock that times the plain lines (default: ``time.monotonic``).
-        graph: Graph whose progress is shown (default: none, which shows the work of the stages).
+        stream: Stream to write to (default: standard error, so that standard output contains only the
+            program's
+            output). If it is a terminal, the output of this process and its children appears above the
+            drawing.
+        clock: Clock that determines when a line is due (default: ``time.monotonic``).
+        graph: Graph whose progress is shown (default: none; the view then shows the activity of the stages).
     """
 
     def __init__(
@@ -265,7 +268,8 @@ class LiveView:
             with interrupts_deferred():
                 if claim(self._stream, ends):
                     if self._graph is not None:
-                        start_server()  # it keeps its initial streams beyond the end of this view
+                        # the server keeps the streams that it starts with, even after this view has closed
+                        start_server()
                     self._live, self._lock = draw_on(self._stream, self._graph is not None, ends)
             self._ends = ends.pop_all()
         return self
@@ -275,10 +279,10 @@ class LiveView:
     ) -> None:
         self._live = None
         with interrupts_deferred():
-            self._ends.close()  # shows the last output
+            self._ends.close()  # also shows the last output
 
     def show(self, stats: RunStats) -> None:
-        """Show ``stats``: at once on a terminal, otherwise if a line is due."""
+        """Show ``stats``, immediately on a terminal; otherwise write a line if one is due."""
         with self._whatever_fails():
             live = self._live
             if live is None:
@@ -292,7 +296,7 @@ class LiveView:
                 live.update(drawn, refresh=True)
 
     def print_line(self, line: str) -> None:
-        """Write one line above the drawing."""
+        """Write one line, above the drawing if there is one."""
         with self._whatever_fails():
             if (live := self._live) is not None:
                 with self._lock:
@@ -308,7 +312,7 @@ class LiveView:
     def _whatever_fails(self) -> Iterator[None]:
         """Continue with plain lines if the view fails, because the run has not failed.
 
-        A line that the stream refuses is lost, but the stream may accept the next one.
+        If the stream rejects a line, the line is lost, but the stream may accept the next one.
         """
         try:
             yield
@@ -338,7 +342,7 @@ def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
 
 
 def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
-    """Return the table, and below it the problems, one per line, cut at the width of the terminal."""
+    """Return the table with the problems below it, one per line, truncated to the width of the terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -370,7 +374,7 @@ def _table(stats: RunStats, width: int, height: int) -> Table:
     )  # fmt: skip
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     left = width - sum(widths) - len(widths)
-    table.add_column("stage", no_wrap=True, max_width=max(left, 8))  # the only column that may be cut
+    table.add_column("stage", no_wrap=True, max_width=max(left, 8))  # only this column may be truncated
     for name, wide in zip(titles, widths, strict=True):
         table.add_column(name, justify="left" if name == "queue" else "right", no_wrap=True, min_width=wide)
     for stage, cells in zip(chosen, rows, strict=True):

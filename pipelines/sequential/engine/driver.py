@@ -1,8 +1,8 @@
-"""The program's side of a run: it starts and ends the run, and exchanges messages with the workers.
+"""The program's side of a run, which starts and ends the run and exchanges messages with the workers.
 
 The last stage, ``results``, only lends its ports to the program. A thread between the parts and the program
-would interrupt a part twice per batch: to wake up, and to wake the program. A watcher thread waits for the
-end of the run, so that waiting callers always return.
+would interrupt a part twice per batch: once to wake up, and once to wake the program. A watcher thread waits
+until the run ends, so callers that are waiting always return.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from flowchan.pipelines.sequential.tensor_trees import mapped
 class PipelineRun:
     """One run of a graph that a subclass declares.
 
-    The threads of the run refer to this object. It must therefore not refer to an object whose finalizer
-    closes the run.
+    The run's threads refer to this object. Therefore it must not refer to an object whose finalizer closes
+    the run.
     """
 
     run: Run
@@ -54,13 +54,13 @@ class PipelineRun:
         self.ports: list[In[Any]] = []  # lent by the last stage
         self.inputs: list[Out[Any]] = []
         self.closed = False
-        # Ctrl-C in Thread.join() or is_alive() makes a live thread appear finished, so these are latches
+        # Latches, because Ctrl-C in Thread.join() or is_alive() can make a live thread appear finished.
         self.opened, self.over = Latch(), Latch()
         self._watcher: threading.Thread | None = None
         self._ending: Channel[None] = Channel(1)
 
     def lend(self, *streams: Stream[Any]) -> None:
-        """Declare the last stage, which lends the ports of one or two streams."""
+        """Declare the last stage, which lends its ports for one or two streams."""
         self.graph.stage(self._lend if len(streams) > 1 else self._lend_one, *streams, name="results")
 
     def _lend(self, outputs: In[Any], others: In[Any]) -> None:
@@ -70,7 +70,7 @@ class PipelineRun:
         self._serve([outputs])
 
     def _serve(self, ports: list[In[Any]]) -> None:
-        """Run the last stage: lend the ports until the end, then read the remaining items."""
+        """Run the last stage: lend the ports until the run is closed, and then read the remaining items."""
         self.ports = ports
         self.opened.set()
         gets: list[Any] = [*self.watched(), self._ending]
@@ -83,11 +83,11 @@ class PipelineRun:
                     self.receive(found.channel, found.item)
 
     def watched(self) -> Sequence[In[Any]]:
-        """Return the ports that the last stage reads during the whole run."""
+        """Return the ports that the last stage reads for the whole run."""
         return ()
 
     def receive(self, port: Any, item: Any) -> None:
-        """Handle an item that the last stage has read."""
+        """Handle an item that the last stage has read; by default, ignore it."""
 
     def start(self, inputs: Sequence[Input[Any]]) -> None:
         """Start the run, which ends when all ``inputs`` are closed."""
@@ -109,20 +109,20 @@ class PipelineRun:
         self.over.set()
 
     def ended(self) -> None:
-        """Clean up at the end of the run, before :attr:`over` is set."""
+        """Clean up when the run has ended, before :attr:`over` is set."""
 
     @property
     def started(self) -> bool:
-        """Return whether the run has started."""
+        """Return True if the run has started."""
         return self._watcher is not None
 
     @property
     def alive(self) -> bool:
-        """Return whether the run has started and is not over."""
+        """Return True if the run has started and has not ended."""
         return self.started and not self.over.is_set()
 
     def close(self) -> None:
-        """Let the run finish the items in flight and end. Takes no lock and does not wait."""
+        """Let the run finish the items in flight and then end; return at once, without taking a lock."""
         self.closed = True
         for port in self.inputs:
             port.close()
@@ -130,7 +130,7 @@ class PipelineRun:
             self._ending.put_nowait(None)
 
     def end(self, at_once: bool = False) -> None:
-        """End the run and wait for it. Items in flight are finished first, unless ``at_once``."""
+        """End the run and wait until it has ended; unless ``at_once``, finish the items in flight first."""
         if self._watcher is not None:
             self.close()
             if at_once:
@@ -140,14 +140,15 @@ class PipelineRun:
 
 
 class WorkersRun(PipelineRun):
-    """A run of workers that execute commands."""
+    """Run whose workers execute commands."""
 
     def __init__(self, name: str, jobs: Sequence[Assignment], on: Placement, chunks: int) -> None:
         super().__init__(name)
         self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        self._synced: list[list[SyncedTensors]] = []  # per worker, for parts on other hosts
+        # for each worker, the tensors of its parts on other hosts
+        self._synced: list[list[SyncedTensors]] = []
 
     def begin(self) -> None:
         """Start the workers."""
@@ -158,7 +159,7 @@ class WorkersRun(PipelineRun):
         self.start(self._commands)
 
     def put(self, worker: int, item: Any) -> None:
-        """Send a command, or an input of a step, to a worker."""
+        """Send a worker a command, or an input for a step."""
         self.inputs[worker].put(item)
 
     def put_inputs(self, pieces: Sequence[Any], wants: tuple[bool, ...] = ()) -> None:
@@ -168,23 +169,23 @@ class WorkersRun(PipelineRun):
             self.put(worker, Item(("F", 0, chunk), Passed(self.on_cpu(piece), {}, wants)))
 
     def put_to_last(self, what: str, pieces: Sequence[Any]) -> None:
-        """Send one gradient or target per micro-batch to the worker of the last part."""
+        """Send the worker of the last part one gradient or target per micro-batch."""
         last = self.jobs[0].total - 1
         for chunk, piece in enumerate(pieces):
             self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.on_cpu(piece)))
 
     def on_cpu(self, value: Any) -> Any:
-        """Prepare a value for sending: move it to CPU memory if it goes to another process."""
+        """Prepare a value to be sent: for another process, move it to CPU memory."""
         if not self.own_processes:
             return value
         return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
 
     def changed(self, job: Assignment) -> list[Numbers]:
-        """Return the program's changes since the last command, for each part of a worker on another host."""
+        """Return the program's changes since the last command, for a worker's parts on other hosts."""
         return [tensors.changed() for tensors in self._synced[job.worker]]
 
     def answers(self) -> tuple[list[WorkerAnswer], dict[Key, Any]]:
-        """Receive one answer from each worker, in order, and the items that the parts send to the program."""
+        """Receive the answers of all workers, and the items that parts send to the program."""
         self.opened.wait()
         if not self.ports:
             raise Closed("the run of the pipe has ended")

@@ -1,17 +1,17 @@
-"""Forward and backward passes of one part in a training, separate from the graphs of other parts.
+"""Forward and backward passes of one part, separate from the graphs of other parts.
 
-Autograd's graph ends at the borders of the part. Inputs are detached and become leaves where their gradients
+Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
 are wanted. The backward pass starts from the gradients of the outputs and returns the gradients of the
 leaves, from which the previous part continues. This applies the chain rule by hand at the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
-only its input. The backward pass repeats it first, with the same random numbers.
+only its input. Before the backward pass, the forward pass is repeated with the same random numbers.
 
 *Random numbers*: each micro-batch has its own seed in each part, derived from the step's seed, the part and
-the micro-batch number. Dropout therefore draws the same masks under every schedule of the same parts, on
-threads and in processes, and when it is recomputed. The plain module draws other masks, namely one for the
-whole batch. Threads share torch's generator, so a part on a thread that may draw random numbers locks it
-during its forward pass.
+the number of the micro-batch. For the same parts, dropout therefore draws the same masks under every
+schedule, on threads and in processes, and when recomputed. The plain module draws different masks, because it
+draws them for the whole batch at once. All threads share torch's generator, so a part on a thread that may
+draw random numbers locks the generator during its forward pass.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from flowchan.pipelines.sequential.skip import Skips
 from flowchan.pipelines.sequential.tensor_trees import mapped, tensors
 
 GENERATOR = threading.Lock()
-"""Lock for torch's generator of this process."""
+"""Lock for torch's random generator in this process."""
 
 DRAWS = (
     _DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MultiheadAttention, nn.RNNBase,
     nn.Transformer, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
 )  # fmt: skip
-"""Layers of torch that may draw random numbers."""
+"""torch's layers that may draw random numbers."""
 
 Tail = Callable[[Any], Tensor]
-"""Function after the last part: the weighted loss of the micro-batch."""
+"""Function that follows the last part and computes the weighted loss of a micro-batch."""
 
 
 class Passed(NamedTuple):
     """A micro-batch between two parts: its value, and its skips by name.
 
-    ``wants`` tells for each tensor, in the order of :func:`listed`, whether its gradient is to be returned.
+    ``wants`` says for each tensor, in the order of :func:`listed`, whether its gradient must be returned.
     """
 
     value: Any
@@ -59,7 +59,7 @@ class Passed(NamedTuple):
 class _Forward(NamedTuple):
     """A forward pass with its graph.
 
-    It keeps the leaves that want gradients, and the outputs that may receive them.
+    It holds the leaves whose gradients are wanted, and the outputs that may receive gradients.
     """
 
     leaves: list[Tensor]
@@ -67,7 +67,7 @@ class _Forward(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """The inputs of a forward pass that is to be recomputed."""
+    """Inputs of a forward pass that will be recomputed."""
 
     passed: Passed
     seed: int
@@ -77,20 +77,20 @@ class _Again(NamedTuple):
 
 
 Key = tuple[int, int]
-"""Number of the step or call, and number of the micro-batch in it."""
+"""Number of the step or call, and number of the micro-batch within the batch."""
 
 
 def listed(value: Any, skips: Skips) -> list[Tensor]:
-    """Return the tensors of a value, then those of the skips in the order of their names."""
+    """Return the tensors of a value, followed by the tensors of the skips, sorted by name."""
     return tensors((value, [skips[name] for name in sorted(skips)]))
 
 
 class Execution:
-    """Forward and backward passes of one part, for use by one thread.
+    """Forward and backward passes of one part, to be used by a single thread.
 
-    ``recompute``: repeat the forward pass before the backward pass. ``shared``: other workers of this process
-    use torch's generator too. ``deferred``: ``norms.commit()`` updates the running statistics of batch norm
-    at the end of each batch.
+    ``recompute``: repeat the forward pass before the backward pass. ``shared``: other workers in this process
+    also use torch's generator. ``deferred``: ``norms.commit()`` updates the running statistics of batch norm
+    layers at the end of each batch.
     """
 
     def __init__(self, part: Part, *, recompute: bool, shared: bool, deferred: bool = True) -> None:
@@ -101,7 +101,7 @@ class Execution:
         self._shared = shared
         self._may_draw = may_draw(part.module)
         self._held: dict[Key, _Forward | _Again] = {}
-        self._halves: dict[Key, SplitBackward] = {}  # micro-batches that wait for their second half
+        self._halves: dict[Key, SplitBackward] = {}  # micro-batches whose second half has not run yet
 
     def forward(
         self,
@@ -112,9 +112,9 @@ class Execution:
         casting: Casting = (),
         soon: bool = False,
     ) -> Passed:
-        """Run the forward pass of a micro-batch and return its detached outputs.
+        """Run the forward pass of a micro-batch, and return the outputs, detached.
 
-        ``soon``: the backward pass follows immediately, so recomputing would save no memory.
+        ``soon`` means that the backward pass follows immediately, so recomputing would save no memory.
         """
         if self._recompute and not soon:
             with torch.no_grad(), self._counting():
@@ -130,11 +130,11 @@ class Execution:
         return Passed(mapped(Tensor.detach, value), mapped(Tensor.detach, skips), tuple(wants))
 
     def needs_recompute(self, key: Key) -> bool:
-        """Return whether the backward pass must recompute the forward pass."""
+        """Return True if the forward pass must be recomputed before the backward pass."""
         return isinstance(self._held[key], _Again)
 
     def again(self, key: Key) -> None:
-        """Recompute the forward pass, with its graph."""
+        """Recompute the forward pass and build its graph."""
         held = self._held[key]
         assert isinstance(held, _Again)
         with self.norms.deferring(count=False):
@@ -144,9 +144,9 @@ class Execution:
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch.
 
-        It starts from ``gradients`` of the outputs that want them, or from the loss if ``gradients`` is
-        ``None``. It adds to ``grad`` of the part's parameters, and returns the gradients of the inputs that
-        want them.
+        It starts from ``gradients``, the gradients of those outputs that want them; if they are ``None``, it
+        starts from the loss. It adds to ``grad`` of the part's parameters, and returns the gradients of the
+        inputs that want them.
         """
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -159,7 +159,7 @@ class Execution:
         return tuple(leaf.grad for leaf in held.leaves)
 
     def inputs(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
-        """Run the first half of :meth:`backward` and return the gradients of the inputs."""
+        """Run the first half of :meth:`backward`, and return the gradients of the inputs."""
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
         if gradients is None:
@@ -179,8 +179,8 @@ class Execution:
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch without changing any ``grad``.
 
-        Returns the gradients of the inputs that want them, then those of ``parameters``. ``keep``: keep the
-        graph for another backward pass.
+        Returns the gradients of the inputs that want them, followed by the gradients of ``parameters``.
+        ``keep`` means that the graph is kept for another backward pass.
         """
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -197,7 +197,7 @@ class Execution:
         return Passed(value, skips, ())
 
     def evaluate(self, passed: Passed, casting: Casting) -> Passed:
-        """Run :meth:`infer` in ``eval`` mode."""
+        """Run a forward pass without a graph, in ``eval`` mode."""
         modes = [(module, module.training) for module in self.part.module.modules()]
         self.part.module.eval()
         try:
@@ -221,7 +221,7 @@ class Execution:
     def _run(
         self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
     ) -> tuple[Any, Skips, list[Tensor]]:
-        """Run the part, and return the outputs and the leaves that want gradients."""
+        """Run the part, and return its output, its skips and the leaves whose gradients are wanted."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
 
@@ -233,7 +233,7 @@ class Execution:
 
         value = mapped(cut, passed.value)
         skips = mapped(cut, {name: passed.skips[name] for name in sorted(passed.skips)})
-        # The loss may draw random numbers as well.
+        # The loss may also draw random numbers.
         drawing = self._drawing(seed) if self._may_draw or tail is not None else contextlib.nullcontext()
         with drawing, cast_as(casting):
             value, skips = run_part(self.part, value, skips)
@@ -243,7 +243,7 @@ class Execution:
 
     @contextlib.contextmanager
     def _drawing(self, seed: int) -> Iterator[None]:
-        """Seed the random generators in the block, and restore them after it."""
+        """Seed the random generators inside the block, and restore them afterwards."""
         devices = (
             [self.part.device] if self.part.device is not None and self.part.device.type == "cuda" else []
         )
@@ -256,9 +256,9 @@ class Execution:
 
 
 def may_draw(module: nn.Module) -> bool:
-    """Return whether the module may draw random numbers.
+    """Return True if the module may draw random numbers.
 
-    It does not if it consists of torch layers and functions without random numbers, and has no hooks.
+    A module that consists only of deterministic torch layers and functions, and has no hooks, does not.
     """
     return any(
         layer.draws

@@ -1,9 +1,10 @@
-"""Worker of one part for calls whose outputs require grad.
+"""Worker of one part, for calls whose outputs require grad.
 
-It runs forward passes, keeps the graph of its part, and runs backward passes at the program's request. It
-never changes ``grad`` of the module. The program receives the gradients of the parameters with the answer,
-and its autograd accumulates them and calls hooks. An exception in a layer ends neither the worker nor the
-call. It travels on as a :class:`PartFailure`, and the graphs of other calls stay valid.
+It runs forward passes, keeps the graph of its part, and runs backward passes when the program requests them.
+It never changes ``grad`` of the module's parameters. Their gradients are sent with the answer, and the
+program's autograd accumulates them and calls hooks. If a layer raises, the worker and the call continue. The
+exception is passed on to the following parts as a :class:`PartFailure`, and the graphs of other calls stay
+valid.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
 from flowchan.run.policy.failures import Portable
 
 Swap = tuple[dict[str, Any], str, Tensor, Tensor]
-"""The dictionary of a parameter, the parameter's name, the parameter, and its replacement."""
+"""Dictionary that holds a parameter, the parameter's name, the parameter, and its replacement."""
 
 
 class _CallState(NamedTuple):
-    """Parameters of a call that want gradients, and their replacements."""
+    """Parameters of a call whose gradients are wanted, and their replacements."""
 
     parameters: list[Tensor]
     swaps: list[Swap]
 
 
 class GraphWorker(PipelineWorker):
-    """Worker of one part, for calls and their backward passes."""
+    """Worker of one part that runs calls and their backward passes."""
 
     def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
         super().__init__(job, commands, answers, **neighbours)
@@ -50,11 +51,11 @@ class GraphWorker(PipelineWorker):
 
     @property
     def execution(self) -> Execution:
-        """The execution of the part."""
+        """Execution of the worker's only part."""
         return self.executions[self.part.number]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Execute a :class:`Forward` or a :class:`Backward`."""
+        """Execute a :class:`Forward` or :class:`Backward` command."""
         self.failure = None
         gradients = None
         if isinstance(command, Forward):
@@ -120,7 +121,8 @@ class GraphWorker(PipelineWorker):
     def _go_back(self, back: Backward) -> list[Tensor | None]:
         parameters = self._held[back.number].parameters
         sums: list[Tensor | None] = [None] * len(parameters)
-        own: set[int] = set()  # sums in memory of this worker, which may be changed in place
+        # indices of sums in memory that only this worker uses, so they may be changed in place
+        own: set[int] = set()
         for chunk in range(back.chunks):
             step = Step("B", chunk, self.part.number)
             given = self.take(("B", step.part, chunk))
@@ -166,7 +168,7 @@ class GraphWorker(PipelineWorker):
 
 
 def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, ...]) -> None:
-    """Add the gradients of a micro-batch, without writing into memory that autograd may share."""
+    """Add the gradients of a micro-batch, but never write into memory that autograd may share."""
     for place, gradient in enumerate(found):
         so_far = sums[place]
         if gradient is None:
@@ -181,10 +183,10 @@ def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, .
 
 
 def _swaps(module: nn.Module) -> list[Swap]:
-    """Return replacements for parameters with hooks.
+    """Return replacements for parameters that have hooks.
 
-    The hooks expect the gradient of the whole batch. The micro-batches therefore use a twin of the parameter
-    with the same memory and without hooks.
+    The hooks expect the gradient of the whole batch. The micro-batches therefore use another parameter, which
+    shares the memory but has no hooks.
     """
     copies: dict[int, Tensor] = {}
     found: list[Swap] = []

@@ -1,9 +1,9 @@
-"""Worker of a pipe: it holds parts of the model and executes commands of the program.
+"""Worker of a pipe, which holds parts of the model and executes the program's commands.
 
-The program sends commands, the micro-batches for the first part, and the targets for the last part. Each
-worker has a channel to each neighbour: activations go to the worker of the next part, gradients to that of
-the previous part. Before each step, a worker receives the inputs of the step. Messages for later steps wait
-in the worker.
+The program sends commands, the micro-batches for the first part, and the targets for the last part. Channels
+connect each worker with its neighbours: activations go to the worker of the next part, gradients to that of
+the previous part. Before each step, a worker receives the step's inputs. It stores messages that are for
+later steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flowchan.pipelines.sequential.timeline import Op, TimelineEvent
 
 
 class PipelineWorker(abc.ABC):
-    """Base class of a worker; a subclass executes the commands.
+    """Base class of workers; each subclass executes its own kinds of commands.
 
-    The ports depend on the neighbours of the worker. ``forward`` and ``backward`` receive from the previous
+    Which ports a worker has depends on its neighbours. ``forward`` and ``backward`` receive from the previous
     and the next worker; ``back`` and ``onward`` send to them.
     """
 
@@ -55,7 +55,7 @@ class PipelineWorker(abc.ABC):
 
     def run(self) -> None:
         """Execute commands until their channel is drained."""
-        torch.set_grad_enabled(True)  # affects this thread only, which is the worker's own
+        torch.set_grad_enabled(True)  # applies to this thread only, which is the worker's
         if self.job.own_process:
             take_cores(self.job.worker, self.job.owners.workers, self.job.hosts)
         try:
@@ -82,32 +82,32 @@ class PipelineWorker(abc.ABC):
     def follow(self, command: Any) -> WorkerAnswer:
         """Execute one command and return its answer."""
 
-    # --- parameters and buffers that the program shares ---
+    # --- parameters and buffers shared with the program ---
 
     def take_changes(self, changed: list[Numbers]) -> None:
-        """Apply the program's changes since the last command."""
+        """Apply the changes that the program has made since the last command."""
         for number, state in enumerate(self.states):
             state.take(changed[number] if self.job.hosts else None)
 
     def give_changes(self) -> None:
-        """Make the changes of the layers visible to the program."""
+        """Make the layers' changes visible to the program."""
         for state in self.states:
             state.give()
 
     def sent_changes(self) -> list[Numbers]:
-        """Return the changes to send with an answer, if the program is on another host."""
+        """Return the changes to send with the answer; empty unless the program is on another host."""
         return [state.changed() for state in self.states] if self.job.hosts else []
 
     # --- ports ---
 
     def take(self, key: Key) -> Any:
-        """Receive an input of a step from the worker of the part that computes it, or from the program."""
+        """Receive an input for a step, from the program or from the worker that computes the input."""
         maker = key[1] + {"F": -1, "B": 1, "T": 1}[key[0]]
         port: In[Any] | None = self.commands
         if 0 <= maker < self.job.total:
             ahead = self.job.owners.towards(self.job.worker, maker) < 0
             port = self._forward if ahead else self._backward
-        begin = time.thread_time()  # CPU time, which excludes waiting
+        begin = time.thread_time()  # CPU time, which does not include waiting
         while key not in self._early:
             assert port is not None
             item = port.get()
@@ -116,7 +116,7 @@ class PipelineWorker(abc.ABC):
         return self._early.pop(key)
 
     def put(self, key: Key, content: Any) -> None:
-        """Send something to the worker of part ``key[1]``, or to the program if the part does not exist."""
+        """Send ``content`` to the worker of part ``key[1]``, or to the program if no part has that number."""
         port: Out[Any] | None = self.answers
         if 0 <= key[1] < self.job.total:
             side = self.job.owners.towards(self.job.worker, key[1])
@@ -130,16 +130,16 @@ class PipelineWorker(abc.ABC):
         self.communication += time.thread_time() - begin
 
     def packed(self, passed: Passed) -> Passed:
-        """Prepare an output for sending."""
+        """Prepare an output to be sent."""
         return Passed(self.on_cpu(passed.value), self.on_cpu(passed.skips), passed.wants)
 
     def on_cpu(self, value: Any) -> Any:
-        """Prepare a value for sending: move it to CPU memory if it goes to another process."""
+        """Prepare a value to be sent: for another process, move it to CPU memory."""
         return value if not self.job.own_process else mapped(Tensor.cpu, value)
 
     @contextlib.contextmanager
     def timed(self, op: Op, number: int, step: Step) -> Iterator[None]:
-        """Record the duration of the block in the timeline."""
+        """Record how long the block takes as an event in the timeline."""
         begin = time.monotonic()
         yield
         self.events.append(

@@ -1,6 +1,6 @@
-"""Plans: the steps of each worker in a training step, from the name of a schedule or from the user's own.
+"""Plans: the steps of each worker in a training step. This module does not use torch.
 
-This module does not use torch.
+A plan comes from a named schedule, or from a schedule that the user writes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Function = Callable[[int, int, int, int], str | Iterable[Step]]
 class PartOwners:
     """Assignment of parts to workers.
 
-    Workers form a row. They form a ring if the next part of some part is not with the same or a neighbouring
-    worker.
+    Workers form a row. If any part's next part is neither on the same worker nor on a neighbour in the row,
+    the workers form a ring.
     """
 
     workers: int
@@ -45,19 +45,20 @@ class PartOwners:
         return [part for part, owner in enumerate(self.of) if owner == worker]
 
     def towards(self, worker: int, part: int) -> int:
-        """Return the direction of a part from a worker.
+        """Return the direction from a worker to a part.
 
-        The direction is 0 for the worker itself, 1 for the next one and -1 for the previous one.
+        The direction is 0 if the worker has the part, 1 if the next worker has it, and -1 if the previous one
+        does.
         """
         distance = self.of[part] - worker
-        if abs(distance) > 1:  # around the ring
+        if abs(distance) > 1:  # on the far side of the ring
             return -1 if distance > 0 else 1
         return distance
 
     def sends(self, worker: int, step: Step) -> int:
-        """Return the direction in which the result of a step goes, as in :meth:`towards`.
+        """Return the direction in which the result of a step is sent, as in :meth:`towards`.
 
-        The direction is 0 if the result goes nowhere.
+        The direction is 0 if the result is not sent.
         """
         part = step.part + (1 if step.op == "F" else -1)
         if step.op == "W" or part not in range(len(self.of)):
@@ -66,14 +67,14 @@ class PartOwners:
 
     @property
     def ring(self) -> bool:
-        """Return whether the last worker sends activations to the first."""
+        """Return True if the last worker sends activations to the first."""
         return any(abs(one - other) > 1 for one, other in zip(self.of, self.of[1:], strict=False))
 
 
 class Plans:
-    """Steps of all workers for each number of micro-batches up to ``chunks``.
+    """Steps of all workers, for each number of micro-batches up to ``chunks``.
 
-    Raises ``TypeError`` or ``ValueError`` for a schedule that cannot run.
+    Raises ``TypeError`` or ``ValueError`` if the schedule cannot run.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Plans:
         if self._lines is not None:
             if workers not in (None, len(self._lines)):
                 raise ValueError(
-                    f"training: workers must be {len(self._lines)}, the number of lines of the schedule, "
+                    f"training: workers must be {len(self._lines)}, the number of lines in the schedule, "
                     f"got {short(workers)}"
                 )
             workers = len(self._lines)
@@ -103,7 +104,7 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            # check the full schedule once; those for fewer micro-batches are subsets of it
+            # check only the full schedule; those for fewer micro-batches are subsets of it
             if not hasattr(self, "owners"):
                 _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]
@@ -133,17 +134,15 @@ def _steps(given: Any) -> list[Step]:
     steps = list(given) if isinstance(given, Iterable) else [given]
     for step in steps:
         if not isinstance(step, Step):
-            raise TypeError(
-                f"training: the function of the schedule must return steps or text, got {shown(step)}"
-            )
+            raise TypeError(f"training: the schedule function must return steps or text, got {shown(step)}")
     return steps
 
 
 def _check_complete(plan: list[list[Step]], parts: int, chunks: int) -> None:
-    """Check a schedule of the user.
+    """Check a schedule that the user has written.
 
-    Raises ``ValueError`` unless each micro-batch passes each part once forward and once backward, in a
-    feasible order.
+    Raises ``ValueError`` unless each micro-batch passes through each part once forward and once backward, in
+    a feasible order.
     """
     given = {step for steps in plan for step in steps}
     for step in sorted(given, key=str):

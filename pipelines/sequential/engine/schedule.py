@@ -1,70 +1,71 @@
-"""Schedules: the order of steps of each worker, as pure generators. This module does not use torch.
+"""Schedules: the order of each worker's steps, as pure generators. This module does not use torch.
 
-A batch is split into ``chunks`` micro-batches, a model into ``parts``. Worker w of W holds the parts w, w +
-W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of one
-micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part and
-``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
-drawings, time runs to the right and a dot is a wait. A backward pass takes as long as a forward pass there,
-which does not affect the order.
+A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Worker w of W holds the parts w, w
++ W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of
+one micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part
+and ``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
+drawings, time runs from left to right, and a dot means that the worker is waiting. There, a backward pass
+takes as long as a forward pass, which does not affect the order.
 
-*gpipe*: all forward passes, then all backward passes. Each worker holds all micro-batches at its peak. Huang
+*gpipe*: all forward passes, then all backward passes. At its peak, each worker holds all micro-batches. Huang
 et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
 
     0  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
     1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     2  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-*1f1b*: one forward, one backward. Worker w runs W - 1 - w forward passes and then alternates, so that it
-holds at most W - w micro-batches. It is as fast as gpipe. Narayanan et al. 2021 (PipeDream-flush),
-"Memory-Efficient Pipeline-Parallel DNN Training". ::
+*1f1b*: one forward, one backward. Worker w runs W - 1 - w forward passes and then alternates, so it holds at
+most W - w micro-batches. It is as fast as gpipe. Narayanan et al. 2021 (PipeDream-flush), "Memory-Efficient
+Pipeline-Parallel DNN Training". ::
 
     0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
-*interleaved*: 1f1b with several smaller parts per worker, which shortens the waits at both ends.
-Micro-batches go in groups of W. A group passes through one part, then through the worker's next part, and
-only then follows the next group. With v parts per worker, worker w runs 2 (W - 1 - w) + (v - 1) W forward
-passes and then alternates. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM". The number before the colon is the part. ::
+*interleaved*: 1f1b with several smaller parts per worker, which shortens the idle time at both ends.
+Micro-batches pass in groups of W. A group passes through one part and then through the worker's next part,
+before the next group follows. With v parts per worker, worker w runs 2 (W - 1 - w) + (v - 1) W forward passes
+and then alternates. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
+Using Megatron-LM". The number before the colon is the part. ::
 
     0  0:F0 0:F1 2:F0 2:F1 0:F2 2:B0 0:F3 2:B1 2:F2 0:B0 2:F3 0:B1 .    2:B2 .    2:B3 0:B2 0:B3
     1  .    1:F0 1:F1 3:F0 3:B0 3:F1 3:B1 1:F2 1:B0 1:F3 1:B1 3:F2 3:B2 3:F3 3:B3 1:B2 1:B3 .
 
-In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they need not be. The
-schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order is
-still feasible, so there is no deadlock. Workers idle at omitted steps, so multiples of W are
-faster.
+In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they can be any numbers.
+The schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order
+is still feasible, so there is no deadlock. Multiples of W are faster, because workers are idle during omitted
+steps.
 
 *Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
-(``I``). The gradients of the weights (``W``) can be computed at any time before the update, and so fill
-waits. In the drawings below, each half takes as long as a forward pass, as in a linear layer. No worker waits
-for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero Bubble Pipeline
-Parallelism".
+(``I``). The gradients of the weights (``W``) can be computed at any time before the update, so they can fill
+idle time. In the drawings below, each half takes as long as a forward pass, as in a linear layer. No worker
+waits for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero Bubble
+Pipeline Parallelism".
 
 *zbh1*: 1f1b in which worker w computes its weight gradients w micro-batches later. Each worker holds at most
-as much as the first worker of 1f1b, and waits a third as long. ::
+as much as the first worker in 1f1b, and is idle for a third as long. ::
 
     0  F0 F1 F2 .  .  B0 -  F3 B1 -  B2 -  B3 -
     1  .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     2  .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 *zbv*: two parts per worker, the first on the way down a V and the second on the way up, so that the first
-worker computes the loss. If the three kinds of steps take equally long and there are at least twice as many
-micro-batches as workers, no worker waits after its start. Each worker holds as much as the first worker of
-1f1b. ::
+worker computes the loss. If all three kinds of steps take the same time and there are at least twice as many
+micro-batches as workers, no worker waits after its first step. Each worker holds as much as the first worker
+in 1f1b. ::
 
     0  0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 3:I1 3:W1 0:B0 -    3:F2 3:I2 3:W2 0:B1 -    0:B2 -    .
     1  .    1:F0 2:F0 1:F1 2:F1 2:I0 2:W0 1:F2 1:I0 1:W0 2:F2 2:I1 2:W1 1:I1 2:I2 1:I2 1:W1 2:W2 1:W2
 
-*dualpipev*: the same V. A worker alternates between forward and backward passes of its two parts, and splits
-backward passes only while the pipeline fills and empties. DeepSeek-AI 2024, "DeepSeek-V3 Technical Report",
-as halved by Sea AI Lab. ::
+*dualpipev*: the same V. A worker alternates between forward and backward passes through its two parts, and
+splits backward passes only while the pipeline is filling or emptying. DeepSeek-AI 2024, "DeepSeek-V3
+Technical Report", in the cut-in-half variant by Sea AI Lab. ::
 
     0  0:F0 0:F1 0:F2 3:F0 3:I0 3:W0 3:F1 3:B1 -    3:F2 .    0:B0 -    3:B2 -    0:B1 -    .    .    0:B2 -
     1  .    1:F0 2:F0 1:F1 2:F1 1:F2 2:B0 -    2:F2 1:B0 -    2:B1 -    1:B1 -    2:B2 -    1:B2 -    .    .
 
-No schedule needs more than one message of capacity per direction between two workers, as ``simulate`` shows.
+With every schedule, a capacity of one message per direction between two workers suffices, as ``simulate``
+shows.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"]
 
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 IN_A_V = "zbv", "dualpipev"
-"""Schedules whose workers have one part on the way down and one on the way up."""
+"""Schedules in which each worker has one part on the way down and one on the way up."""
 
 STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: a pass of micro-batch ``chunk`` through ``part``, both counted from 0.
+    """One step: the pass of micro-batch ``chunk`` through ``part``, both numbered from 0.
 
     ``op`` is ``"F"`` (forward), ``"B"`` (backward), or one half of a backward pass: ``"I"`` (gradients of the
     inputs) or ``"W"`` (gradients of the weights).
@@ -108,9 +109,10 @@ class Step:
 def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int) -> Iterator[Step]:
     """Return the steps of ``worker`` in order, for a batch of ``chunks`` micro-batches.
 
-    Each ``F`` of its parts occurs exactly once, and so does each ``B`` or its halves ``I`` and ``W``. Raises
-    ``ValueError`` or ``TypeError`` immediately for an unknown schedule or a worker that does not exist. The
-    same holds for fewer parts than workers, and for more parts per worker than the schedule allows.
+    For each part and micro-batch, ``F`` occurs exactly once, and so does either ``B`` or both of its halves.
+    Raises ``ValueError`` or ``TypeError`` immediately if the schedule is unknown or the worker does not
+    exist. The numbers are also checked: each worker needs at least one part, and at most as many as the
+    schedule allows.
     """
     check("steps", schedule, workers, parts, chunks)
     whole("steps", "worker", worker, 0)
@@ -125,24 +127,24 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # one part per worker: nothing to interleave
+    if parts == workers:  # one part per worker, so nothing to interleave
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 
 
 def plan(schedule: Schedule, workers: int, parts: int, chunks: int) -> list[list[Step]]:
-    """Return the :func:`steps` of all workers, in order. Raises as :func:`steps` does."""
+    """Return the steps of all workers, in order; raise the same errors as :func:`steps`."""
     check("plan", schedule, workers, parts, chunks)
     return [list(steps(schedule, worker, workers, parts, chunks)) for worker in range(workers)]
 
 
 def usual_workers(schedule: Any, parts: int) -> int:
-    """Return the default number of workers of a schedule for a number of parts."""
+    """Return a schedule's default number of workers for a given number of parts."""
     return -(-parts // 2) if schedule in IN_A_V else parts
 
 
 def check(caller: str, schedule: Any, workers: Any, parts: Any, chunks: Any) -> None:
-    """Check the arguments of :func:`steps`, and put the name of ``caller`` before each error message."""
+    """Check the arguments of :func:`steps`; error messages begin with the name of ``caller``."""
     if not isinstance(schedule, str) or schedule not in SCHEDULES:
         known = " or ".join(map(repr, SCHEDULES))
         raise ValueError(f"{caller}: schedule must be {known}, got {short(schedule)}")
@@ -201,7 +203,7 @@ def _interleaved(worker: int, workers: int, parts: int, chunks: int) -> Iterator
 
 
 def _with_whole_first(steps: Iterable[Step]) -> Iterator[Step]:
-    """Merge both halves of a backward pass through the first part where they are adjacent."""
+    """Merge both halves of a backward pass through the first part if they are adjacent."""
     last: Step | None = None
     for step in steps:
         if last is not None and step == Step("W", last.chunk, 0):
@@ -232,13 +234,14 @@ def _zbh1(part: int, parts: int, chunks: int) -> Iterator[Step]:
 
 
 class _Both:
-    """Steps of a worker in a V. Its ``down`` and ``up`` parts each take their micro-batches in order."""
+    """Steps of a worker in a V; the ``down`` part and the ``up`` part each take micro-batches in order."""
 
     def __init__(self, worker: int, workers: int) -> None:
         self.down, self.up = worker, 2 * workers - 1 - worker
         self.steps: list[Step] = []
         self._next: dict[tuple[str, int], int] = {}
-        self._postponed: deque[Step] = deque()  # weight gradients whose input gradients are done
+        # steps for weight gradients whose input gradients are already computed
+        self._postponed: deque[Step] = deque()
 
     def do(self, ops: str, part: int) -> None:
         """Append the next step of each kind for ``part``; ``B`` counts as both of its halves."""
@@ -251,11 +254,11 @@ class _Both:
                 self._postponed.append(Step("W", chunk, part))
 
     def done(self, op: str, part: int) -> int:
-        """Return the number of micro-batches that have done this step."""
+        """Return the number of micro-batches that have completed this kind of step."""
         return self._next.get((op, part), 0)
 
     def pay(self) -> None:
-        """Append the oldest outstanding step of weight gradients."""
+        """Append the oldest postponed step for weight gradients."""
         if self._postponed:
             self.steps.append(self._postponed.popleft())
 
@@ -263,7 +266,8 @@ class _Both:
 def _zbv(worker: int, workers: int, chunks: int) -> list[Step]:
     both = _Both(worker, workers)
     down, up = both.down, both.up
-    chunks = max(2 * workers - 1, chunks)  # fewer do not fill the pipeline; the surplus is omitted later
+    # Fewer would not fill the pipeline; surplus steps are omitted later.
+    chunks = max(2 * workers - 1, chunks)
     for _ in range(2 * (workers - worker) - 1):
         both.do("F", down)
     for _ in range(worker):
@@ -308,7 +312,7 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
         both.do("B", up)
         both.do("F", up)
         both.do("B", down)
-    # the second half of these steps is split, beginning with one of the parts
+    # In the second half of these steps, backward passes are split, beginning with one of the two parts.
     for place in range(worker + 1):
         half = (worker + 1) // 2
         both.do("I" if place > half or (place == half and worker % 2) else "B", up)
@@ -329,7 +333,7 @@ def text(steps: Iterable[Step]) -> str:
 
 
 def parse(text: str, part: int = 0) -> list[Step]:
-    """Parse the format of :func:`text`. A step without a part belongs to ``part``.
+    """Parse the format of :func:`text`; a step without a part number belongs to ``part``.
 
     Raises ``ValueError`` for a word that is not a step.
     """
@@ -337,7 +341,9 @@ def parse(text: str, part: int = 0) -> list[Step]:
     for word in text.split():
         match = STEP.fullmatch(word)
         if match is None:
-            raise ValueError(f"parse: a step must be written like F0, or 1:F0 with its part, got {word!r}")
+            raise ValueError(
+                f"parse: a step must have a form such as F0, or 1:F0 with the part, got {word!r}"
+            )
         where = part if match["part"] is None else int(match["part"])
         found.append(Step(cast("Op", match["op"]), int(match["chunk"]), where))
     return found

@@ -1,20 +1,20 @@
 """Backward pass in two halves.
 
-The first half computes the gradients of the inputs, for which the previous part waits. The second half
-computes those of the weights.
+The first half computes the gradients of the inputs, which the previous part is waiting for. The second half
+computes the gradients of the weights.
 
 In autograd's graph, a linear layer ``y = x @ w.T + b`` is one node. It receives the gradient of ``y`` and
-computes those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
-inputs. It records the gradient that arrives at each fork: a node with one path to the inputs and another to
-weights. The second half starts again at the forks with the recorded gradients, and requests the weights that
-are reached without passing another fork. Nothing is computed twice. ::
+computes only those gradients of ``x``, ``w`` and ``b`` that are requested. The first half requests only the
+inputs. At each fork, a node with one path to the inputs and another to weights, it records the gradient that
+arrives there. The second half starts at the forks with the recorded gradients, and requests the weights that
+can be reached without passing through another fork. Nothing is computed twice. ::
 
     loss ──> [node] ──────────> [node] ─────────> inputs      first half: along here
                 └──> weights       └──> weights               second half: from each node down
 
-Some nodes compute the gradients of their weights in the first half. A function written in Python would
-compute everything twice. Nodes that share a weight cannot be separated, because the path of one to the weight
-may lead through the other. Hooks of tensors within a layer are called in both halves, and take effect once.
+Some weights get their gradients in the first half. A node written as a Python function would otherwise
+compute everything twice. Nodes that share a weight cannot be split, because one node's path to the weight may
+lead through the other. Hooks on tensors inside a layer are called in both halves, but take effect only once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Gradients = tuple[Tensor | None, ...]
 class SplitBackward:
     """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights.
 
-    ``given`` are the gradients of the roots; ``None``: the roots are losses. :meth:`first` adds to ``grad``
-    of the inputs, :meth:`second` to ``grad`` of the weights.
+    ``given`` are the gradients of the roots; if it is ``None``, the roots are losses. :meth:`first` adds to
+    ``grad`` of the inputs, and :meth:`second` adds to ``grad`` of the weights.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SplitBackward:
         self._forks, self._at_once = _forks(leads)
 
     def first(self) -> None:
-        """Compute the gradients of the inputs, and of the weights that cannot be separated from them."""
+        """Compute the gradients of the inputs, and of all weights that cannot be computed separately."""
         requested = [*self._inputs, *self._at_once]
         if not requested:
             return
@@ -76,7 +76,7 @@ class SplitBackward:
 
 @dataclass(slots=True)
 class _Fork:
-    """A node with paths to the inputs, and other paths that lead only to ``weights``."""
+    """Node with paths to the inputs, and other paths that lead only to ``weights``."""
 
     node: Node
     weights: list[Tensor]
@@ -84,11 +84,12 @@ class _Fork:
     listening: Any = None
 
     def listen(self) -> None:
-        # The hook must not refer to the fork: the cycle through the node could not be collected.
+        # The hook must not refer to the fork: the garbage collector cannot free a cycle through the node.
         recorded = self.recorded
 
         def hook(gradients: Gradients) -> Gradients | None:
-            if recorded:  # second half: the tensor's hooks have already changed the recorded gradients
+            # second half: the recorded gradients already include the effect of the tensor's hooks
+            if recorded:
                 return recorded[0]
             recorded.append(gradients)
             return None
@@ -115,7 +116,7 @@ def _back(roots: Iterable[tuple[Any, Tensor | None]], requested: list[Tensor], k
 
 
 def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]:
-    """Return for each node of the graph whether it leads to one of the inputs."""
+    """Return, for each node of the graph, whether it leads to one of the inputs."""
     leads: dict[Node, bool] = {}
     waiting = [root for root in roots if root is not None]
     while waiting:
@@ -131,7 +132,7 @@ def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]
 
 
 def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
-    """Return the forks whose weights can wait, and the weights that cannot."""
+    """Return the forks whose weights can wait for the second half, and the weights that cannot."""
     forks = [
         _Fork(node, _weights(one for one in _following(node) if not leads[one]))
         for node, leads_on in leads.items()
@@ -152,7 +153,7 @@ def _allows(node: Node) -> bool:
 
 @cache
 def _starts_at_nodes() -> bool:
-    """Return whether this version of torch can start a backward pass within a graph."""
+    """Return True if this version of torch can start a backward pass inside a graph."""
     one = torch.ones(1, requires_grad=True)
     root = (one * 2).grad_fn
     assert root is not None
@@ -180,7 +181,7 @@ def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
 
 
 def _variable(node: Node) -> Tensor | None:
-    """Return the leaf of a node that accumulates into ``grad``, or ``None`` for other nodes."""
+    """Return the leaf into whose ``grad`` a node accumulates; ``None`` for other kinds of nodes."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 

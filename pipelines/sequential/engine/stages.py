@@ -1,11 +1,12 @@
-"""Graph of a pipe's workers: one stage per worker, and a channel in each direction between neighbours.
+"""Graph of a pipe's workers: one stage per worker, and channels in both directions between neighbours.
 
     commands ──> [parts 0] ──> [parts 1] ──> … ──> [parts n]     activations
                      │    <──────   │   <──── … <────   │        gradients
                      └───────────┬──┴───────────────────┘
                               answers
 
-In a ring, the last worker also sends activations to the first, and the first sends gradients to the last.
+In a ring, the last worker also sends activations to the first, and the first also sends gradients to the
+last.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from flowchan.pipelines.sequential.engine.worker_messages import Assignment
 def declare(
     graph: Graph, jobs: Sequence[Assignment], on: Placement, chunks: int
 ) -> tuple[list[Input[Any]], list[Stream[Any]]]:
-    """Declare the workers of ``jobs`` in ``graph``.
+    """Declare the workers for ``jobs`` in ``graph``.
 
-    Returns the command inputs by worker, and one or two streams of answers. The first is that of the worker
-    of the last part, the second that of all other workers.
+    Return the command inputs by worker, and one or two streams of answers. The first stream comes from the
+    worker with the last part, the second from all other workers.
     """
     size = len(jobs)
     ring = jobs[0].owners.ring
-    # Room for all messages of a step: no worker waits for room, so no order of steps can deadlock.
+    # Room for all messages of a step: no worker ever waits for room, so no order of steps can deadlock.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None
@@ -70,12 +71,12 @@ def _work(job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: A
 
 
 def alone(commands: In[Any], answers: Out[Any], job: Assignment) -> None:
-    """Run the only worker."""
+    """Run the worker of a graph that has only one."""
     _work(job, commands, answers)
 
 
 def first(commands: In[Any], backward: In[Any], answers: Out[Any], onward: Out[Any], job: Assignment) -> None:
-    """Run the worker of the first part."""
+    """Run the worker with the first part."""
     _work(job, commands, answers, backward=backward, onward=onward)
 
 
@@ -88,12 +89,12 @@ def middle(
     back: Out[Any],
     job: Assignment,
 ) -> None:
-    """Run a worker between two others; in a ring, every worker is one."""
+    """Run a worker that has neighbours on both sides, as every worker in a ring does."""
     _work(job, commands, answers, forward=forward, backward=backward, onward=onward, back=back)
 
 
 def last(commands: In[Any], forward: In[Any], answers: Out[Any], back: Out[Any], job: Assignment) -> None:
-    """Run the worker of the last part."""
+    """Run the worker with the last part."""
     _work(job, commands, answers, forward=forward, back=back)
 
 
@@ -103,4 +104,4 @@ _FUNCTIONS: dict[tuple[bool, bool], Callable[..., None]] = {
     (True, True): middle,
     (True, False): last,
 }
-"""Stage functions by the presence of a previous and of a next worker."""
+"""Stage functions, keyed by whether there is a previous worker and whether there is a next worker."""

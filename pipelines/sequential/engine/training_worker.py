@@ -1,7 +1,7 @@
-"""Worker of a training: it runs the steps of the schedule in order and updates its parts.
+"""Worker for training, which runs the steps of the schedule in order and updates its parts.
 
-A step with clipping has two answers, because gradients are scaled only after the norms of all workers are
-known.
+A worker that clips gradients answers twice per step, because gradients can be scaled only when the norms of
+all workers are known.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class TrainingWorker(PipelineWorker):
-    """Worker of some parts in a training."""
+    """Worker that trains some of the parts."""
 
     def __init__(self, job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: Any) -> None:
         super().__init__(job, commands, answers, **neighbours)
         self.optimizers: list[tuple[Part, Optimizer]] = []
         self.losses: list[Tensor] = []
-        self.plans: dict[str, list[Step]] = {}  # parsed plans, by their text
-        self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step
+        self.plans: dict[str, list[Step]] = {}  # parsed plans, keyed by their text
+        self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step, by micro-batch
 
     def begin(self, part: Part) -> None:
         """Prepare a part and create its optimizer."""
@@ -53,19 +53,19 @@ class TrainingWorker(PipelineWorker):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Execute a :class:`Train` or an :class:`Evaluate`."""
+        """Execute a :class:`Train` or :class:`Evaluate` command."""
         self.take_changes(command.changed)
         if isinstance(command, Train):
             return self._train(command)
         assert isinstance(command, Evaluate), command
         return self._evaluate(command)
 
-    # --- a training step ---
+    # --- training steps ---
 
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # on threads, gradients for an outside optimizer accumulate in the user's parameters
+        # on threads, gradients for the program's own optimizer accumulate in the user's parameters
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
@@ -75,7 +75,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # in other parts, the backward step waits for the parts after it
+                    # In other parts, the backward step has to wait for later parts.
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -106,7 +106,7 @@ class TrainingWorker(PipelineWorker):
         return self.plans[plan]
 
     def _check_mean(self) -> None:
-        """Check after the first step that the loss is a mean.
+        """Check after the first step that the loss is a mean over the samples.
 
         Raises ``ValueError`` unless the loss of the whole batch equals the mean of the losses of its
         micro-batches.
@@ -123,7 +123,7 @@ class TrainingWorker(PipelineWorker):
         if not near and math.isfinite(mean) and math.isfinite(batch_loss):
             raise ValueError(
                 f"loss must be a mean over samples, got {batch_loss:.6g} for a batch and {mean:.6g} for its "
-                "micro-batches; use an unweighted mean, or the loss of pipe(x)"
+                "micro-batches; use an unweighted mean, or compute the loss yourself from pipe(x)"
             )
 
     def _casting(self, execution: Execution) -> Casting:
@@ -177,9 +177,9 @@ class TrainingWorker(PipelineWorker):
             self.put(("B", step.part - 1, step.chunk), self.on_cpu(found))
 
     def _update(self, train: Train) -> None:
-        """Clip over the gradients of all workers, and update the parts.
+        """Clip the gradients by their norm over all workers, and update the parts.
 
-        It clips like ``torch.nn.utils.clip_grad_norm_``.
+        The result is the same as with ``torch.nn.utils.clip_grad_norm_``.
         """
         gradients = [parameter.grad for parameter in self.job.parameters if parameter.grad is not None]
         scale = ScaleGradients(1.0)
@@ -212,7 +212,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note with the place of the failure to an exception."""
+    """Add a note to any exception that says where the failure happened."""
     try:
         yield
     except BaseException as error:
@@ -222,7 +222,7 @@ def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Ite
 
 
 def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tensor:
-    """Compute the loss of a micro-batch, weighted by its share of the batch."""
+    """Compute the loss of a micro-batch, weighted by the micro-batch's share of the batch."""
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:

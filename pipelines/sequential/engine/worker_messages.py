@@ -1,7 +1,8 @@
 """Messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
-A worker answers each command once. The program acts as the part before the first and after the last. It sends
-their micro-batches with the commands and receives the results with the answers.
+A worker answers each command once. To the workers, the program acts as the part before the first one and
+after the last one. It sends micro-batches along with the commands, and receives results along with the
+answers.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Optimizers = Callable[[list[Tensor]], Optimizer]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Settings that a worker receives at its start.
+    """Settings that a worker receives when it starts.
 
-    ``own_process``: the worker runs in a process, perhaps on one of ``hosts`` other hosts, and not on a
-    thread of the program. The fields from ``trains`` on apply to a training. Only the worker of the last part
-    has ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
+    ``own_process`` means that the worker runs in a process, possibly on one of ``hosts`` other hosts, and not
+    on a thread of the program. The fields from ``trains`` on are only for training. Only the worker of the
+    last part has a ``loss``. ``optimizer`` is ``None`` if the program has its own optimizer.
     """
 
     worker: int
@@ -48,28 +49,29 @@ class Assignment:
 
     @property
     def total(self) -> int:
-        """Number of parts of all workers."""
+        """Number of parts, over all workers."""
         return len(self.owners.of)
 
     @property
     def name(self) -> str:
-        """Name of the stage: ``part 1`` or ``parts 0 and 2``."""
+        """Name of the stage, such as ``part 1`` or ``parts 0 and 2``."""
         numbers = [str(part.number) for part in self.parts]
         return f"part{'s' * (len(numbers) > 1)} {' and '.join(numbers)}"
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Parameters of all parts of this worker."""
+        """Parameters of all the worker's parts."""
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
 
-# Commands. ``changed`` holds the program's changes since the last command, for each part of the worker.
+# Commands. ``changed`` holds what the program has changed since the last command, for each of the worker's
+# parts.
 
 
 class Train(NamedTuple):
     """Command to run training step ``number`` in the order of ``plan``.
 
-    Its micro-batches have ``sizes`` samples.
+    ``sizes`` holds the number of samples in each micro-batch.
     """
 
     number: int
@@ -80,7 +82,7 @@ class Train(NamedTuple):
 
 
 class ScaleGradients(NamedTuple):
-    """Command to multiply the gradients by ``factor`` and then update."""
+    """Command to multiply the gradients by ``factor`` and then update the parameters."""
 
     factor: float
 
@@ -88,7 +90,7 @@ class ScaleGradients(NamedTuple):
 class Evaluate(NamedTuple):
     """Command to compute the outputs of ``chunks`` micro-batches in ``eval`` mode.
 
-    They run in the order of ``plan``.
+    The steps run in the order of ``plan``.
     """
 
     chunks: int
@@ -99,9 +101,9 @@ class Evaluate(NamedTuple):
 class Forward(NamedTuple):
     """Command to compute the outputs of a call.
 
-    ``keeps_graph``: a backward pass may follow. ``modes`` lists for each part of the worker whether each
-    module is in training mode and whether each parameter requires grad; ``None``: no change. ``dropped`` are
-    the calls whose graphs are no longer needed.
+    ``keeps_graph`` means that a backward pass may follow. For each of the worker's parts, ``modes`` lists
+    whether each module is in training mode and whether each parameter requires grad; ``None`` means no
+    change. ``dropped`` holds the calls whose graphs are no longer needed.
     """
 
     number: int
@@ -115,7 +117,7 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Command to compute the gradients of call ``number``. ``keep``: another backward pass may follow."""
+    """Command to compute the gradients of a call; if ``keep``, another backward pass may follow."""
 
     number: int
     chunks: int
@@ -130,14 +132,14 @@ Key = tuple[str, int, int]
 
 
 class Item(NamedTuple):
-    """Input for the step ``key``."""
+    """Input for the step that ``key`` identifies."""
 
     key: Key
     content: Any
 
 
 class PartFailure(NamedTuple):
-    """Exception of a part, sent in place of its output."""
+    """Exception raised by a part, sent in place of the part's output."""
 
     part: int
     error: Any
@@ -149,9 +151,10 @@ class PartFailure(NamedTuple):
 class WorkerAnswer(NamedTuple):
     """Result of a command.
 
-    The worker of the last part reports the ``loss`` of a step. ``square`` is the sum of squares of all
-    gradients. ``gradients`` are those of the parameters. ``communication`` is the CPU time in seconds spent
-    on sending and receiving. ``changed`` holds the changes of a worker on another host, for each part.
+    Only the worker of the last part reports the ``loss`` of a step. ``square`` is the sum of squares of all
+    gradients. ``gradients`` are the gradients of the parameters. ``communication`` is the CPU time spent
+    sending and receiving, in seconds. ``changed`` holds the changes made by a worker on another host, for
+    each of its parts.
     """
 
     worker: int
