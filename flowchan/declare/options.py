@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
-from flowchan.items.arguments import callable_argument, flag, seconds, text, whole
+from flowchan.items.arguments import callable_argument, flag, per_second, seconds, text, whole
 from flowchan.items.combining import OPERATIONS
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
@@ -50,6 +50,9 @@ class WorkOptions(NameOption, total=False):
     timeout: float | None
     """Limit for one item in seconds (default: none). An item that exceeds it fails with ``TimeoutError``. It
     needs worker processes, of which a late one is replaced, or an ``async def`` function."""
+    rate: float | None
+    """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
+    starts are evenly spaced, and each retry is a start. Workers on hosts can't have a limit."""
     restarts: int
     """How many worker processes that died are replaced in 60 seconds of work; 10 if left out. Deaths over
     items use none. If left out, or from 10**9 on, four deaths in a row before the worker begins to work end
@@ -111,6 +114,7 @@ class StageSettings:
     retry_delay: float | None = None
     retry_on: type[Exception] | tuple[type[Exception], ...] = Exception
     timeout: float | None = None
+    rate: float | None = None
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
@@ -132,6 +136,11 @@ class StageSettings:
             raise ValueError(
                 f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
                 "async def function, because a call on a thread cannot be ended"
+            )
+        if per_second(kind, "rate", self.rate) is not None and placement.is_remote:
+            raise ValueError(
+                f"{kind}: rate={self.rate} needs on='thread' or on='process', because hosts share no clock; "
+                "limit a stage on this machine instead"
             )
         if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(

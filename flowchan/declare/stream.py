@@ -96,6 +96,8 @@ class Stream(StreamHandle[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Limit for one item in seconds (default: none). An item that exceeds it fails
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
+                rate (float): Maximum number of items that start per second, over all workers (default: no
+                    limit). The starts are evenly spaced, and each retry is a start.
                 restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
@@ -115,6 +117,10 @@ class Stream(StreamHandle[T_co]):
             >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
             >>> graph.run()[squares]
             [0, 1, 4, 9]
+            >>> graph = Graph()
+            >>> answers = graph.source(["a", "b"]).map(str.upper, workers=8, rate=100).collect()
+            >>> graph.run()[answers]
+            ['A', 'B']
         """
         return self._one("map", function, returned_type, options)
 

@@ -221,6 +221,7 @@ def _stage(about: _StageInput) -> StageStats:
         hosts=stage.placement.hosts, pids=about.pids, members_failed=members,
         working=len(about.worked.now), seconds=_seconds(about),
         per_worker=tuple(_worker(worker, about) for worker in about.worked.now), discarded=discarded,
+        rate_limit=stage.rate,
     )  # fmt: skip
 
 

@@ -42,9 +42,10 @@ def bottleneck_text(stats: RunStats) -> str:
     if slow is None:
         return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
+    limit = "" if slow.rate_limit is None else f" of at most {slow.rate_limit:g}/s"
     return (
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
-        f"on={slow.on!r}, {rate(slow.rate)})"
+        f"on={slow.on!r}, {rate(slow.rate)}{limit})"
     )
 
 

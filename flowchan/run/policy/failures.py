@@ -16,6 +16,13 @@ RETIRED = 79
 """Exit code of a worker's process that asks to be replaced and does not count as dead (Retires)."""
 
 
+class OwnEnd(BaseException):
+    """Signal that the worker's own channels have closed or broken; the cause has the details.
+
+    It differs from exceptions of the user's code, which may report the end of another channel.
+    """
+
+
 class ItemFailed(FlowchanError):
     """Signal inside a worker that the function failed for ``item``.
 

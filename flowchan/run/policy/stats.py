@@ -170,6 +170,8 @@ class StageStats:
         working: Number of workers that have begun and not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
+        rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
+            waits for the start of its item counts as working.
 
     Example:
         >>> from flowchan import Graph
@@ -208,6 +210,7 @@ class StageStats:
     seconds: WorkSeconds = WorkSeconds()
     per_worker: tuple[WorkerStats, ...] = ()
     discarded: int = 0
+    rate_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
