@@ -31,6 +31,7 @@ from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.readiness import Probed
 from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 @methods_end_at_caller
-class Run:
+class Run(Probed):
     """A run that has started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
     Use it as a context manager. Leaving the block closes the inputs and waits for the end; leaving it by an
@@ -182,7 +183,9 @@ class Run:
             raise ValueError(f"the items of {stream!r} were already taken by wait() or another iter()")
         return stage.name
 
-    async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
+    async def ask(
+        self, stream: Input[T], item: T, timeout: float | None = None, max_waiting: int | None = None
+    ) -> Any:
         """Put an item into an ``input()`` stream and return its result at the end of the graph.
 
         If the item fails, its error is raised here. The stages on the way must work item by item, or on
@@ -192,11 +195,14 @@ class Run:
             stream: A stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
+            max_waiting: Number of ``ask`` calls at this stream that may wait for their results before this
+                one (default: no limit). Beyond it, the call raises ``Full`` at once and puts nothing.
 
         Returns:
             The result of this item.
 
         Raises:
+            Full: ``max_waiting`` calls wait already.
             TimeoutError: The result has not come after ``timeout`` seconds.
             RunError: The run fails before the result comes.
             ValueError: The graph does not allow ``ask`` on this stream.
@@ -220,7 +226,7 @@ class Run:
             ends = answering_ends(self._plan, stream.stage)
             self._gathering.take_in(frozenset(WorkerId(end, 1) for end in ends))
             self._answering.add(stream.stage)
-        request, answer = self._asking.begin(item)
+        request, answer = self._asking.begin(item, stream.stage, max_waiting)
         try:
             async with asyncio.timeout(limit) as clock:
                 try:

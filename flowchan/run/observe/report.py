@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowchan.declare.operators import OPERATORS
-from flowchan.run.policy.explain import amount
+from flowchan.run.policy.explain import amount, starting_text
 from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState, RunStats, StageStats
 
 
@@ -76,6 +76,11 @@ def share(part: float) -> str:
     return f"{100 * part:.0f} %"
 
 
+def workers_text(stage: StageStats) -> str:
+    """Return the number of workers, their placement, and how many of them are starting."""
+    return ", ".join(filter(None, [f"{count(stage.workers)} {stage.on}", starting_text(stage)]))
+
+
 def _after(stats: RunStats) -> str:
     return "for" if stats.state in ("running", "stopping") else "after"
 
@@ -138,7 +143,7 @@ def _stage_table(stats: RunStats, width: int) -> str:
         [
             stage.name,
             stage.kind,
-            f"{count(stage.workers)} {stage.on}",
+            workers_text(stage),
             count(stage.items_in),
             count(stage.items_out),
             count(stage.failed),
