@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from flowchan.items.arguments import pause, refuses_misspelt
 from flowchan.items.tracebacks import methods_end_at_caller
-from flowchan.run.policy.health import Health, health_of, is_ready
+from flowchan.run.policy.health import Health, health_of
 from flowchan.run.results import Results
 from flowchan.run.supervisor import Supervisor
 from flowchan.transport.interrupts import signal_of
@@ -19,18 +19,20 @@ POLL_INTERVAL_S = 0.02
 
 
 def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
-    """Wait until the run is ready, was stopped, has ended, or ``timeout`` seconds have passed.
+    """Wait until all workers have begun, the run was stopped or has ended, or ``timeout`` seconds are over.
 
-    Return whether it is ready. A run that fails has ended when this returns.
+    Return whether all workers work. A run that fails has ended when this returns.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while not is_ready(stats := supervisor.stats()):
+    while True:
+        stats = supervisor.stats()
+        if stats.state == "running" and not any(stage.starting for stage in stats.stages):
+            return True
         remaining = deadline - time.monotonic()
         goes_on = stats.state in ("running", "failed") and not supervisor.ended.is_set()
         if remaining <= 0 or not goes_on:
             return False
         supervisor.ended.wait(min(remaining, POLL_INTERVAL_S))
-    return True
 
 
 def _health(supervisor: Supervisor) -> Health:
@@ -63,8 +65,8 @@ class Probed(ABC):
             timeout: Seconds to wait; 0 does not wait (default: no limit).
 
         Returns:
-            True if the run is ready. False if it is not after ``timeout`` seconds, or if it was stopped or
-            has ended.
+            True if all workers can take items. False if some can't after ``timeout`` seconds, or if the run
+            was stopped or has ended.
 
         Raises:
             RunError: A stage failed.

@@ -98,7 +98,8 @@ def test_part_of_the_workers_starts() -> None:
     with run:
         wait_until(lambda: stage_of(run, "model").starting == 1, what=run.explain)
         assert stage_of(run, "model").state == "running"
-        assert not run.health().ready
+        assert run.health().ready
+        assert not run.ready(timeout=0)
         assert "; 1 of its 2 workers are starting" in run.explain()
         assert "2 thread, 1 starting" in run.report()
         assert " 1 starting busy " in plain_line(run.stats())

@@ -16,8 +16,8 @@ class Health:
     """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
 
     Attributes:
-        ready: Whether the run takes items and all its workers have built their callables. It is False while
-            the replacement of a dead worker builds its own, and after a stop.
+        ready: Whether the run takes items and no stage is "starting". It stays True while some workers of a
+            stage work and others start, after a death or ``run.scale()``. It is False after a stop.
         failed: Whether the run has failed.
         stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
             "running" then, and "ended".
@@ -45,15 +45,10 @@ class Health:
     waiting: int
 
 
-def is_ready(stats: RunStats) -> bool:
-    """Tell whether a run takes items and all its workers have built their callables."""
-    return stats.state == "running" and not any(stage.starting for stage in stats.stages)
-
-
 def health_of(stats: RunStats, state: PolicyState, failed: bool, waiting: int, now: float) -> Health:
     """Return the health of a run at the time ``now``, with ``waiting`` requests."""
     return Health(
-        is_ready(stats),
+        stats.state == "running" and all(stage.state != "starting" for stage in stats.stages),
         failed,
         {stage.name: stage.state for stage in stats.stages if not OPERATORS[stage.kind].outside},
         {
