@@ -182,6 +182,8 @@ def _options(stage: Stage) -> Iterator[str]:
         yield "1 retry" if stage.retries == 1 else f"{stage.retries} retries"
     if stage.timeout is not None:
         yield f"{stage.timeout:g} s each"
+    if stage.rate is not None:
+        yield f"at most {stage.rate:g}/s"
     if stage.gpus:
         yield f"{stage.gpus} GPU{'s' * (stage.gpus > 1)} each"
     if where := hosts_text(stage.placement):

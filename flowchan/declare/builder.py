@@ -20,7 +20,7 @@ from flowchan.declare.options import StageSettings
 from flowchan.declare.placements import Placement
 from flowchan.declare.values import Edge, ForeignStream, Loop, Origin, Output, Stage
 from flowchan.errors import Where
-from flowchan.items.arguments import errors_argument, pause, seconds, text
+from flowchan.items.arguments import errors_argument, pause, per_second, seconds, text
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -144,6 +144,7 @@ class Builder:
             retry_delay=pause(kind, "retry_delay", given.retry_delay),
             retry_on=errors_argument(kind, "retry_on", given.retry_on),
             timeout=seconds(kind, "timeout", given.timeout),
+            rate=per_second(kind, "rate", given.rate),
             restarts=given.restarts,
             max_deaths=given.max_deaths,
             restartable=given.restartable,

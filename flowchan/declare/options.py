@@ -13,7 +13,7 @@ from typing import Any, TypedDict, TypeVar
 from flowchan.declare.callables import is_async
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
-from flowchan.items.arguments import callable_argument, flag, seconds, text, whole
+from flowchan.items.arguments import callable_argument, flag, per_second, seconds, text, whole
 from flowchan.items.combining import OPERATIONS
 
 Operator = TypeVar("Operator", bound=Callable[..., Any])
@@ -51,6 +51,9 @@ class WorkOptions(NameOption, total=False):
     """Time limit for one item in seconds (default: none). An item that exceeds it fails with
     ``TimeoutError``. This requires an ``async def`` function, or worker processes, which are killed and
     replaced."""
+    rate: float | None
+    """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
+    starts are evenly spaced, and each retry is a start. Workers on hosts can't have a limit."""
     restarts: int
     """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10). Deaths
     over items are not counted. With the default, or with 10**9 or more, the run also ends if a worker dies
@@ -112,6 +115,7 @@ class StageSettings:
     retry_delay: float | None = None
     retry_on: type[Exception] | tuple[type[Exception], ...] = Exception
     timeout: float | None = None
+    rate: float | None = None
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
@@ -133,6 +137,11 @@ class StageSettings:
             raise ValueError(
                 f"{kind}: timeout={self.timeout} requires on='process', a pool of flowchan.hosts or an "
                 "async def function, because a call in a thread cannot be interrupted"
+            )
+        if per_second(kind, "rate", self.rate) is not None and placement.is_remote:
+            raise ValueError(
+                f"{kind}: rate={self.rate} needs on='thread' or on='process', because hosts share no clock; "
+                "limit a stage on this machine instead"
             )
         if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
             raise ValueError(

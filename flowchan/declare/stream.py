@@ -100,6 +100,8 @@ class Stream(StreamHandle[T_co]):
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
                 timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it
                     fails with ``TimeoutError``. This requires worker processes or an ``async def`` function.
+                rate (float): Maximum number of items that start per second, over all workers (default: no
+                    limit). The starts are evenly spaced, and each retry is a start.
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
@@ -120,6 +122,10 @@ class Stream(StreamHandle[T_co]):
             >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
             >>> graph.run()[squares]
             [0, 1, 4, 9]
+            >>> graph = Graph()
+            >>> answers = graph.source(["a", "b"]).map(str.upper, workers=8, rate=100).collect()
+            >>> graph.run()[answers]
+            ['A', 'B']
         """
         return self._one("map", function, returned_type, options)
 

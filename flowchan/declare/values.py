@@ -132,6 +132,8 @@ class Stage:
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None
     """Time limit for one item in seconds."""
+    rate: float | None = None
+    """Maximum number of items that start per second."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False

@@ -64,14 +64,37 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
     """Convert a number of seconds to a float, limited to the longest time that Python can wait."""
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
+    length = _as_float(value)
+    if length is None:
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, got {shown(value)}")
+    return min(length, threading.TIMEOUT_MAX)
+
+
+def _as_float(value: Any) -> float | None:
+    """Return a real number as a float, infinite if it is too large; ``None`` for another object."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
+        return None
     try:
-        length = float(value)
+        return float(value)
     except OverflowError:
         # typeshed's Real has no comparison operators
-        length = math.inf if value > 0 else -math.inf  # type: ignore[operator]
-    return min(length, threading.TIMEOUT_MAX)
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+
+
+def per_second(call: str, argument: str, value: Any) -> float | None:
+    """Check a number of items per second greater than zero, or ``None`` for no limit."""
+    if value is None:
+        return None
+    number = _as_float(value)
+    if number is None:
+        raise TypeError(
+            f"{call}: {argument} must be a number of items per second or None, got {shown(value)}"
+        )
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"{call}: {argument} must be greater than 0 and finite, or None for no limit, got {value}"
+        )
+    return number
 
 
 def flag(call: str, argument: str, value: Any) -> bool:

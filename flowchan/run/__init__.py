@@ -2,6 +2,7 @@
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
+from flowchan.run.policy.health import Health
 from flowchan.run.policy.stats import (
     Cause,
     EdgeStats,
@@ -20,6 +21,7 @@ __all__ = [
     "EdgeStats",
     "Failed",
     "Graph",
+    "Health",
     "HostStats",
     "Results",
     "Run",

@@ -31,6 +31,7 @@ from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.readiness import Probed
 from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
@@ -44,7 +45,7 @@ T = TypeVar("T")
 
 
 @methods_end_at_caller
-class Run:
+class Run(Probed):
     """Run of a graph, which has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
     Use it as a context manager. Leaving the block closes the inputs and waits until the run has ended. If an
@@ -183,7 +184,9 @@ class Run:
             raise ValueError(f"the items of {stream!r} were already taken by wait() or another iter()")
         return stage.name
 
-    async def ask(self, stream: Input[T], item: T, timeout: float | None = None) -> Any:
+    async def ask(
+        self, stream: Input[T], item: T, timeout: float | None = None, max_waiting: int | None = None
+    ) -> Any:
         """Put an item into an ``input()`` stream and return the result for this item.
 
         If the item fails, its error is raised here. The stages between the input and the result must process
@@ -193,11 +196,14 @@ class Run:
             stream: Stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
+            max_waiting: Number of ``ask`` calls at this stream that may wait for their results before this
+                one (default: no limit). Beyond it, the call raises ``Full`` at once and puts nothing.
 
         Returns:
             The result for this item.
 
         Raises:
+            Full: ``max_waiting`` calls wait already.
             TimeoutError: No result arrived within ``timeout`` seconds.
             RunError: The run failed before the result arrived.
             ValueError: The graph does not allow ``ask`` on this stream.
@@ -221,7 +227,7 @@ class Run:
             ends = answering_ends(self._plan, stream.stage)
             self._gathering.take_in(frozenset(WorkerId(end, 1) for end in ends))
             self._answering.add(stream.stage)
-        request, answer = self._asking.begin(item)
+        request, answer = self._asking.begin(item, stream.stage, max_waiting)
         try:
             async with asyncio.timeout(limit) as clock:
                 try:

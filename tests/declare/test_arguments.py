@@ -55,6 +55,32 @@ def stream(graph: Blueprint) -> Stream:
             "map: capacity must be an int of at least 1, got '9' (str)",
         ),
         (lambda s: s.map(int, retries=-1), ValueError, "map: retries must be at least 0, got -1"),
+        (
+            lambda s: s.map(int, rate=0),
+            ValueError,
+            "map: rate must be greater than 0 and finite, or None for no limit, got 0",
+        ),
+        (
+            lambda s: s.sink(int, rate=float("inf")),
+            ValueError,
+            "sink: rate must be greater than 0 and finite, or None for no limit, got inf",
+        ),
+        (
+            lambda s: s.filter(int, rate="20"),
+            TypeError,
+            "filter: rate must be a number of items per second or None, got '20' (str)",
+        ),
+        (
+            lambda s: s.map(int, rate=True),
+            TypeError,
+            "map: rate must be a number of items per second or None, got True (bool)",
+        ),
+        (
+            lambda s: s.map(int, rate=20, on="hosts"),
+            ValueError,
+            "map: rate=20 needs on='thread' or on='process', because hosts share no clock; "
+            "limit a stage on this machine instead",
+        ),
         (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, got 1 (int)"),
         (lambda s: s.map(int, name=""), ValueError, "map: name must not be empty"),
         (lambda s: s.map(int, name=3), TypeError, "map: name must be a string, got 3 (int)"),

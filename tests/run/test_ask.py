@@ -12,7 +12,7 @@ from runs import stage_of
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
-from flowchan import Graph, Run, RunError, Stream, WorkerDied
+from flowchan import Full, Graph, Run, RunError, Stream, WorkerDied
 from flowchan.run.policy import seeds
 from flowchan.run.worker import cancelled_requests, requests
 
@@ -242,7 +242,9 @@ def test_late_cancellation_does_not_cancel_another_request() -> None:
         reported: list[int] = []
         questions = requests.Requests(lambda: None, reported.append)
         try:
-            first, *others, last = [questions.begin(None)[0] for _ in range(cancelled_requests.SLOTS + 1)]
+            first, *others, last = [
+                questions.begin(None, "input")[0] for _ in range(cancelled_requests.SLOTS + 1)
+            ]
             for one in others:
                 questions.forget(one.question)
             questions.forget(first.question)
@@ -385,6 +387,47 @@ def test_batch_in_one_branch_is_unchanged_by_another_branch() -> None:
         return run
 
     assert stage_of(asyncio.run(main()), "hold").failed == 0
+
+
+async def waiting_for_answers(run: Run, number: int) -> None:
+    while run.health().waiting != number:
+        await asyncio.sleep(0.001)
+
+
+def test_ask_beyond_max_waiting_raises_full_and_puts_nothing() -> None:
+    gate = Gate()
+
+    async def main() -> None:
+        graph = Graph("shedding")
+        questions, others = graph.input("questions"), graph.input("others")
+        graph.merge(questions, others).map(gate.wait, name="held").collect(name="end")
+        with graph.start() as run:
+            calls = [asyncio.ensure_future(run.ask(questions, n, max_waiting=2)) for n in range(2)]
+            await waiting_for_answers(run, 2)
+            with pytest.raises(Full, match=r"^ask: max_waiting=2 requests at input 'questions' have"):
+                await run.ask(questions, 2, max_waiting=2)
+            other = asyncio.ensure_future(run.ask(others, 3, max_waiting=1))  # each input counts its own
+            await waiting_for_answers(run, 3)
+            calls[0].cancel()
+            await waiting_for_answers(run, 2)
+            last = asyncio.ensure_future(run.ask(questions, 4, max_waiting=2))
+            await waiting_for_answers(run, 3)
+            gate.open()
+            assert await asyncio.gather(calls[1], other, last) == [1, 3, 4]
+            await waiting_for_answers(run, 0)
+            assert await run.ask(questions, 5, max_waiting=1) == 5
+        assert sum(edge.put for edge in run.stats().edges if edge.reader == "merge") == 5
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), ("5", TypeError)])
+def test_ask_refuses_a_wrong_max_waiting(wrong: Any, error: type[Exception]) -> None:
+    async def use(run: Run, questions: Any) -> None:
+        with pytest.raises(error, match=r"^ask: max_waiting must be "):
+            await run.ask(questions, 1, max_waiting=wrong)
+
+    ask_in_graph(by_threads, use)
 
 
 def test_all_callers_learn_that_the_run_failed() -> None:

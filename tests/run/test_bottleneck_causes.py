@@ -117,6 +117,13 @@ def test_busy_stage_is_the_bottleneck() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
+def test_bottleneck_at_its_rate_names_the_limit() -> None:
+    limited = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=19.0, rate_limit=20.0))
+    assert limited == Cause("bottleneck", "b", "its rate=20 lets no more items start")
+    slower = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=10.0, rate_limit=20.0))
+    assert slower == Cause("bottleneck", "b", "its workers are busy 100 % of the time")
+
+
 def test_tie_is_decided_by_the_lower_bound() -> None:
     """Both stages are busy while the channel between them fills. Stage a takes 5 ms per item, and b 6 ms."""
     found = chain(load("a", 1.0, rate=200.0), load("b", 1.0, rate=166.0), load("c", 0.1, waits=0.9))

@@ -101,6 +101,7 @@ def test_channel_shows_item_type_and_unusual_settings() -> None:
         ({"operator": OPERATORS["take"], "options": {"n": 1_000}}, "1,000 items"),
         ({"retries": 2}, "2 retries"),
         ({"timeout": 5.0}, "5 s each"),
+        ({"rate": 2.5}, "at most 2.5/s"),
         ({"workers": 4, "ordered": False}, "unordered"),
         ({"function": waits}, "async"),
         ({"gpus": 1}, "1 GPU each"),

@@ -13,6 +13,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Stage
 from flowchan.run.observe.report import count, rate, share
+from flowchan.run.policy.explain import starting_text
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 PLAIN_STAGES = 6
@@ -122,7 +123,8 @@ def _sum(numbers: list[int | None]) -> int | None:
 
 def bars_line(graph: Blueprint, stats: RunStats) -> str:
     """Return one line of text about the progress of a run."""
-    words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), ", ".join(problems(stats))]
+    words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), *starting(stats)]
+    words.append(", ".join(problems(stats)))
     return f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}"
 
 
@@ -160,7 +162,8 @@ def plain_line(stats: RunStats) -> str:
 
 def _plain_stage(stage: StageStats, queue: tuple[int, int] | None, bottleneck: bool) -> str:
     words = f"{stage.name}{' (bottleneck)' if bottleneck else ''} {count(items_of(stage))} {rate(stage.rate)}"
-    words += f" busy {share(stage.busy)}"
+    words += f" {starting_text(stage)}" if stage.starting else ""
+    words += f" busy {share(stage.busy)}" if stage.state != "starting" else ""
     if queue:
         words += f" queue {count(queue[0])}/{count(queue[1])}"
     words += f" failed {count(stage.failed)}" if stage.failed else ""
@@ -189,6 +192,13 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
             inside, capacity = waiting.get(edge.reader, (0, 0))
             waiting[edge.reader] = inside + edge.inside, capacity + edge.capacity
     return waiting
+
+
+def starting(stats: RunStats) -> Iterator[str]:
+    """Yield a text with the stages of which no worker has built its callable yet, if there are any."""
+    names = [stage.name for stage in stats.stages if stage.state == "starting"]
+    if names:
+        yield f"starting: {', '.join(names)}"
 
 
 def problems(stats: RunStats) -> Iterator[str]:

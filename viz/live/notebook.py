@@ -81,7 +81,8 @@ def _filled(picture: str, stats: RunStats) -> str:
 
 
 def _does(stage: StageStats) -> str:
-    words = [f"{count(items_of(stage))} at {rate(stage.rate)}", f"busy {share(stage.busy)}"]
+    does = "starting" if stage.state == "starting" else f"busy {share(stage.busy)}"
+    words = [f"{count(items_of(stage))} at {rate(stage.rate)}", does]
     if wrong := stage.failed + stage.members_failed:
         words.append(f"{count(wrong)} failed")
     return ", ".join(words)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.crew.process_start import start_server
-from flowchan.run.observe.report import bottleneck_text, count, rate, share
+from flowchan.run.observe.report import bottleneck_text, count, rate, share, workers_text
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.transport.interrupts import interrupts_deferred
@@ -38,6 +38,7 @@ from flowchan.viz.live.model import (
     plain_line,
     problems,
     queues,
+    starting,
     times,
 )
 
@@ -329,7 +330,7 @@ def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    problem = ", ".join(problems(stats))
+    problem = ", ".join([*starting(stats), *problems(stats)])
     drawn = Table.grid(expand=True, padding=(0, 1))
     drawn.add_column(no_wrap=True)
     drawn.add_column(ratio=1)
@@ -387,7 +388,7 @@ def _table(stats: RunStats, width: int, height: int) -> Table:
 def _cells(stage: StageStats, queue: tuple[int, int] | None) -> list[str]:
     missing = "" if stage.alive == stage.workers else f"{stage.alive}/"
     return [
-        f"{missing}{stage.workers} {stage.on}",
+        missing + workers_text(stage),
         count(items_of(stage)),
         rate(stage.rate),
         share(stage.busy),

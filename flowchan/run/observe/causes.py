@@ -31,6 +31,8 @@ SLOWEST = 0.25
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
+LIMITED = 0.7
+"""Share of the limit of its rate from which a stage is held back by the limit."""
 ONE_CORE = 1.15
 """Maximum number of cores that threads use if they share one lock."""
 CROWDED = 4.0
@@ -166,6 +168,8 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     name = slow.stage.name
     if slow.is_read_by_program:
         return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
+    if slow.stage.rate_limit is not None and slow.stage.rate >= LIMITED * slow.stage.rate_limit:
+        return Cause("bottleneck", name, f"its rate={slow.stage.rate_limit:g} lets no more items start")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
         why += f"; {missing} of {slow.stage.workers} have not started to work"

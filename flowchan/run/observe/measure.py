@@ -221,7 +221,13 @@ def _stage(about: _StageInput) -> StageStats:
         hosts=stage.placement.hosts, pids=about.pids, members_failed=members,
         working=len(about.worked.now), seconds=_seconds(about),
         per_worker=tuple(_worker(worker, about) for worker in about.worked.now), discarded=discarded,
+        rate_limit=stage.rate, starting=_starting(about),
     )  # fmt: skip
+
+
+def _starting(about: _StageInput) -> int:
+    """Return the number of workers that have not begun. Those that gather results build no callable."""
+    return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 
 def _seconds(about: _StageInput) -> WorkSeconds:

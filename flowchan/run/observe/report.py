@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowchan.declare.operators import OPERATORS
-from flowchan.run.policy.explain import amount
+from flowchan.run.policy.explain import amount, starting_text
 from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState, RunStats, StageStats
 
 
@@ -42,9 +42,10 @@ def bottleneck_text(stats: RunStats) -> str:
     if slow is None:
         return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
+    limit = "" if slow.rate_limit is None else f" of at most {slow.rate_limit:g}/s"
     return (
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
-        f"on={slow.on!r}, {rate(slow.rate)})"
+        f"on={slow.on!r}, {rate(slow.rate)}{limit})"
     )
 
 
@@ -73,6 +74,11 @@ def rate(number: float) -> str:
 def share(part: float) -> str:
     """Format a fraction as a percentage."""
     return f"{100 * part:.0f} %"
+
+
+def workers_text(stage: StageStats) -> str:
+    """Return the number of workers, their placement, and how many of them are starting."""
+    return ", ".join(filter(None, [f"{count(stage.workers)} {stage.on}", starting_text(stage)]))
 
 
 def _after(stats: RunStats) -> str:
@@ -137,7 +143,7 @@ def _stage_table(stats: RunStats, width: int) -> str:
         [
             stage.name,
             stage.kind,
-            f"{count(stage.workers)} {stage.on}",
+            workers_text(stage),
             count(stage.items_in),
             count(stage.items_out),
             count(stage.failed),

@@ -15,7 +15,10 @@ def explain(stats: RunStats) -> str:
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
     for stage in stats.stages:
         if stage.alive:
-            lines.append(f"  {_name(stage)} {'; '.join(_waits(stage, stats.edges, stages)) or _works(stage)}")
+            does = _waits(stage, stats.edges, stages) or [_works(stage)]
+            if stage.state == "running" and stage.starting:
+                does.append(f"{stage.starting} of its {stage.alive} workers are starting")
+            lines.append(f"  {_name(stage)} {'; '.join(does)}")
     return "\n".join(lines)
 
 
@@ -52,7 +55,16 @@ def _is_unread(stage: StageStats) -> bool:
     return OPERATORS[stage.kind].gathers and stage.in_hand == 0
 
 
+def starting_text(stage: StageStats) -> str:
+    """Return "starting", or how many workers start if others work already; empty if none starts."""
+    if not stage.starting:
+        return ""
+    return "starting" if stage.state == "starting" else f"{stage.starting} starting"
+
+
 def _works(stage: StageStats) -> str:
+    if stage.state == "starting":
+        return "is starting: no worker has built its callable yet"
     if _is_unread(stage):
         return "waits for the program to read it with run.iter() or run.wait()"
     return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
@@ -99,4 +111,6 @@ def _other(stage: StageStats | None, name: str) -> str:
         )
     if _is_unread(stage):
         return f"{name!r} waits for the program to read it"
+    if stage.state == "starting":
+        return f"{name!r} is starting"
     return f"{name!r} is busy {100 * stage.busy:.0f} %"

@@ -16,6 +16,13 @@ RETIRED = 79
 """Exit code of a worker process that asks to be replaced, which does not count as a death (Retires)."""
 
 
+class OwnEnd(BaseException):
+    """Signal that one of the worker's own channels has closed or broken. The cause has the details.
+
+    A separate class is needed because the user's code may raise the same exceptions for another channel.
+    """
+
+
 class ItemFailed(FlowchanError):
     """Signal inside a worker that the function failed for ``item``.
 

@@ -11,6 +11,7 @@ from typing import Literal
 from flowchan.channel.channel import Holder
 
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
+StageState = Literal["starting", "running", "ended"]
 
 
 CauseKind = Literal[
@@ -170,6 +171,9 @@ class StageStats:
         working: Number of workers that have started to work and have not ended.
         seconds: Time spent by all workers.
         per_worker: Statistics of each working worker.
+        rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
+            waits for the start of its item counts as working.
+        starting: Number of workers that have not built their callables yet.
 
     Example:
         >>> from flowchan import Graph
@@ -208,6 +212,18 @@ class StageStats:
     seconds: WorkSeconds = WorkSeconds()
     per_worker: tuple[WorkerStats, ...] = ()
     discarded: int = 0
+    rate_limit: float | None = None
+    starting: int = 0
+
+    @property
+    def state(self) -> StageState:
+        """Return "starting" until a worker has built its callable, then "running", and "ended".
+
+        A stage is "starting" again if all its workers have died. An input has no workers and counts as ended.
+        """
+        if not self.alive:
+            return "ended"
+        return "starting" if self.starting >= self.alive else "running"
 
 
 @dataclass(frozen=True, slots=True)

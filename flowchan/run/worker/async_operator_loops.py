@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
+from flowchan.run.policy.failures import OwnEnd
 from flowchan.run.worker.item_timeout import set_message
-from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, OwnEnd, is_end_of
+from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, is_end_of
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
@@ -24,6 +26,7 @@ async def _call(job: OperatorJob, item: Any) -> Any:
     Return the result, or SKIPPED if the item has failed.
     """
     for attempt in range(1, job.retries + 2):
+        await _wait_for_start(job)
         try:
             async with asyncio.timeout(job.timeout) as limit:
                 return await job.function(item)
@@ -35,6 +38,12 @@ async def _call(job: OperatorJob, item: Any) -> Any:
             job.on_retry()
             await asyncio.sleep(job.retry_delay or 0.0)
     raise AssertionError("the loop above returns or raises")
+
+
+async def _wait_for_start(job: OperatorJob) -> None:
+    """Wait until the next item or retry may start, if the rate of the stage is limited."""
+    if job.pace is not None:
+        await asyncio.sleep(max(0.0, job.pace.take_start() - time.monotonic()))
 
 
 async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
@@ -80,6 +89,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     async for item in items:
         emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
+            await _wait_for_start(job)
             try:
                 async with (
                     asyncio.timeout(job.timeout) as limit,

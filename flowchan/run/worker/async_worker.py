@@ -155,7 +155,7 @@ def work_together(
             join_ports(ports, stage)
             async with built_async(stage.function) as function:
                 job = job_of(worker, stage, ports, function, tell, False)
-                job.timeout = stage.timeout
+                job.timeout, job.pace = stage.timeout, ports.pace
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
                 await stage.operator.run_async()(job, **ends_of(job, stage, ports))

@@ -15,6 +15,7 @@ from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.declare.values import Edge
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan, PlannedWorker
+from flowchan.run.worker.pace import Pace, pace_of
 
 Channels = Mapping[str, Channel[Any]]
 
@@ -26,6 +27,8 @@ class Ports:
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
+    pace: Pace | None = None
+    """Times at which the workers of the stage start items, if its rate is limited."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -69,11 +72,12 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Open channels, ``ports`` by worker and ``inputs`` by stage name."""
+    """Open channels, ``ports`` by worker, and ``inputs`` and ``paces`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
     inputs: dict[str, Out[Any] | Addressed]
+    paces: dict[str, Pace | None]
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
@@ -85,7 +89,9 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
         channels[name]._leaves_host()
     inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
-    return OpenedPlan(channels, {worker.id: open_ports(worker, channels) for worker in workers}, inputs)
+    paces = {stage.name: pace_of(stage) for stage in plan.graph.stages}
+    ports = {worker.id: open_ports(worker, channels, paces[worker.id.stage]) for worker in workers}
+    return OpenedPlan(channels, ports, inputs, paces)
 
 
 def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
@@ -95,8 +101,8 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(worker: PortNames, channels: Channels) -> Ports:
-    """Open the ports of one worker.
+def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) -> Ports:
+    """Open the ports of one worker. ``pace`` limits the rate of its stage.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
     conclude that its last writer or reader has gone.
@@ -110,6 +116,7 @@ def open_ports(worker: PortNames, channels: Channels) -> Ports:
         {port: supervised(channels[name].reader()) for port, name in worker.inputs.items()},
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
+        pace,
     )
 
 

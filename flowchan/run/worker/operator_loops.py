@@ -24,12 +24,11 @@ from flowchan.items.combining import Reduced, reduced
 from flowchan.items.failed import Failed
 from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
-from flowchan.run.policy.failures import ItemFailed, Portable, died_over, text_of
+from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
+from flowchan.run.worker.pace import Pace, wait_until
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 
 SKIPPED: Any = object()
-POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for broken channels while an item is waiting for its retry."""
 FAILED_ITEM_INTERVAL_S = 0.5
 """Minimum number of seconds between two reports of failed items from one worker."""
 
@@ -47,6 +46,7 @@ class OperatorJob:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
+    pace: Pace | None = None  # of an async function; otherwise the function waits for its own starts
     errors: Out[Failed[Any]] | None = None
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
@@ -77,11 +77,7 @@ class OperatorJob:
 
     def _pause(self) -> None:
         """Wait before a retry. Raise ``Broken`` if the run is aborted or fails before the wait is over."""
-        until = time.monotonic() + (self.retry_delay or 0.0)
-        while (remaining := until - time.monotonic()) > 0:
-            if self.is_over():
-                raise Broken("the run failed or was aborted while an item was waiting for its retry")
-            time.sleep(min(remaining, POLL_INTERVAL_S))
+        wait_until(time.monotonic() + (self.retry_delay or 0.0), self.is_over, "retry")
 
     def without_failed(self, items: Any, results: Any) -> Any:
         """Return the results of a batch without those of members that failed.
@@ -113,6 +109,8 @@ class OperatorJob:
         if isinstance(error, Dropped):
             self.unwanted += 1
             return
+        if isinstance(error, OwnEnd):
+            raise error.__cause__ or Closed from None
         if self.answering is not None and isinstance(error, Exception):
             item = self.answering.give_up(item, error)
             if item is NOTHING:
@@ -273,13 +271,6 @@ def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
         del item
 
 
-class OwnEnd(BaseException):
-    """Signal that the worker's own output has closed or broken. The cause has the details.
-
-    A separate class is needed because the user's code may raise the same exceptions for another channel.
-    """
-
-
 def put_or_end(out: Out[Any], output: Any) -> None:
     """Put an output while the user's iterator is running. Raise OwnEnd if ``out`` has ended."""
     try:
@@ -304,12 +295,7 @@ def _emit_outputs(job: OperatorJob, emit: Callable[[Any], Any], item: Any) -> No
     except OwnEnd as end:
         raise end.__cause__ or Closed from None
     except BaseException as error:
-        try:
-            job.recover(emit, item, error)
-        except ItemFailed as failed:
-            if isinstance(failed.__cause__, OwnEnd):
-                raise failed.__cause__.__cause__ or Closed from None
-            raise
+        job.recover(emit, item, error)
 
 
 def sink(job: OperatorJob, *, items: In[Any]) -> None:

@@ -14,12 +14,15 @@ import io
 import itertools
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
+from flowchan.errors import Full
+from flowchan.items.arguments import whole
 from flowchan.items.codec import Packed, Unreadable, pack, unpack
 from flowchan.items.text import short
 from flowchan.run.policy.events import Answered, Event, WorkerId
@@ -295,28 +298,47 @@ class Requests:
         self._failure = failure
         self._on_cancelled = on_cancelled
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the stage of the input
+        self._waiting_at: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._cancelled: CancelledRequests | None = None
         self._over = False
 
-    def begin(self, item: Any) -> tuple[Request, asyncio.Future[Any]]:
-        """Start a request, and return it with the future for its answer."""
+    @property
+    def waiting(self) -> int:
+        """Return the number of requests without an answer."""
+        return len(self._open)
+
+    def begin(
+        self, item: Any, stage: str, max_waiting: int | None = None
+    ) -> tuple[Request, asyncio.Future[Any]]:
+        """Start a request at input ``stage``, and return it with the future for its answer.
+
+        Raises ``Full`` if ``max_waiting`` requests at that input have no answer yet.
+        """
         import asyncio
 
+        if max_waiting is not None:
+            whole("ask", "max_waiting", max_waiting, 1)
         future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._over:
                 raise self._why()
+            if max_waiting is not None and self._waiting_at[stage] >= max_waiting:
+                raise Full(
+                    f"ask: max_waiting={max_waiting} requests at input {stage!r} have no answer yet; "
+                    "try again later"
+                )
             self._cancelled = self._cancelled or CancelledRequests()
             question = next(self._numbers)
-            self._open[question] = future
+            self._open[question] = stage, future
+            self._waiting_at[stage] += 1
             return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
         """Cancel a request whose caller is no longer waiting."""
         with self._lock:
-            if self._open.pop(question, None) is None or self._cancelled is None:
+            if self._take(question) is None or self._cancelled is None:
                 return
             self._cancelled.mark_cancelled(question)
         self._on_cancelled(question)
@@ -324,10 +346,17 @@ class Requests:
     def settle(self, question: int, value: Any, error: BaseException | None) -> None:
         """Deliver the first answer to a request, from any thread. Later answers are ignored."""
         with self._lock:
-            future = self._open.pop(question, None)
+            future = self._take(question)
         if future is not None:
             with contextlib.suppress(RuntimeError):  # the caller's event loop is closed
                 future.get_loop().call_soon_threadsafe(_settle, future, value, error)
+
+    def _take(self, question: int) -> asyncio.Future[Any] | None:
+        """Take out an open request under the lock, and return its future."""
+        stage, future = self._open.pop(question, ("", None))
+        if future is not None:
+            self._waiting_at[stage] -= 1
+        return future
 
     def end(self) -> None:
         """Fail all unanswered requests at the end of the run."""

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from flowchan.channel.channel import Channel, hears_aborts
+from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
 from flowchan.items.text import short
@@ -36,6 +37,7 @@ from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
+from flowchan.run.worker.pace import paced
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
 from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
@@ -184,6 +186,8 @@ def job_of(
             tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
     job.on_failed_item = report_failed_item
+    if ports.pace is not None and not is_async(function):
+        function = job.function = paced(function, ports.pace, job.is_over)
     if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)

@@ -1,0 +1,60 @@
+"""Summarise the health of a run, for the probes of a service manager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flowchan.declare.operators import OPERATORS
+from flowchan.declare.values import UNLIMITED_RESTARTS
+from flowchan.run.policy.restart_limit import restarts_used
+from flowchan.run.policy.stats import RunStats, StageState
+from flowchan.run.policy.transitions import PolicyState
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
+
+    Attributes:
+        ready: Whether the run takes items and no stage is "starting". It stays True while some workers of a
+            stage work and others start, after a death or ``run.scale()``. It is False after a stop.
+        failed: Whether the run has failed.
+        stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
+            "running" then, and "ended".
+        restarts_left: Number of restarts that each stage on processes has left at present. The next death
+            after them ends the run. Stages without a limit are left out.
+        waiting: Number of ``ask`` calls that wait for their answers.
+
+    Example:
+        >>> import dataclasses
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> questions = graph.input()
+        >>> answers = questions.map(str.upper, name="answer").collect()
+        >>> with graph.start() as run:
+        ...     ready = run.ready()
+        ...     health = run.health()
+        >>> health.ready, health.stages["answer"], health.waiting
+        (True, 'running', 0)
+    """
+
+    ready: bool
+    failed: bool
+    stages: dict[str, StageState]
+    restarts_left: dict[str, int]
+    waiting: int
+
+
+def health_of(stats: RunStats, state: PolicyState, failed: bool, waiting: int, now: float) -> Health:
+    """Return the health of a run at the time ``now``, with ``waiting`` requests."""
+    return Health(
+        stats.state == "running" and all(stage.state != "starting" for stage in stats.stages),
+        failed,
+        {stage.name: stage.state for stage in stats.stages if not OPERATORS[stage.kind].outside},
+        {
+            stage: limit - restarts_used(state, stage, now)
+            for stage, limit in state.limits.items()
+            if limit < UNLIMITED_RESTARTS
+        },
+        waiting,
+    )
