@@ -132,8 +132,7 @@ class TaskPool(Executor):
         Raises:
             TypeError: ``fn`` cannot be called.
             RuntimeError: The pool is closed.
-            concurrent.futures.BrokenExecutor: The whole pool has failed. This is a subclass of
-            ``RuntimeError``.
+            concurrent.futures.BrokenExecutor: The whole pool has failed.
         """
         if _exiting.is_set():
             raise RuntimeError("cannot schedule new futures after interpreter shutdown")

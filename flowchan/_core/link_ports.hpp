@@ -260,6 +260,10 @@ class Sink {
     bool on_demand = false;  // worker side: only a worker that waits needs an item
     // Owner side: whether puts of the other side are limited to granted room, and whether it waits for more.
     bool limited = false, wanted = false;
+    // Whether it waits for room or for a turn. `settling`: an item of its stream waits to be finished.
+    bool waits_to_put(bool settling) const {
+        return !over && (!staged.empty() || settling || waits_for_room());
+    }
     bool waits_for_room() const { return wanted && !over && staged.empty() && limit_sent <= used; }
     uint64_t limit_sent = 0;
     bool has_room(uint64_t prefetched);

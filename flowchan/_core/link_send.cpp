@@ -448,7 +448,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     bool again = false;
     for (Sink& sink : stream.sinks) {
         if (sink.check_ended()) return false;
-        if ((!sink.staged.empty() || stream.settling || sink.waits_for_room()) && !sink.over) {
+        if (sink.waits_to_put(stream.settling)) {
             again = !sink.queue_place.entered() || again;
             sink.enter_queue();
             watch(sink.queue_place, sink.ring);

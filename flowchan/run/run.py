@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import signal
 import sys
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from flowchan.channel.channel import Out
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
-from flowchan.items.arguments import finite_seconds, flag, refuses_misspelt, seconds, whole
+from flowchan.items.arguments import flag, refuses_misspelt, seconds, whole
 from flowchan.items.text import shown
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
-from flowchan.run.observe.feed import Subscription
-from flowchan.run.observe.measure import state_of
-from flowchan.run.observe.report import render
+from flowchan.run.interruption import Interruption
+from flowchan.run.observed_run import ObservedRun
 from flowchan.run.policy.decisions import AbortRequested, StopRequested
 from flowchan.run.policy.events import WorkerId
-from flowchan.run.policy.explain import explain
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
-from flowchan.run.policy.stats import RunState, RunStats
-from flowchan.run.readiness import Probed
 from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
 from flowchan.run.run_errors import failure_of_run
@@ -45,7 +39,7 @@ T = TypeVar("T")
 
 
 @methods_end_at_caller
-class Run(Probed):
+class Run(ObservedRun):
     """Run of a graph, which has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
     Use it as a context manager. Leaving the block closes the inputs and waits until the run has ended. If an
@@ -72,12 +66,12 @@ class Run(Probed):
         self._crew = CrewRouter(self._ports, pooled)
         self._supervisor = Supervisor(plan, self._crew, self._ports)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
+        self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
         # weak, so that a run is freed without a garbage collection
         interrupted = weakref.WeakMethod(self._interrupted)
         self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
         self._in_block = False
         self._answering: set[str] = set()  # inputs that ask() has used
-        self._results: Results | None = None  # the results in Interrupted
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
         failure = weakref.WeakMethod(self._failure)
@@ -278,13 +272,13 @@ class Run(Probed):
             self.wait()
             raise
         except KeyboardInterrupt as interrupt:
-            self._end_interrupted(signal_of(interrupt))
+            self._interruption.end(signal_of(interrupt))
         except GeneratorExit:
             if self._in_block:
                 if self._interrupts.seen:
                     gathering.keep(stage)
             elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
-                self._finish()
+                self._interruption.finish()
                 error.__cause__ = self._failure()
             raise
         finally:
@@ -321,7 +315,7 @@ class Run(Probed):
         """
         try:
             with interrupts_deferred():
-                if self._results is None:
+                if self._interruption.results is None:
                     self._gathering.leave_kept()
                 self._gathering.begin()
             if not self._supervisor.wait(timeout):
@@ -330,7 +324,7 @@ class Run(Probed):
                     "again, or call stop()"
                 )
         except KeyboardInterrupt as interrupt:
-            self._end_interrupted(signal_of(interrupt))
+            self._interruption.end(signal_of(interrupt))
         failure = self._failure()
         self._supervisor.unreported.clear()
         try:
@@ -444,71 +438,12 @@ class Run(Probed):
             )
         self._supervisor.ask(Scale(name, workers))
 
-    def _end_interrupted(self, number: int, again: bool = False) -> NoReturn:
-        """End the run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results.
-
-        Args:
-            number: Number of the signal.
-            again: Whether the signal has already arrived twice, so that the run must be aborted.
-        """
-        self._finish(number, again)
-        assert self._results is not None
-        outcome = self._results, self.report()
-        raise self._interruption(lambda _: outcome, number) from self._failure()
-
     def _interrupted(self) -> Interrupted | None:
         """Return the error to raise for Ctrl-C in the body of a loop over items, outside of a ``with`` block.
 
         The run is ended when the exception leaves the loop, or when the results are read from it.
         """
-        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption(self._tell)
-
-    def _interruption(
-        self,
-        tell: Callable[[Interrupted], tuple[Mapping[Stream[Any], Any], str]],
-        number: int = signal.SIGINT,
-    ) -> Interrupted:
-        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report contain what was finished", tell, number)
-
-    def _tell(self, error: Interrupted) -> tuple[Results, str]:
-        if self._results is None:
-            self._finish()
-            error.__cause__ = self._failure()
-        assert self._results is not None
-        return self._results, self.report()
-
-    def _finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
-        """Stop the run and wait until everything in flight is finished.
-
-        Another interrupt aborts the run, and one more ends the wait. Each step prints a line.
-        """
-        key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        try:
-            with interrupts_deferred():
-                if self._supervisor.state.phase == "running" and not again:
-                    _print_notice(
-                        f"stopping: finishing the items in flight; press {key} again to discard them"
-                    )
-                self.stop()
-                for out in self._ports.inputs.values():
-                    out.close()
-                self._gathering.take_in_the_rest()
-                self._gathering.begin()
-            if again:
-                raise KeyboardInterrupt
-            self._supervisor.wait()
-            if self._supervisor.state.aborted:
-                _print_notice("aborted: items in flight were discarded")
-        except KeyboardInterrupt:
-            with contextlib.suppress(KeyboardInterrupt):
-                self.abort()
-                _print_notice("aborted: items in flight were discarded")
-                self._supervisor.wait()
-        ended = self._supervisor.ended.is_set()
-        self._results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
-        self._supervisor.unreported.clear()
+        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption.error()
 
     def __enter__(self) -> Run:
         self._interrupts.open()
@@ -521,16 +456,16 @@ class Run(Probed):
         self._interrupts.close()
         self._in_block = False
         if isinstance(error, KeyboardInterrupt):
-            own = self._results
+            own = self._interruption.results
             if own is None or not isinstance(error, Interrupted) or error.results is not own:
-                self._end_interrupted(signal_of(error))
+                self._interruption.end(signal_of(error))
             return
         if error is None:
             self._end_block()
             return
         cancelled = getattr(sys.modules.get("asyncio"), "CancelledError", ())
         if isinstance(error, cancelled) and self._interrupts.handled:  # asyncio turns Ctrl-C into this error
-            self._finish()
+            self._interruption.finish()
             return
         self._break_block(error)
 
@@ -552,114 +487,5 @@ class Run(Probed):
             if isinstance(error, Broken):
                 raise
 
-    # --- statistics ---
-
-    @property
-    def state(self) -> RunState:
-        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
-        return state_of(self._supervisor.state)
-
-    @refuses_misspelt("stats")
-    def stats(self, *, window: float | None = None) -> RunStats:
-        """Return the current statistics of the run (R8).
-
-        Args:
-            window: Seconds to which rates, shares and the cause refer (default: the whole run). The
-                ``window`` of the result is the actual length. It may be up to half a second longer, or
-                shorter if the run has not lasted that long.
-
-        Returns:
-            Statistics of the stages, the channels and the hosts.
-
-        Raises:
-            TypeError: ``window`` is not a number.
-            ValueError: ``window`` is negative.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph()
-            >>> graph.source(range(3)).map(str, name="show").sink(len)
-            >>> run = graph.start()
-            >>> results = run.wait()
-            >>> [(stage.name, stage.items_in) for stage in run.stats().stages]
-            [('source', 0), ('show', 3), ('len', 3)]
-        """
-        return self._supervisor.stats(seconds("stats", "window", window))
-
-    @refuses_misspelt("subscribe")
-    def subscribe(
-        self,
-        *,
-        stats: Callable[[RunStats], object] | None = None,
-        events: Callable[[Any], object] | None = None,
-        every: float = 1.0,
-    ) -> Subscription:
-        """Call functions with the statistics and events of the run.
-
-        All subscribers of the run are called on the same thread. A subscriber must not wait for the run. If a
-        subscriber raises, it is not called again, and the run continues.
-
-        Args:
-            stats: Function that is called with the result of :meth:`stats`: at once, every ``every`` seconds,
-                and once after the run has ended.
-            events: Function that is called with each event of the run: workers that start, begin, end, fail
-                or die, retries, stops and aborts.
-            every: Seconds between two calls of ``stats``.
-
-        Returns:
-            The subscription. Close it, or leave its ``with`` block, to stop the calls.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph()
-            >>> graph.source(range(3)).sink(str)
-            >>> states = []
-            >>> with graph.start() as run, run.subscribe(stats=lambda stats: states.append(stats.state)):
-            ...     results = run.wait()
-            >>> states[-1]
-            'done'
-        """
-        return self._supervisor.feed.subscribe(
-            stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
-        )
-
-    def report(self) -> str:
-        """Return a report of the run as text.
-
-        Returns:
-            The bottleneck, tables of the stages and channels, and a count of each stage's items.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph("words")
-            >>> graph.source(["a", "bb"]).sink(len)
-            >>> run = graph.start()
-            >>> results = run.wait()
-            >>> print(run.report())
-            graph 'words': done after ...
-        """
-        return render(self.stats())
-
-    def explain(self) -> str:
-        """Explain what each stage is waiting for.
-
-        Returns:
-            Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
-            so far and the state of the stage on the other end.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph()
-            >>> items = graph.input()
-            >>> items.sink(print)
-            >>> with graph.start() as run:
-            ...     text = run.explain()
-        """
-        return explain(self.stats())
-
     def __repr__(self) -> str:
         return f"<Run of {self._plan.graph.name!r}: {self.stats().state}>"
-
-
-def _print_notice(text: str) -> None:
-    print(f"flowchan: {text}", file=sys.stderr)

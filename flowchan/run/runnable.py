@@ -81,7 +81,7 @@ class Runnable(ABC):
                 graph._started.update(stage.name for stage in graph.stages)
         except KeyboardInterrupt as interrupt:
             if run is not None:
-                run._end_interrupted(signal_of(interrupt), again=deferral.deferred > 1)
+                run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
             raise
         return run
 
@@ -133,5 +133,5 @@ class Runnable(ABC):
                 return run.wait()
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):
-                    run._end_interrupted(signal_of(interrupt), again=deferral.deferred > 1)
+                    run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
                 raise

@@ -170,7 +170,7 @@ class WorkerPool(Runnable):
         if not isinstance(error, KeyboardInterrupt):
             run._break_block(error)
         elif not run._supervisor.ended.is_set():
-            run._finish()
+            run._interruption.finish()
 
     def _end(self, at_once: bool = False) -> list[tuple[WorkerId, BaseException]]:
         """End all processes, and return the errors raised by closing their callables.

@@ -125,6 +125,9 @@ class Plan:
     def is_fixed(self, stage: Stage) -> str:
         """Explain why the number of the stage's workers cannot change during the run.
 
+        Args:
+            stage: A stage of the graph.
+
         Returns:
             A description of the stage, such as "a map on hosts"; empty if the number can change.
         """

@@ -241,6 +241,10 @@ class Answering:
 def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], None]) -> Any:
     """Deliver the answers in an item that has reached an end of the graph.
 
+    Args:
+        item: An item, or a batch of items.
+        settle: Function that takes the number of a request, its answer and its error.
+
     Returns:
         The rest of the item: the members without a caller, or ``NOTHING``.
     """

@@ -1,0 +1,114 @@
+"""End a run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+from flowchan.errors import Interrupted
+from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.observe.report import render
+from flowchan.run.policy.decisions import AbortRequested, StopRequested
+from flowchan.run.policy.plan import Plan
+from flowchan.run.results import ResultGathering, Results
+from flowchan.run.run_errors import failure_of_run
+from flowchan.run.supervisor import Supervisor
+from flowchan.transport.interrupts import interrupts_deferred
+
+Outcome: TypeAlias = tuple[Results, str]
+"""Results and report of a run."""
+
+
+class Interruption:
+    """Ends a run after Ctrl-C or SIGTERM.
+
+    Args:
+        plan: Plan of the run.
+        supervisor: Supervisor of the run.
+        ports: Ports of the program.
+        gathering: Results of the run.
+    """
+
+    def __init__(
+        self, plan: Plan, supervisor: Supervisor, ports: RunPorts, gathering: ResultGathering
+    ) -> None:
+        self._plan, self._supervisor, self._ports, self._gathering = plan, supervisor, ports, gathering
+        self.results: Results | None = None
+        """Results in ``Interrupted``; None until an interrupt has ended the run."""
+
+    def end(self, number: int, again: bool = False) -> NoReturn:
+        """End the run, and raise ``Interrupted`` with its results.
+
+        Args:
+            number: Number of the signal.
+            again: Whether the signal has already arrived twice, so that the run must be aborted.
+
+        Raises:
+            Interrupted: Always.
+        """
+        self.finish(number, again)
+        assert self.results is not None
+        outcome = self.results, render(self._supervisor.stats())
+        raise self._error(lambda _: outcome, number) from self._failure()
+
+    def error(self) -> Interrupted:
+        """Return the error to raise for Ctrl-C. Reading its results ends the run if it is still going on."""
+        return self._error(self._tell)
+
+    def _error(self, tell: Callable[[Interrupted], Outcome], number: int = signal.SIGINT) -> Interrupted:
+        how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        message = f"the run of graph {self._plan.graph.name!r} was {how}"
+        return Interrupted(f"{message}; .results and .report contain what was finished", tell, number)
+
+    def _tell(self, error: Interrupted) -> Outcome:
+        if self.results is None:
+            self.finish()
+            error.__cause__ = self._failure()
+        assert self.results is not None
+        return self.results, render(self._supervisor.stats())
+
+    def finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
+        """Stop the run and wait until everything in flight is finished.
+
+        Another interrupt aborts the run, and one more ends the wait. Each step prints a line.
+
+        Args:
+            number: Number of the signal.
+            again: Whether to abort the run at once.
+        """
+        key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        supervisor = self._supervisor
+        try:
+            with interrupts_deferred():
+                if supervisor.state.phase == "running" and not again:
+                    _print_notice(
+                        f"stopping: finishing the items in flight; press {key} again to discard them"
+                    )
+                supervisor.ask(StopRequested(None, True))
+                for out in self._ports.inputs.values():
+                    out.close()
+                self._gathering.take_in_the_rest()
+                self._gathering.begin()
+            if again:
+                raise KeyboardInterrupt
+            supervisor.wait()
+            if supervisor.state.aborted:
+                _print_notice("aborted: items in flight were discarded")
+        except KeyboardInterrupt:
+            with contextlib.suppress(KeyboardInterrupt):
+                supervisor.ask(AbortRequested())
+                _print_notice("aborted: items in flight were discarded")
+                supervisor.wait()
+        ended = supervisor.ended.is_set()
+        self.results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
+        supervisor.unreported.clear()
+
+    def _failure(self) -> Exception | None:
+        return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
+
+
+def _print_notice(text: str) -> None:
+    print(f"flowchan: {text}", file=sys.stderr)

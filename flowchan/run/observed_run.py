@@ -1,0 +1,193 @@
+"""Methods of a run that only observe it: state, statistics, reports and probes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
+from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.run.interruption import Interruption
+from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.measure import state_of
+from flowchan.run.observe.report import render
+from flowchan.run.policy.explain import explain
+from flowchan.run.policy.health import Health
+from flowchan.run.policy.stats import RunState, RunStats
+from flowchan.run.readiness import health, wait_until_ready
+from flowchan.run.results import Results
+from flowchan.run.supervisor import Supervisor
+from flowchan.transport.interrupts import signal_of
+
+
+@methods_end_at_caller
+class ObservedRun(ABC):
+    """Base class of :class:`~flowchan.Run` with the methods that only observe the run."""
+
+    _supervisor: Supervisor
+    _interruption: Interruption
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> Results: ...
+
+    @abstractmethod
+    def _failure(self) -> Exception | None: ...
+
+    @property
+    def state(self) -> RunState:
+        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        return state_of(self._supervisor.state)
+
+    @refuses_misspelt("stats")
+    def stats(self, *, window: float | None = None) -> RunStats:
+        """Return the current statistics of the run (R8).
+
+        Args:
+            window: Seconds to which rates, shares and the cause refer (default: the whole run). The
+                ``window`` of the result is the actual length. It may be up to half a second longer, or
+                shorter if the run has not lasted that long.
+
+        Returns:
+            Statistics of the stages, the channels and the hosts.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is negative.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, name="show").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> [(stage.name, stage.items_in) for stage in run.stats().stages]
+            [('source', 0), ('show', 3), ('len', 3)]
+        """
+        return self._supervisor.stats(seconds("stats", "window", window))
+
+    @refuses_misspelt("subscribe")
+    def subscribe(
+        self,
+        *,
+        stats: Callable[[RunStats], object] | None = None,
+        events: Callable[[Any], object] | None = None,
+        every: float = 1.0,
+    ) -> Subscription:
+        """Call functions with the statistics and events of the run.
+
+        All subscribers of the run are called on the same thread. A subscriber must not wait for the run. If a
+        subscriber raises, it is not called again, and the run continues.
+
+        Args:
+            stats: Function that is called with the result of :meth:`stats`: at once, every ``every`` seconds,
+                and once after the run has ended.
+            events: Function that is called with each event of the run: workers that start, begin, end, fail
+                or die, retries, stops and aborts.
+            every: Seconds between two calls of ``stats``.
+
+        Returns:
+            The subscription. Close it, or leave its ``with`` block, to stop the calls.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> states = []
+            >>> with graph.start() as run, run.subscribe(stats=lambda stats: states.append(stats.state)):
+            ...     results = run.wait()
+            >>> states[-1]
+            'done'
+        """
+        return self._supervisor.feed.subscribe(
+            stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
+        )
+
+    def report(self) -> str:
+        """Return a report of the run as text.
+
+        Returns:
+            The bottleneck, tables of the stages and channels, and a count of each stage's items.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph("words")
+            >>> graph.source(["a", "bb"]).sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> print(run.report())
+            graph 'words': done after ...
+        """
+        return render(self.stats())
+
+    def explain(self) -> str:
+        """Explain what each stage is waiting for.
+
+        Returns:
+            Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
+            so far and the state of the stage on the other end.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> items = graph.input()
+            >>> items.sink(print)
+            >>> with graph.start() as run:
+            ...     text = run.explain()
+        """
+        return explain(self.stats())
+
+    @refuses_misspelt("ready")
+    def ready(self, timeout: float | None = None) -> bool:
+        """Wait until all workers of all stages have built their callables.
+
+        Args:
+            timeout: Seconds to wait; 0 does not wait (default: no limit).
+
+        Returns:
+            True if all workers can take items. False if some can't after ``timeout`` seconds, or if the run
+            was stopped or has ended.
+
+        Raises:
+            RunError: A stage failed.
+            Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> class Model:
+            ...     def __init__(self) -> None:
+            ...         self.weights = 2  # loads for a minute
+            ...     def __call__(self, number: int) -> int:
+            ...         return self.weights * number
+            >>> graph = Graph()
+            >>> numbers = graph.input()
+            >>> numbers.map(Model).sink(print)
+            >>> with graph.start() as run:
+            ...     run.ready(timeout=60)
+            True
+        """
+        limit = pause("ready", "timeout", timeout)
+        try:
+            ready = wait_until_ready(self._supervisor, limit)
+        except KeyboardInterrupt as interrupt:
+            self._interruption.end(signal_of(interrupt))
+        if self._supervisor.ended.is_set() and self._failure() is not None:
+            self.wait()
+        return ready
+
+    def health(self) -> Health:
+        """Return the present health of the run: whether it is ready, its stages, and its waiting requests.
+
+        Returns:
+            The health, for the probes of a service manager.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.input().sink(print, name="show")
+            >>> with graph.start() as run:
+            ...     failed = run.health().failed
+            >>> failed, run.health().ready, run.health().stages
+            (False, False, {'show': 'ended'})
+        """
+        return health(self._supervisor)
