@@ -156,7 +156,7 @@ def test_ready_run_on_hosts() -> None:
 
 def test_interrupt_during_ready_raises_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "flowchan.run.readiness.wait_until_ready", lambda *_: signal.raise_signal(signal.SIGINT)
+        "flowchan.run.observed_run.wait_until_ready", lambda *_: signal.raise_signal(signal.SIGINT)
     )
     graph = Graph("interrupted")
     graph.source(range(3)).collect(name="numbers")
