@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from ray.util.queue import Queue
 
-from benchmarks.far import cut
 from benchmarks.harness import Case, Effort, Report, Row, at_least, in_words, throughput
 from benchmarks.links import LINK, move
+from benchmarks.slow_connections import cut
 from benchmarks.tasks import identity, megabyte
 from benchmarks.wordcount import in_parallel, job, sequential
 from flowchan import Graph

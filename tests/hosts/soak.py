@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import psutil
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Graph, Reduced
 from flowchan.hosts.host_pool import Pool
 from flowchan.run.policy import decisions

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Graph, Run
 from flowchan.hosts import local
 from flowchan.hosts.agent_handle import AgentHandle

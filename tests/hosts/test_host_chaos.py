@@ -16,7 +16,7 @@ import pytest
 from hosted import agents, workers_of
 from support.gangs import in_step
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Graph
 from flowchan.hosts import local, worker_ports
 from flowchan.run.policy import decisions

@@ -19,7 +19,7 @@ from support.network_proxy import Wire, wired
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Deadlock, Graph, In, Out, Run, RunError, StageError
 from flowchan.hosts import local
 from flowchan.hosts.hosts_part import HostsPart

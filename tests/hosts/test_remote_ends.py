@@ -17,7 +17,7 @@ import pytest
 from support.peers import HostPeer, ProcessPeer, ThreadPeer, child_of_multiprocessing
 from support.waiting import wait_stats, wait_until
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Broken, Channel, Closed, HostError, WorkerDied
 from flowchan.hosts import open_channel, serve
 from flowchan.pipelines import Server

@@ -14,7 +14,7 @@ import pytest
 from support.peers import HostPeer, ThreadPeer
 from support.waiting import wait_blocked, wait_stats, wait_until
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Broken, Channel, Closed, Drained, HostError, NothingReady, Selected, select
 from flowchan.hosts import serve
 from flowchan.remote import serving

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.far import delay_between
+from benchmarks.slow_connections import delay_between
 from flowchan import Broken, Channel, _core
 
 

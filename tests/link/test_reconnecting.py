@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.far import cut
+from benchmarks.slow_connections import cut
 from flowchan import Channel
 from flowchan.transport import link_events
 from flowchan.transport.dial import reach
