@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from benchmarks.links import LINK, move
 from benchmarks.slow_connections import cut
 from benchmarks.tasks import identity, megabyte
 from benchmarks.wordcount import in_parallel, job, sequential
-from flowchan import Graph
-from flowchan.hosts import local
+from flowchan import Channel, Graph
+from flowchan.hosts import local, open_channel
 
 ISOLATES = (
     "All hosts are agents on this machine, connected over loopback. The first run starts a process that forks"
@@ -27,7 +28,8 @@ ISOLATES = (
     "workers. For arrays between hosts and the comparison with Ray, the clock runs only from the first "
     "output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a link. "
     "Arrays from host to host all pass through the driver. The direct path is one link between two "
-    "processes. Both create a fresh array for each item."
+    "processes. Both create a fresh array for each item. Ints from another program are put into a channel across"
+    " hosts, through the channel itself or through a port."
 )
 
 
@@ -38,6 +40,7 @@ def measure(effort: Effort) -> Report:
     _beside_processes(report, longer)
     _beside_a_direct_path(report, longer)
     _with_breaks(report, longer)
+    _remote_puts(report, effort)
     _starts(report, effort)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
@@ -108,6 +111,37 @@ def _with_breaks(report: Report, effort: Effort) -> None:
     cases = [throughput(name, way, effort) for name, way in moves.items()]
     broken, whole = report.interleave("map of the identity over a host", cases, effort.rounds)
     report.rows.append(at_least(0.9, broken, whole))
+
+
+def _remote_puts(report: Report, effort: Effort) -> None:
+    ways = {"channel.put": False, "channel.writer().put": True}
+    cases = [
+        throughput(name, partial(_receive_remote_puts, with_port), effort) for name, with_port in ways.items()
+    ]
+    plain, port = report.interleave("ints from another program into a channel", cases, effort.rounds)
+    report.rows.append(at_least(0.5, plain, port))
+
+
+def _receive_remote_puts(with_port: bool, count: int) -> float:
+    numbers = Channel(1024, across="hosts")
+    arguments = numbers.address, numbers.secret, with_port, count + 1
+    # a spawned process opens the channel remotely; a forked one would have the owner's object
+    program = multiprocessing.get_context("spawn").Process(target=_put_remotely, args=arguments)
+    program.start()
+    numbers.get()
+    began = time.perf_counter()
+    if sum(numbers.get() for _ in range(count)) != sum(range(1, count + 1)):
+        raise AssertionError("a wrong number arrived")
+    took = time.perf_counter() - began
+    program.join()
+    return took
+
+
+def _put_remotely(address: str, secret: bytes, with_port: bool, count: int) -> None:
+    numbers = open_channel(address, secret)
+    put = numbers.writer().put if with_port else numbers.put
+    for number in range(count):
+        put(number)
 
 
 def _starts(report: Report, effort: Effort) -> None:
