@@ -28,8 +28,8 @@ ISOLATES = (
     "workers. For arrays between hosts and the comparison with Ray, the clock runs only from the first "
     "output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a link. "
     "Arrays from host to host all pass through the driver. The direct path is one link between two "
-    "processes. Both create a fresh array for each item. Ints from another program are put into a channel across"
-    " hosts, through the channel itself or through a port."
+    "processes. Both create a fresh array for each item. Ints from another program are put into a channel "
+    "across hosts, through the channel itself or through a port."
 )
 
 
