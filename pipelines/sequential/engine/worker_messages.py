@@ -96,6 +96,19 @@ class Evaluate(NamedTuple):
     changed: list[Numbers]
 
 
+class SaveState(NamedTuple):
+    """Command to return a copy of the state of the optimizers."""
+
+    changed: list[Numbers]
+
+
+class LoadState(NamedTuple):
+    """Command to load the states of the optimizers, one for each part of the worker."""
+
+    optimizers: list[Any]
+    changed: list[Numbers]
+
+
 class Forward(NamedTuple):
     """Command to compute the outputs of a call.
 
@@ -152,6 +165,7 @@ class WorkerAnswer(NamedTuple):
     The worker of the last part reports the ``loss`` of a step. ``square`` is the sum of squares of all
     gradients. ``gradients`` are those of the parameters. ``communication`` is the CPU time in seconds spent
     on sending and receiving. ``changed`` holds the changes of a worker on another host, for each part.
+    ``optimizers`` holds the saved states of its optimizers, for each part.
     """
 
     worker: int
@@ -162,3 +176,4 @@ class WorkerAnswer(NamedTuple):
     communication: float = 0.0
     changed: Sequence[Numbers] = ()
     failure: PartFailure | None = None
+    optimizers: Sequence[Any] = ()
