@@ -31,6 +31,8 @@ class Group(GroupSteps):
     Attributes:
         rank: Number of this member, from 0.
         size: Number of members.
+        local_rank: Number of this member among those of its host, from 0: the index of its device.
+        local_size: Number of members on the host of this member.
         name: Name of the group in messages; may be empty.
         leaders: On rank 0 of a group made by :meth:`split`, the group of the first members of all parts; else
             None.
@@ -65,6 +67,16 @@ class Group(GroupSteps):
         self._failure: BaseException | None = None
         self._later = None
         self._begin_algorithms()
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this member among those of its host, from 0."""
+        return self.rank
+
+    @property
+    def local_size(self) -> int:
+        """Return the number of members on the host of this member."""
+        return self.size
 
     _loads = staticmethod(loads)
 

@@ -273,9 +273,9 @@ class Training:
         layers that draw random numbers, also save ``torch.get_rng_state()``.
 
         Returns:
-            A dictionary with the keys ``"module"`` (its ``state_dict``), ``"parts"`` (the number of layers in
-            each part), ``"steps"``, ``"optimizer"`` (its class name), and ``"optimizers"`` (one
-            ``state_dict`` per part). An entry of a part without parameters is ``None``, as is ``"parts"``
+            A dictionary. Its keys are ``"module"`` (a ``state_dict``), ``"parts"`` (the number of layers in
+            each part), ``"steps"``, ``"optimizer"`` (the class name), and ``"optimizers"`` (a ``state_dict``
+            per part). An entry of a part without parameters is ``None``, as is ``"parts"``
             until the first batch has decided the cut.
 
         Raises:

@@ -56,6 +56,19 @@ def test_group_forms_from_environment_of_each_launcher(launcher: str) -> None:
     assert ended(launched(3, LAUNCHERS[launcher])) == [f"{rank} 3 6 [0, 1, 2]" for rank in range(3)]
 
 
+LOCAL = """
+from flowchan import collective
+with collective.group() as g:
+    print(g.local_rank, g.local_size)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_local_rank_is_known_under_each_launcher(launcher: str) -> None:
+    job = [scripts.start("-c", LOCAL, env=LAUNCHERS[launcher](rank, "2")) for rank in "01"]
+    assert ended(job) == ["0 2", "1 2"]
+
+
 def test_concurrent_jobs_form_separate_groups() -> None:
     """This also holds for a job that restarts at once with the same address."""
 
