@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Callable
 
 from flowchan.collective.call_arguments import seconds_argument
 from flowchan.collective.environment import Launched, place
@@ -43,6 +44,7 @@ def group(
     secret: bytes | None = None,
     name: str = "",
     timeout: float = 300.0,
+    publish: Callable[[str], object] | None = None,
 ) -> Group:
     """Make this process's member of a group.
 
@@ -56,17 +58,19 @@ def group(
         rank: Number of this member, from 0.
         size: Number of members, at most 1024.
         at: With ``secret`` the address where rank 0 listens, such as ``"10.0.0.1:4711"``; without it any text
-            that is equal on all members of one host.
+            that is equal on all members of one host. Port 0 lets rank 0 choose a free port to publish.
         secret: At least 16 bytes that all members know. It allows members on several hosts.
         name: Name of the group in messages.
         timeout: Seconds to wait for the other members (default 300).
+        publish: Function that rank 0 calls with its address once it listens, to give it to the other members.
 
     Returns:
         This member. Use it as a context manager or close it.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: An argument is out of range, or only some of ``rank``, ``size`` and ``at`` are given.
+        ValueError: An argument is out of range, only some of ``rank``, ``size`` and ``at`` are given, or the
+            members cannot know the port.
         TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
@@ -83,6 +87,8 @@ def group(
         [3, 3]
     """
     seconds_argument("group", "timeout", timeout)
+    if publish is not None and (at is None or secret is None):
+        raise ValueError("group: publish needs at= and secret=, because it publishes an address")
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
     if at is None or rank is None or size is None:
@@ -91,7 +97,7 @@ def group(
     whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
     if secret is not None:
-        return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name)
+        return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name, publish=publish)
     return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
 
 

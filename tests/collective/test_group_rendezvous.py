@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import queue
 import resource
 import subprocess
 import threading
@@ -17,9 +18,10 @@ from support.peers import ProcessPeer, ThreadPeer
 from support.preloaded_programs import Template
 from support.waiting import wait_until
 
-from flowchan import GroupError, collective
+from flowchan import GroupError, MemberDied, collective
 from flowchan.collective.environment import place
 from flowchan.collective.one_host import SharedGroup
+from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.host import meet
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -129,6 +131,58 @@ def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Te
     }[launcher]
     job = [begun(LAUNCHERS[launcher](rank, "2") | more) for rank in "01"]
     assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+
+
+JOINS = """
+import sys
+from flowchan import collective
+with collective.group(rank=1, size=2, at=sys.argv[1], secret=b"sixteen letters.") as g:
+    print(g.allreduce(2))
+"""
+
+
+def test_process_joins_at_the_published_port(caplog: pytest.LogCaptureFixture) -> None:
+    begun: list[Any] = []
+
+    def publish(at: str) -> None:
+        begun.extend((at, scripts.start("-c", JOINS, at)))
+
+    caplog.set_level("INFO", "flowchan.collective")
+    secret = b"sixteen letters."
+    with collective.group(rank=0, size=2, at="127.0.0.1:0", secret=secret, publish=publish) as g:
+        assert g.allreduce(1) == 3
+    at, other = begun
+    assert ended([other]) == ["3"]
+    assert f"rank 0 of 2 waits for the other members at {at}" in caplog.text
+
+
+def test_survivors_meet_again_at_the_published_port() -> None:
+    published: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def member(rank: int, at: str) -> Any:
+        publish = (lambda at: [published.put(at) for _ in range(2)]) if rank == 0 else None
+        with meet_at(at, b"sixteen letters.", rank, 3, 60, host=f"host {rank}", publish=publish) as g:
+            if rank == 2:
+                return None
+            with pytest.raises(MemberDied):
+                g.barrier()
+            with g.shrink(timeout=60) as smaller:
+                return smaller.allgather(rank)
+
+    first = ThreadPeer(member, 0, "127.0.0.1:0")
+    others = [ThreadPeer(member, rank, published.get(timeout=60)) for rank in (1, 2)]
+    assert [one.result() for one in (first, *others)] == [[0, 1], [0, 1], None]
+
+
+def test_unknown_port_raises_at_once() -> None:
+    where: Any = {"size": 2, "at": "127.0.0.1:0", "secret": b"sixteen letters."}
+    message = r"group: at must have a port that all members know, got '127.0.0.1:0'; "
+    with pytest.raises(ValueError, match=message + "pass publish=, or a free port"):
+        collective.group(rank=0, **where)
+    with pytest.raises(ValueError, match=message + "pass the address that rank 0 publishes"):
+        collective.group(rank=1, **where)
+    with pytest.raises(ValueError, match="publish needs at= and secret="):
+        collective.group(rank=0, size=2, at="text", publish=print)
 
 
 def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) -> threading.Thread:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import math
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flowchan.collective.deadline import countdown
@@ -38,19 +40,40 @@ rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
 
+log = logging.getLogger("flowchan.collective")
+
+Publish = Callable[[str], object]
+"""Gives the address of rank 0 to the other members."""
+
+
 def meet_at(
-    at: str, secret: bytes, rank: int, size: int, timeout: float, name: str = "", host: str | None = None
+    at: str,
+    secret: bytes,
+    rank: int,
+    size: int,
+    timeout: float,
+    name: str = "",
+    host: str | None = None,
+    publish: Publish | None = None,
 ) -> Group:
     """Return this process's member of the group that meets at the address ``at`` with the secret.
 
-    ``host`` identifies the host (default: detected).
+    ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raises
+    ``ValueError`` if the other members cannot know the port.
     """
-    where, _ = split(at)
+    where, port = split(at)
+    if port == 0 and size > 1 and (rank or publish is None):
+        remedy = "pass the address that rank 0 publishes" if rank else "pass publish=, or a free port"
+        raise ValueError(f"group: at must have a port that all members know, got {at!r}; {remedy}")
     remaining = countdown(timeout)
     try:
         if rank == 0:
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
                 with AuthenticatedListener(listen(at), secret, {"rank": 0}) as listener:
+                    at = listener.address if port == 0 else at
+                    log.info("rank 0 of %d waits for the other members at %s", size, at)
+                    if publish is not None:
+                        publish(at)
                     coordinator.assemble(listener.accept)
                 met = meet_by(coordinator.gather, 0, Connector(secret, where), remaining() or 0.0, name, host)
         else:
