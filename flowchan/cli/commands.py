@@ -288,7 +288,7 @@ def launch(
 ) -> None:
     """Run N processes of SCRIPT as the members of a group, on this host or on several.
 
-    Every host must have SCRIPT at the same path. Each process has the environment variables of torchrun, so
+    Every host must have SCRIPT at the same path; a relative one counts from the current folder. Each process has the environment variables of torchrun, so
     flowchan.collective.group() and torch.distributed find the other members. The output of a process is shown
     with its rank. If a process fails, the others are ended, and the last line names the first failure.
 
@@ -300,6 +300,8 @@ def launch(
         )
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
+        # agents on other hosts run in other folders
+        script = str(Path(script).absolute()) if spec else script
     command = [*(["-m"] if module else []), script, *args]
     raise SystemExit(_exit_code(lambda: _launch(count, each, spec, log_dir, pin, command), debug=False))
 
