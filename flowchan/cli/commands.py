@@ -288,9 +288,10 @@ def launch(
 ) -> None:
     """Run N processes of SCRIPT as the members of a group, on this host or on several.
 
-    Every host must have SCRIPT at the same path; a relative one counts from the current folder. Each process has the environment variables of torchrun, so
-    flowchan.collective.group() and torch.distributed find the other members. The output of a process is shown
-    with its rank. If a process fails, the others are ended, and the last line names the first failure.
+    Every host must have SCRIPT at the same path; a relative one counts from the current folder. Each process
+    has the environment variables of torchrun, so flowchan.collective.group() and torch.distributed find the
+    other members. The output of a process is shown with its rank. If a process fails, the others are ended,
+    and the last line names the first failure.
 
     If a host has at least as many cores as ranks, each rank gets an equal share of the cores.
     """
