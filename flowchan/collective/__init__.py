@@ -6,14 +6,16 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 from flowchan.collective.call_arguments import seconds_argument
-from flowchan.collective.environment import Launched, place
+from flowchan.collective.environment import Launched, place, slurm_step
 from flowchan.collective.exchange import ConnectionStats
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.one_host import make_all
 from flowchan.collective.rendezvous.address import meet_at
+from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.rendezvous.membership import Membership
 from flowchan.errors import GroupError
@@ -74,7 +76,8 @@ def group(
         TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or several hosts lack
-            ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``.
+            ``FLOWCHAN_AT`` and ``FLOWCHAN_SECRET``. Under Slurm they need a folder of all hosts instead,
+            ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +117,11 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
         from flowchan.collective.rendezvous.store import meet_by_torchrun
 
         return meet_by_torchrun(number, timeout, name)
+    if launched.launcher == "Slurm" and (step := slurm_step()) is not None:
+        folder = Path(os.environ.get("FLOWCHAN_FOLDER") or Path.home() / ".flowchan")
+        return meet_in(
+            folder, f"{step.name}.{number}", step.address, launched.rank, launched.size, timeout, name
+        )
     raise GroupError(
         f"group: the {launched.size} members that {launched.launcher} started are on several hosts "
         f"({launched.local_size} here). Set FLOWCHAN_AT to a free port of rank 0's host, such as "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import queue
 import resource
+import stat
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from flowchan import GroupError, MemberDied, collective
 from flowchan.collective.environment import place
 from flowchan.collective.one_host import SharedGroup
 from flowchan.collective.rendezvous.address import meet_at
+from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
@@ -101,6 +105,16 @@ def test_members_on_this_node_follow_from_slurm_task_counts(tasks: str, node: st
     assert place(LAUNCHERS["Slurm"]("0", "7") | step).local_size == local_size
 
 
+def test_srun_with_pmi_counts_the_tasks_of_this_node() -> None:
+    """Its PMI, unlike that of MPICH's mpirun, does not tell how many members are on this node."""
+    slurm = LAUNCHERS["Slurm"]("3", "7") | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "1"}
+    both = LAUNCHERS["PMI"]("3", "7") | slurm
+    assert place(both)[:2] == (3, 7)
+    assert (place(both).launcher, place(both).local_size) == ("Slurm", 2)
+    mpirun = both | {"MPI_LOCALNRANKS": "4"}  # in a step that srun started for mpirun
+    assert (place(mpirun).launcher, place(mpirun).local_size) == ("PMI", 4)
+
+
 def test_mpi_members_on_several_hosts_need_address_and_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,6 +145,59 @@ def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Te
     }[launcher]
     job = [begun(LAUNCHERS[launcher](rank, "2") | more) for rank in "01"]
     assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+
+
+def on_two_nodes(rank: int, folder: Path) -> dict[str, str]:
+    """Return the variables of a step of Slurm with one task on each of two nodes."""
+    more = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank)}
+    more |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "FLOWCHAN_FOLDER": str(folder)}
+    return LAUNCHERS["Slurm"](str(rank), "2") | more
+
+
+def test_slurm_nodes_meet_by_a_file_in_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    job = [scripts.start("-c", PROGRAM, env=on_two_nodes(rank, folder)) for rank in (1, 0)]
+    assert ended(job) == ["1 2 3 [0, 1]", "0 2 3 [0, 1]"]
+    assert list(folder.iterdir()) == []
+
+
+def test_slurm_file_is_secret_until_all_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in on_two_nodes(0, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    peer = ThreadPeer(collective.group)
+    wait_until(lambda: bool(list(tmp_path.glob("slurm-0-7.0.0.*[0-9]"))))
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert json.loads(file.read_text())["at"].startswith("127.0.0.1:")
+    with meet_in(tmp_path, file.name, "", 1, 2, 60, "") as g, peer.result() as other:
+        assert list(tmp_path.iterdir()) == []
+        assert (g.rank, other.rank) == (1, 0)
+
+
+def test_slurm_file_goes_when_rank_0_times_out(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not arrived"):
+        meet_in(tmp_path, "x", "127.0.0.1", 0, 2, 0.1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_slurm_file_raises_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=rf"rank 0 has not written {tmp_path}/x; set FLOWCHAN_FOLDER to a"):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 0.1, "")
+    (tmp_path / "file").touch()
+    with pytest.raises(GroupError, match=r"rank 0 cannot write \S+/file/x: .*; set FLOWCHAN_FOLDER"):
+        meet_in(tmp_path / "file", "x", "127.0.0.1", 0, 2, 10, "")
+
+
+def test_slurm_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("{}")
+    file.chmod(0o644)
+    with pytest.raises(GroupError, match=r"must belong to this user and have mode 600, got \d+ and 644; "):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
+    file.rename(tmp_path / "target")
+    file.symlink_to(tmp_path / "target")
+    with pytest.raises(GroupError, match=r"cannot read \S+/x: "):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
 
 
 JOINS = """
