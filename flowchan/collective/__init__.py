@@ -57,7 +57,8 @@ def group(
     All members make their groups in the same order.
 
     Args:
-        rank: Number of this member, from 0.
+        rank: Number of this member, from 0. If all members pass only ``size`` and ``at``, the order of their
+            arrival decides: the first one that listens is rank 0.
         size: Number of members, at most 1024.
         at: With ``secret`` the address where rank 0 listens, such as ``"10.0.0.1:4711"``; without it any text
             that is equal on all members of one host. Port 0 lets rank 0 choose a free port to publish.
@@ -71,7 +72,7 @@ def group(
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: An argument is out of range, only some of ``rank``, ``size`` and ``at`` are given, or the
+        ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the
             members cannot know the port.
         TimeoutError: Not all members have arrived in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
@@ -94,14 +95,16 @@ def group(
         raise ValueError("group: publish needs at= and secret=, because it publishes an address")
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
-    if at is None or rank is None or size is None:
-        raise ValueError("group: rank, size and at must be passed together or not at all")
+    if at is None or size is None:
+        raise ValueError("group: size and at must be passed together, with or without rank, or not at all")
     whole("group", "size", size, 1, MOST)
-    whole("group", "rank", rank, 0, size - 1)
+    if rank is not None:
+        whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
     if secret is not None:
         return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name, publish=publish)
-    return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
+    job = f"at {at}\n{'by arrival' if rank is None else _number(at, rank)}"
+    return meet(job, rank, size, timeout, name)
 
 
 def _launched(launched: Launched, name: str, timeout: float) -> Group:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import queue
 import resource
+import socket
 import stat
 import subprocess
 import threading
@@ -27,6 +29,7 @@ from flowchan.collective.one_host import SharedGroup
 from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
+from flowchan.transport.rendezvous import Coordinator, Participant
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -241,6 +244,69 @@ def test_survivors_meet_again_at_the_published_port() -> None:
     assert [one.result() for one in (first, *others)] == [[0, 1], [0, 1], None]
 
 
+ARRIVES = """
+import sys
+from flowchan import collective
+at, secret = sys.argv[1], sys.argv[2].encode() or None
+for _ in range(2):
+    with collective.group(size=3, at=at, secret=secret) as g:
+        print(g.rank, g.allgather(g.rank))
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "sixteen letters."], ids=["one host", "address"])
+def test_processes_without_ranks_get_them_by_arrival(secret: str) -> None:
+    at = free_address()
+    job = [scripts.start("-c", ARRIVES, at, secret) for _ in range(3)]
+    lines = [text.splitlines() for text in ended(job)]
+    for number in range(2):
+        assert sorted(each[number] for each in lines) == [f"{rank} [0, 1, 2]" for rank in range(3)]
+
+
+def test_ranks_follow_the_order_of_arrival() -> None:
+    with contextlib.closing(Coordinator(4)) as coordinator:
+        ends = [socket.socketpair() for _ in range(4)]
+        ends[1][1].close()  # it has ended before all have arrived
+        hellos = [{"rank": rank, "size": 4} for rank in (None, None, 2, None)]
+        came = iter([(own, hello) for (own, _), hello in zip(ends, hellos, strict=True)])
+        coordinator.assemble(lambda _: next(came))
+        assert coordinator.sockets == {1: ends[0][0], 2: ends[2][0], 3: ends[3][0]}
+        first, last = (Participant(ends[place][1], "rank 0") for place in (0, 3))
+        assert (first.receive(), last.receive()) == (1, 3)
+        first.close(), last.close(), ends[2][1].close()
+
+
+def test_published_address_is_open_to_members_without_ranks() -> None:
+    published: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def member(rank: int | None, at: str) -> Any:
+        publish = (lambda at: [published.put(at) for _ in range(2)]) if rank == 0 else None
+        secret = b"sixteen letters."
+        with collective.group(rank=rank, size=3, at=at, secret=secret, publish=publish) as g:
+            return g.rank, g.allreduce(1)
+
+    first = ThreadPeer(member, 0, "127.0.0.1:0")
+    others = [ThreadPeer(member, None, published.get(timeout=60)) for _ in range(2)]
+    assert sorted(one.result() for one in (first, *others)) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_sizes_that_differ_raise_on_members_without_ranks() -> None:
+    at, errors = free_address(), []
+    for peer in [ThreadPeer(meet_at, at, b"sixteen letters.", None, size, 60) for size in (2, 3)]:
+        with pytest.raises(GroupError) as info:
+            peer.result()
+        errors.append(str(info.value))
+    assert errors[0] == errors[1]
+    assert "all members must have one size" in errors[0]
+
+
+def test_missing_members_without_ranks_time_out() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 timed out: ranks \[1, 2\] have not arrived"):
+        meet("nobody else", None, 3, 0.1)
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 timed out: ranks \[1, 2\] have not arrived"):
+        meet_at(free_address(), b"sixteen letters.", None, 3, 0.1)
+
+
 def test_unknown_port_raises_at_once() -> None:
     where: Any = {"size": 2, "at": "127.0.0.1:0", "secret": b"sixteen letters."}
     message = r"group: at must have a port that all members know, got '127.0.0.1:0'; "
@@ -248,6 +314,8 @@ def test_unknown_port_raises_at_once() -> None:
         collective.group(rank=0, **where)
     with pytest.raises(ValueError, match=message + "pass the address that rank 0 publishes"):
         collective.group(rank=1, **where)
+    with pytest.raises(ValueError, match=message + "pass the address that rank 0 publishes"):
+        collective.group(**where)
     with pytest.raises(ValueError, match="publish needs at= and secret="):
         collective.group(rank=0, size=2, at="text", publish=print)
 
