@@ -183,7 +183,7 @@ def _options(stage: Stage) -> Iterator[str]:
     if stage.timeout is not None:
         yield f"{stage.timeout:g} s each"
     if stage.gpus:
-        yield f"{stage.gpus} GPU{'s' * (stage.gpus > 1)} each"
+        yield f"{stage.gpus:g} GPU{'s' * (stage.gpus > 1)} each"
     if where := hosts_text(stage.placement):
         yield where
 

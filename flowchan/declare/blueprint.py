@@ -43,7 +43,7 @@ class Blueprint(General):
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,
-        gpus: int = 0,
+        gpus: float = 0,
         **kwargs: Any,
     ) -> Stream[T]:
         """Declare a stage that emits the elements of an iterable.
@@ -60,7 +60,8 @@ class Blueprint(General):
                 (default: 10).
             restartable: True if a second iteration yields the same elements. Then a replacement continues
                 after the elements that a dead worker process has emitted.
-            gpus: Number of GPUs reserved for the worker (default: 0). It needs a worker process.
+            gpus: Number of GPUs reserved for the worker (default: 0), or a share below 1. It needs a worker
+                process.
             **kwargs: Keyword arguments for the callable.
 
         Returns:

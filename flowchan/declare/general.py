@@ -162,7 +162,7 @@ class General(Builder):
                 elastic (bool): For a gang: if a worker dies, only that worker starts again (default: False;
                     implies ``restartable``). The others continue in their processes: the function is called
                     again, first with the group of the survivors, then with the complete group.
-                gpus (int): Number of GPUs reserved for each worker (default: 0). They need worker processes.
+                gpus (float): GPUs, or a share below 1, for each worker process (default: 0).
                 per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
                     ``(worker, item)`` (default: none). The worker with that number, counted from 1, receives
                     the item.

@@ -56,9 +56,9 @@ class WorkOptions(NameOption, total=False):
     the run too; any other number of them is allowed if it is set."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
-    gpus: int
-    """GPUs reserved for each worker process (default: 0). With 0, a worker sees all GPUs that the program or
-    its host sees."""
+    gpus: float
+    """GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share of one.
+    With 0, a worker sees all GPUs that the program or its host sees."""
 
 
 class ItemOptions(WorkOptions, total=False):
@@ -91,10 +91,21 @@ class PortOptions(NameOption, total=False):
     replaced."""
     elastic: bool
     """For a gang: if a worker dies, only that worker starts again (default: False)."""
-    gpus: int
-    """Number of GPUs reserved for each worker (default: 0). They need worker processes."""
+    gpus: float
+    """Number of GPUs reserved for each worker (default: 0), or a share below 1. Needs worker processes."""
     per_worker: str | tuple[str, ...]
     """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
+
+
+def _gpus(kind: str, value: Any) -> float:
+    """Check a number of GPUs, or the share of one."""
+    if isinstance(value, float):
+        if not 0 < value < 1:
+            raise ValueError(
+                f"{kind}: gpus must be an int of at least 0, or a share between 0 and 1, got {value}"
+            )
+        return value
+    return whole(kind, "gpus", value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +125,7 @@ class StageSettings:
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
-    gpus: int = 0
+    gpus: float = 0
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
@@ -133,7 +144,7 @@ class StageSettings:
                 f"{kind}: timeout={self.timeout} needs on='process', a pool of flowchan.hosts or an "
                 "async def function, because a call on a thread cannot be ended"
             )
-        if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
+        if _gpus(kind, self.gpus) and not placement.own_process:
             raise ValueError(
                 f"{kind}: gpus={self.gpus} needs on='process' or a pool of flowchan.hosts, because threads "
                 "share the devices of the program"

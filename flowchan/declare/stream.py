@@ -98,7 +98,8 @@ class Stream(StreamHandle[T_co]):
                     with ``TimeoutError``. It needs worker processes or an ``async def`` function.
                 restarts (int): Number of dead workers that are replaced in 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (int): GPUs reserved for each worker process (default: 0, which shares all of them).
+                gpus (float): GPUs reserved for each worker process (default: 0, which shares all of them). A
+                    number below 1 is a share of one.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
