@@ -448,7 +448,9 @@ class Group(GroupSteps):
         self._take_slot()
         self._messages.send(x, to, timeout)
 
-    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    def receive(
+        self, source: int, *, out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
         """Receive the next value that one member has sent to this one.
 
         If Ctrl-C ends the call, the next call returns the value.
@@ -457,15 +459,18 @@ class Group(GroupSteps):
             source: Rank of another member.
             out: Array of the same type and number of elements, to fill and return.
             timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once, which receives in its ``wait`` and ``done``. The
+                receives from one member keep their order.
 
         Returns:
-            ``out`` if given, else the value.
+            ``out`` if given, else the value; a :class:`Handle` with ``wait=False``.
 
         Raises:
             MemberDied: The sender is gone, and all its messages have been received. It is :class:`MemberLeft`
                 if the sender closed the group.
             Mismatch: The value does not fit into ``out``.
             TimeoutError: No message has arrived in time.
+            ValueError: ``timeout`` is given with ``wait=False``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -483,8 +488,19 @@ class Group(GroupSteps):
         """
         self._check_receive(source, out)
         self._take_slot()
+        rank = self.rank  # a handle must not keep this member
+
+        def use(x: Any) -> Any:
+            return received(x, source, out, rank)
+
+        if not wait:
+            if timeout is not None:
+                raise ValueError(
+                    f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
+                )
+            return self._messages.start(source, use)
         # No call follows, so Ctrl-C loses no message.
-        return self._messages.receive(source, timeout, lambda x: received(x, source, out, self.rank))
+        return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """Receive the next value that any other member has sent to this one.
@@ -501,6 +517,7 @@ class Group(GroupSteps):
             MemberDied: All messages that arrived have been received, and one member died. A remote member
                 that was gone before this one first looked for it counts as one that left.
             MemberLeft: All messages that arrived have been received, and all other members left.
+            GroupError: A receive that was started with ``wait=False`` is in progress.
             TimeoutError: No message has arrived in time.
             ValueError: The group has no other member.
 
