@@ -185,7 +185,7 @@ def _options(stage: Stage) -> Iterator[str]:
     if stage.rate is not None:
         yield f"at most {stage.rate:g}/s"
     if stage.gpus:
-        yield f"{stage.gpus} GPU{'s' * (stage.gpus > 1)} each"
+        yield f"{stage.gpus:g} GPU{'s' * (stage.gpus > 1)} each"
     if where := hosts_text(stage.placement):
         yield where
 

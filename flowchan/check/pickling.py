@@ -13,6 +13,7 @@ from flowchan.declare.callables import name_of
 from flowchan.declare.values import Stage
 from flowchan.errors import Problem
 from flowchan.items.unpicklable import a_kind_of, refusal, smallest
+from flowchan.transport.descriptors import for_several_processes
 
 _REMEDY = (
     "create it inside the function, or in a callable class, which is built once in each worker "
@@ -25,9 +26,11 @@ def pickle_problems(stage: Stage) -> Iterator[Problem]:
     if not stage.placement.own_process:
         return
     for name, part in _parts(stage):
-        error = refusal(part)
-        if error is not None:
-            path, culprit, error = smallest(part, error)
+        with for_several_processes(stage.worker_count > 1):
+            error = refusal(part)
+            found = None if error is None else smallest(part, error)
+        if found is not None:
+            path, culprit, error = found
             where = f"its {', '.join(path)}" if path else "it"
             message = (
                 f"{name} can't be sent to a process: {where} is {a_kind_of(culprit)} ({error}); "
@@ -50,4 +53,4 @@ def _parts(stage: Stage) -> Iterator[tuple[str, Any]]:
 def _remedy(culprit: Any) -> str:
     if inspect.isgenerator(culprit):
         return "pass the function that creates it, and its arguments"
-    return _REMEDY
+    return str(getattr(type(culprit), "_remedy_in_a_stage", _REMEDY))

@@ -294,10 +294,10 @@ def launch(
 ) -> None:
     """Run N processes of SCRIPT as the members of a group, on this host or on several hosts.
 
-    Every host must have SCRIPT at the same path. Each process gets the environment variables that torchrun
-    sets, so flowchan.collective.group() and torch.distributed find the other members. Each line of output is
-    prefixed with the rank of its process. If one process fails, the others are terminated, and the last line
-    reports the first failure.
+    Every host must have SCRIPT at the same path; a relative path refers to the current folder. Each process
+    gets the environment variables that torchrun sets, so flowchan.collective.group() and torch.distributed
+    find the other members. Each line of output is prefixed with the rank of its process. If one process
+    fails, the others are terminated, and the last line reports the first failure.
 
     If a host has at least as many cores as ranks, its cores are divided evenly among its ranks.
     """
@@ -307,6 +307,8 @@ def launch(
         )
     if not module:
         click.Path(exists=True, dir_okay=False)(script, ctx=click.get_current_context())
+        # agents on other hosts run in other folders
+        script = str(Path(script).absolute()) if spec else script
     command = [*(["-m"] if module else []), script, *args]
     raise SystemExit(_exit_code(lambda: _launch(count, each, spec, log_dir, pin, command), debug=False))
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
 
 from flowchan.collective.call_arguments import seconds_argument
-from flowchan.collective.environment import Launched, place
+from flowchan.collective.environment import Launched, place, slurm_step
 from flowchan.collective.exchange import ConnectionStats
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
 from flowchan.collective.one_host import make_all
 from flowchan.collective.rendezvous.address import meet_at
+from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
 from flowchan.collective.rendezvous.membership import Membership
 from flowchan.errors import GroupError
@@ -43,6 +46,7 @@ def group(
     secret: bytes | None = None,
     name: str = "",
     timeout: float = 300.0,
+    publish: Callable[[str], object] | None = None,
 ) -> Group:
     """Join a group and return this process's member of it.
 
@@ -53,24 +57,28 @@ def group(
     If the members create several groups, all of them must create the groups in the same order.
 
     Args:
-        rank: Number of this member, from 0.
+        rank: Number of this member, from 0. If all members pass only ``size`` and ``at``, the order of their
+            arrival decides: the first one that listens is rank 0.
         size: Number of members, at most 1024.
         at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Without it, any
-            string that is equal on all members; they must then be on one host.
+            string that is equal on all members; they must then be on one host. Port 0 lets rank 0 choose a free port to publish.
         secret: At least 16 bytes that all members share. It is required for members on several hosts.
         name: Name of the group in messages.
         timeout: Seconds to wait for the other members (default 300).
+        publish: Function that rank 0 calls with its address once it listens, to give it to the other members.
 
     Returns:
         This member. Use it as a context manager or close it.
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: An argument is out of range, or only some of ``rank``, ``size`` and ``at`` are given.
+        ValueError: An argument is out of range, only one of ``size`` and ``at`` is given, or the
+            members cannot know the port.
         TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
-            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing.
+            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Under Slurm they need a folder of all hosts instead,
+            ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -83,16 +91,20 @@ def group(
         [3, 3]
     """
     seconds_argument("group", "timeout", timeout)
+    if publish is not None and (at is None or secret is None):
+        raise ValueError("group: publish needs at= and secret=, because it publishes an address")
     if at is None and rank is None and size is None and secret is None:
         return _launched(place(), name, timeout)
-    if at is None or rank is None or size is None:
-        raise ValueError("group: rank, size and at must be passed together or not at all")
+    if at is None or size is None:
+        raise ValueError("group: size and at must be passed together, with or without rank, or not at all")
     whole("group", "size", size, 1, MOST)
-    whole("group", "rank", rank, 0, size - 1)
+    if rank is not None:
+        whole("group", "rank", rank, 0, size - 1)
     text("group", "at", at)
     if secret is not None:
-        return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name)
-    return meet(f"at {at}\n{_number(at, rank)}", rank, size, timeout, name)
+        return meet_at(at, secret_bytes("group", secret), rank, size, timeout, name, publish=publish)
+    job = f"at {at}\n{'by arrival' if rank is None else _number(at, rank)}"
+    return meet(job, rank, size, timeout, name)
 
 
 def _launched(launched: Launched, name: str, timeout: float) -> Group:
@@ -108,6 +120,11 @@ def _launched(launched: Launched, name: str, timeout: float) -> Group:
         from flowchan.collective.rendezvous.store import meet_by_torchrun
 
         return meet_by_torchrun(number, timeout, name)
+    if launched.launcher == "Slurm" and (step := slurm_step()) is not None:
+        folder = Path(os.environ.get("FLOWCHAN_FOLDER") or Path.home() / ".flowchan")
+        return meet_in(
+            folder, f"{step.name}.{number}", step.address, launched.rank, launched.size, timeout, name
+        )
     raise GroupError(
         f"group: the {launched.size} members that {launched.launcher} started are on several hosts "
         f"({launched.local_size} on this one). Set FLOWCHAN_AT to a free port of rank 0's host, such as "

@@ -62,9 +62,37 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
         GroupError: The variables are not numbers, or the rank is out of range.
     """
     for launcher in LAUNCHERS:
-        if launcher.rank in environ and launcher.size in environ:
+        if launcher.rank in environ and launcher.size in environ and not _is_srun_with_pmi(launcher, environ):
             return _place_by(launcher, environ)
     return Launched(0, 1, f"alone {os.getpid()}", 1, "")
+
+
+def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Return whether the variables of PMI come from srun, which does not set those for this host."""
+    return (
+        launcher.name == "PMI"
+        and not any(environ.get(name) for name in launcher.local)
+        and environ.get("SLURM_PROCID") == environ[launcher.rank]
+        and environ.get("SLURM_NTASKS") == environ[launcher.size]
+    )
+
+
+class SlurmStep(NamedTuple):
+    """A step of a job of Slurm: a name that no other step has, and the address of the host of srun."""
+
+    name: str
+    address: str
+
+
+def slurm_step(environ: Mapping[str, str] = os.environ) -> SlurmStep | None:
+    """Return the step of Slurm that this process belongs to, ``None`` if its variables are missing."""
+    job, step, address = (
+        environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "LAUNCH_NODE_IPADDR")
+    )
+    if not job or not step or not address:
+        return None
+    cluster, restart = (environ.get(f"SLURM_{name}", "0") for name in ("CLUSTER_NAME", "RESTART_COUNT"))
+    return SlurmStep(f"slurm-{cluster}-{job}.{step}.{restart}".replace("/", "_"), address)
 
 
 def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:

@@ -32,6 +32,8 @@ class Group(GroupSteps):
     Attributes:
         rank: Number of this member, from 0.
         size: Number of members.
+        local_rank: Number of this member among those of its host, from 0: the index of its device.
+        local_size: Number of members on the host of this member.
         name: Name of the group in messages; may be empty.
         leaders: On rank 0 of a group that :meth:`split` created, the group of the first members of all parts;
             else None.
@@ -66,6 +68,16 @@ class Group(GroupSteps):
         self._failure: BaseException | None = None
         self._later = None
         self._begin_algorithms()
+
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this member among those of its host, from 0."""
+        return self.rank
+
+    @property
+    def local_size(self) -> int:
+        """Return the number of members on the host of this member."""
+        return self.size
 
     _loads = staticmethod(loads)
 
@@ -442,7 +454,9 @@ class Group(GroupSteps):
         self._take_slot()
         self._messages.send(x, to, timeout)
 
-    def receive(self, source: int, *, out: Any = None, timeout: float | None = None) -> Any:
+    def receive(
+        self, source: int, *, out: Any = None, timeout: float | None = None, wait: bool = True
+    ) -> Any:
         """Receive the next value that one member has sent to this one.
 
         If Ctrl-C interrupts the call, the value is not lost: the next call returns it.
@@ -451,15 +465,18 @@ class Group(GroupSteps):
             source: Rank of another member.
             out: Array of the same type and number of elements, to fill and return.
             timeout: Seconds; None means no limit.
+            wait: False returns a :class:`Handle` at once, which receives in its ``wait`` and ``done``. The
+                receives from one member keep their order.
 
         Returns:
-            ``out`` if given, else the value.
+            ``out`` if given, else the value; a :class:`Handle` with ``wait=False``.
 
         Raises:
             MemberDied: The sender is gone, and all its messages have been received. The error is
                 :class:`MemberLeft` if the sender closed the group.
             Mismatch: The value does not fit into ``out``.
             TimeoutError: No message arrived in time.
+            ValueError: ``timeout`` is given with ``wait=False``.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -477,8 +494,19 @@ class Group(GroupSteps):
         """
         self._check_receive(source, out)
         self._take_slot()
+        rank = self.rank  # a handle must not keep this member
+
+        def use(x: Any) -> Any:
+            return received(x, source, out, rank)
+
+        if not wait:
+            if timeout is not None:
+                raise ValueError(
+                    f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
+                )
+            return self._messages.start(source, use)
         # Return the call itself: a statement after it would let Ctrl-C lose the message.
-        return self._messages.receive(source, timeout, lambda x: received(x, source, out, self.rank))
+        return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
         """Receive the next value that any other member has sent to this one.
@@ -495,6 +523,7 @@ class Group(GroupSteps):
             MemberDied: All messages that arrived have been received, and one member died. If a remote member
                 ended before this member first used its connection, it counts as a member that left.
             MemberLeft: All messages that arrived have been received, and all other members left.
+            GroupError: A receive that was started with ``wait=False`` is in progress.
             TimeoutError: No message arrived in time.
             ValueError: The group has no other member.
 

@@ -90,6 +90,16 @@ class LinkedGroup(Group):
         """Number of members."""
         return self._size
 
+    @property
+    def local_rank(self) -> int:
+        """Return the number of this member among those of its host, from 0."""
+        return self._node.rank
+
+    @property
+    def local_size(self) -> int:
+        """Return the number of members on the host of this member."""
+        return self._node.size
+
     def close(self) -> None:
         """Leave the group, as for a group on one host."""
         if self.leaders is not None:

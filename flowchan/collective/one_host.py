@@ -23,7 +23,7 @@ from flowchan.collective.point_to_point import LocalPeers, Messages
 from flowchan.collective.shrink import Shrinking
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
-from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
+from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, now, take_over
 
 MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
 """Codes with which the core reports how an operation ended."""
@@ -90,6 +90,11 @@ class SharedGroup(_core.Group, Group):
         self._original_call: tuple[Any, Any] | None = None
         """Arguments of a call on several hosts, while this group runs a step of that call with other
         arguments."""
+
+    _remedy_in_a_stage = (
+        "send each worker its member as an item, as in graph.source(members(n)).map(…), or declare a gang"
+    )
+    """Remedy for a member in the function or arguments of a stage."""
 
     # --- groups split off from this one, and the group of the survivors ---
 
@@ -173,6 +178,8 @@ class SharedGroup(_core.Group, Group):
             raise TypeError(
                 f"{self!r} is in use by process {os.getpid()}; send a member before its first use"
             )
+        if now.for_several:
+            raise TypeError(f"{self!r} is one member, but the function goes to several workers")
         return _arrive, (hand_over(self._fd, -1, self), self.rank, self.name)
 
     # --- methods that the core calls ---

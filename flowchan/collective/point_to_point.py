@@ -14,16 +14,18 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.channel import _arrive as arrive
 from flowchan.channel.select import NothingReady, select
-from flowchan.collective.deadline import countdown
+from flowchan.collective.deadline import RemainingTime, countdown
+from flowchan.collective.handles import Handle
 from flowchan.errors import Broken, Closed, Drained, Empty, Full, GroupError, MemberDied, MemberLeft
 from flowchan.transport.descriptors import Borrowed, lacks
-from flowchan.transport.interrupts import append_result, is_interrupt
+from flowchan.transport.interrupts import append_result, is_interrupt, unless_interrupted
 
 POLL_INTERVAL_S, LONGEST_INTERVAL_S = 0.001, 0.02
 CHANNELS_OF_ONE_SELECT = 128
@@ -61,6 +63,38 @@ class Peer(Protocol):
         """Return the error for a call with a peer that is gone."""
 
 
+class ReceiveHandle(Handle):
+    """Receive that was started with ``wait=False``; it makes progress in :meth:`wait` and :meth:`done`."""
+
+    def __init__(self, messages: Messages, source: int, use: Use) -> None:
+        self._messages, self._source, self._use = messages, source, use
+        self._found: list[Any] = []
+        self.error: BaseException | None = None
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._messages.progress(self._source, countdown(timeout), self)
+        if self.error is not None:
+            raise self.error
+        if not self._found:
+            raise self._messages.late(self._source)
+        return self._found[0]
+
+    def done(self) -> bool:
+        self._messages.progress(self._source, lambda: 0.0, self)
+        return self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._found) or self.error is not None
+
+    def keep(self, x: Any) -> None:
+        append_result(self._found, self._use, x)
+
+    def forget(self) -> None:
+        """Wait for the value again, because an interrupted call has put it back."""
+        self._found.clear()
+
+
 class Messages:
     """The messages of member ``rank`` of ``size``. ``peer`` creates the object for another member."""
 
@@ -68,6 +102,7 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
+        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source, in their order
 
     def peer(self, rank: int) -> Peer:
         if rank not in self._peers:
@@ -84,13 +119,52 @@ class Messages:
 
         If Ctrl-C interrupts the call, the next call gets that value.
         """
+        if self._started.get(source):
+            remaining = countdown(timeout)
+            self.progress(source, remaining)
+            if self._started[source]:
+                raise self.late(source)
+            timeout = remaining()
+        return self._receive(source, timeout, use)
+
+    def start(self, source: int, use: Use) -> ReceiveHandle:
+        """Start a receive, which gets its message after those that were started before."""
+        handle = ReceiveHandle(self, source, use)
+        self._started.setdefault(source, deque()).append(handle)
+        return handle
+
+    def progress(self, source: int, remaining: RemainingTime, until: ReceiveHandle | None = None) -> None:
+        """Receive for the started receives from a source, up to the handle ``until``."""
+        started = self._started.get(source, ())
+        while started and not (until is not None and until.has_ended):
+            first = started[0]
+            if not first.has_ended:
+                try:
+                    self._receive(source, remaining(), first.keep)
+                except unless_interrupted(TimeoutError):
+                    return
+                except BaseException as error:
+                    if lacks(error) or is_interrupt(error):
+                        first.forget()
+                        raise
+                    if isinstance(error, ReferenceError):  # the member was dropped
+                        error = GroupError("receive failed: this member has left the group")
+                    first.error = error
+            if started and started[0] is first:
+                started.popleft()
+
+    def late(self, source: int) -> TimeoutError:
+        """Return the error for a message that did not arrive in time."""
+        return TimeoutError(f"receive: rank {source} sent nothing to rank {self._rank} in time")
+
+    def _receive(self, source: int, timeout: float | None, use: Use) -> Any:
         peer = self._peers.get(source) or self.peer(source)
         try:
             if (channel := peer.incoming()) is not None:
                 return peer.take(channel, timeout, use)
             return self._receive_first(peer, countdown(timeout), use)
         except Empty:
-            raise TimeoutError(f"receive: rank {source} sent nothing to rank {self._rank} in time") from None
+            raise self.late(source) from None
         except (Broken, Drained) as error:
             raise peer.death_error("receive") from error
 
@@ -106,6 +180,13 @@ class Messages:
 
     def receive_any(self, timeout: float | None) -> tuple[Any, int]:
         remaining = countdown(timeout)
+        for source, started in self._started.items():
+            self.progress(source, lambda: 0.0)
+            if started:
+                raise GroupError(
+                    f"receive_any: started receives must be done, got one from rank {source} in progress; "
+                    "wait for its handle first"
+                )
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
             # members that have sent all their messages

@@ -43,7 +43,7 @@ class Blueprint(General):
         capacity: int = DEFAULT_CAPACITY,
         restarts: int = DEFAULT_RESTARTS,
         restartable: bool = False,
-        gpus: int = 0,
+        gpus: float = 0,
         **kwargs: Any,
     ) -> Stream[T]:
         """Declare a stage that emits the elements of an iterable.
@@ -60,7 +60,8 @@ class Blueprint(General):
                 (default: 10).
             restartable: Whether a second iteration yields the same elements (default: False). If so, a dead
                 worker process is replaced, and the replacement skips the elements that were already emitted.
-            gpus: Number of GPUs reserved for the worker (default: 0). This requires a worker process.
+            gpus: Number of GPUs reserved for the worker (default: 0), or a share below 1. This requires a worker
+                process.
             **kwargs: Keyword arguments for the callable.
 
         Returns:

@@ -163,7 +163,7 @@ class General(Builder):
                 elastic (bool): For a gang: whether only the dead worker is restarted (default: False; implies
                     ``restartable``). The others keep their processes. Their function is called again, first
                     with the group of the survivors, then with the complete group.
-                gpus (int): GPUs reserved for each worker (default: 0). This requires worker processes.
+                gpus (float): GPUs reserved for each worker process, or a share of one below 1 (default: 0).
                 per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
                     ``(worker, item)`` (default: none). The item goes to the worker with that number, from 1.
 

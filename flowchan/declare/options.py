@@ -60,8 +60,9 @@ class WorkOptions(NameOption, total=False):
     four times in a row before it starts to work."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
-    gpus: int
-    """Number of GPUs reserved for each worker process (default: 0). With 0, a worker sees all GPUs that the
+    gpus: float
+    """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share of one.
+    With 0, a worker sees all GPUs that the
     program or its host sees."""
 
 
@@ -95,10 +96,22 @@ class PortOptions(NameOption, total=False):
     (default: False)."""
     elastic: bool
     """For a gang: whether only the dead worker is restarted (default: False)."""
-    gpus: int
-    """Number of GPUs reserved for each worker (default: 0). This requires worker processes."""
+    gpus: float
+    """Number of GPUs reserved for each worker, or a share of one below 1 (default: 0). This requires worker
+    processes."""
     per_worker: str | tuple[str, ...]
     """``In`` parameter, or a tuple of them, whose items are pairs ``(worker, item)`` (default: none)."""
+
+
+def _gpus(kind: str, value: Any) -> float:
+    """Check a number of GPUs, or the share of one."""
+    if isinstance(value, float):
+        if not 0 < value < 1:
+            raise ValueError(
+                f"{kind}: gpus must be an int of at least 0, or a share between 0 and 1, got {value}"
+            )
+        return value
+    return whole(kind, "gpus", value, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +132,7 @@ class StageSettings:
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
-    gpus: int = 0
+    gpus: float = 0
     gang: Gang | None = None
 
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
@@ -143,7 +156,7 @@ class StageSettings:
                 f"{kind}: rate={self.rate} needs on='thread' or on='process', because hosts share no clock; "
                 "limit a stage on this machine instead"
             )
-        if whole(kind, "gpus", self.gpus, 0) and not placement.own_process:
+        if _gpus(kind, self.gpus) and not placement.own_process:
             raise ValueError(
                 f"{kind}: gpus={self.gpus} requires on='process' or a pool of flowchan.hosts, because "
                 "threads share the devices of the program"

@@ -105,7 +105,8 @@ class Stream(StreamHandle[T_co]):
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (int): GPUs reserved for each worker process (default: 0, so that workers share all).
+                gpus (float): GPUs reserved for each worker process (default: 0, so that workers share all). A
+                    number below 1 is a share of one.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.

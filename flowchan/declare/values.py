@@ -137,7 +137,7 @@ class Stage:
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
-    gpus: int = 0
+    gpus: float = 0
     """GPUs reserved for each worker."""
     feedback: frozenset[str] = frozenset()
     """Input ports that read the output of a stage declared later."""

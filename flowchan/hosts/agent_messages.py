@@ -50,7 +50,7 @@ class Start:
     errors: str | None
     most: int
     share: int
-    gpus: int
+    gpus: float
     membership: Any = None
     elastic: bool = False
 

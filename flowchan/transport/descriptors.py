@@ -8,10 +8,11 @@ processes of the same user while the sender is alive.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import context, reduction
 from typing import Any, NamedTuple
 
@@ -179,11 +180,23 @@ class OpenedDescriptors:
 class _Now(threading.local):
     packing: Parcel | None = None
     opened: OpenedDescriptors | None = None
+    for_several: bool = False
+    """Whether several processes will get the value that this thread pickles."""
     beside: list[Any] | None = None
 
 
 now = _Now()
 """The items that this thread is currently pickling and unpickling."""
+
+
+@contextlib.contextmanager
+def for_several_processes(several: bool) -> Iterator[None]:
+    """Mark what is pickled in this block as a value that several processes will get."""
+    now.for_several = several
+    try:
+        yield
+    finally:
+        now.for_several = False
 
 
 def hand_over(memory: int, socket: int, owner: Any) -> Handle:

@@ -113,6 +113,8 @@ class Coordinator:
     def assemble(self, accept: Accept) -> None:
         """Accept all other ranks until ``give_up``.
 
+        Participants with the rank ``None`` get the ranks that are left, in the order of their arrival.
+
         Args:
             accept: Waits up to the given number of seconds. Returns a connection and a hello with ``rank``
                 and ``size``.
@@ -121,21 +123,47 @@ class Coordinator:
             TimeoutError: Some ranks have not connected in time; the message lists them.
             RendezvousEnded: Two processes have the same rank, or pass different values of ``size``.
         """
+        arrived: list[socket.socket] = []  # without a rank
+        try:
+            self._assemble(accept, arrived)
+        except BaseException:
+            for sock in arrived:
+                if self.over:
+                    _tell(sock, _end_message(self.over, True))
+                sock.close()
+            raise
+        for rank, sock in zip(self._missing(), arrived, strict=True):
+            self.come(rank, sock)
+            _tell(sock, json.dumps(rank).encode() + b"\n")
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(1, len(self._lines))) - self.sockets.keys())
+
+    def _assemble(self, accept: Accept, arrived: list[socket.socket]) -> None:
         size = len(self._lines)
-        while missing := set(range(1, size)) - self.sockets.keys():
+        while True:
+            for ended in filter(_has_ended, arrived.copy()):
+                arrived.remove(ended)
+                ended.close()
+            if not (missing := self._missing()[len(arrived) :]):
+                return
             try:
                 sock, hello = accept(max(0.0, self._give_up - time.monotonic()))
             except unless_interrupted(TimeoutError):
-                late = f"rank 0 of {size} timed out: ranks {sorted(missing)} have not arrived"
+                late = f"rank 0 of {size} timed out: ranks {missing} have not arrived"
                 raise TimeoutError(late) from None
             rank, its_size = hello.get("rank", -1), hello.get("size")
+            if rank is None and its_size == size:
+                arrived.append(sock)
+                continue
+            who = "a member without a rank" if rank is None else f"rank {rank}"
+            rank = size if rank is None else rank
             if rank in self.sockets and _has_ended(self.sockets[rank]):
                 self.sockets.pop(rank).close()  # the same rank connects again
             self.come(rank if 0 < rank < size and rank not in self.sockets else size, sock)
             if its_size != size:
                 self.end(
-                    f"all members must pass the same size, got {size} from rank 0 and {its_size} from "
-                    f"rank {rank}",
+                    f"all members must pass the same size, got {size} from rank 0 and {its_size} from {who}",
                     True,
                 )
             elif size in self.sockets:

@@ -28,8 +28,10 @@ from flowchan.pipelines.sequential.engine.schedule import Schedule, Step, text
 from flowchan.pipelines.sequential.engine.worker_messages import (
     Assignment,
     Evaluate,
+    LoadState,
     Loss,
     Optimizers,
+    SaveState,
     ScaleGradients,
     Train,
 )
@@ -40,6 +42,7 @@ from flowchan.pipelines.sequential.tensor_trees import batch_size, mapped, split
 from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 from flowchan.pipelines.sequential.training_checks import check_training
 from flowchan.pipelines.sequential.training_report import Kept, TrainingReport, measured, report
+from flowchan.pipelines.sequential.training_state import copied, layer_counts, optimizer_name, parts_for
 
 KEPT = 10
 """Number of steps that the timeline keeps."""
@@ -152,9 +155,12 @@ class Training:
     def _settle(self, x: Any) -> None:
         """Start the workers with the first batch, if that batch determines the cut."""
         if self._begun and self._open and not self._over:
-            self._open = False
-            self._declare(self._cut.halves(x))
-            self._start()
+            self._start_with(self._cut.halves(x))
+
+    def _start_with(self, parts: Sequence[Part]) -> None:
+        self._open = False
+        self._declare(parts)
+        self._start()
 
     def _start(self) -> None:
         if self._on.own_process:
@@ -211,7 +217,7 @@ class Training:
         inputs, targets = self._split(without_gradient(x, "compute the loss yourself from pipe(x)"), target)
         self._settle(x)
         sizes = tuple(map(batch_size, inputs))
-        if not self._steps:
+        if self._kept is None and self._first_micro is None:
             self._first_micro = mapped(lambda one: one.detach().cpu().clone(), inputs[0])
         seed = int(torch.randint(2**31, ()))
         plan = self._plans.of(len(sizes))
@@ -262,6 +268,93 @@ class Training:
         outputs = [items["F", len(self._parts), chunk].value for chunk in range(len(inputs))]
         return self._cut.joined(outputs, list(map(batch_size, inputs)), "the evaluation")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the state of the module and of the optimizers of all parts.
+
+        Save it with ``torch.save``; ``torch.load`` reads it with ``weights_only=True``, its default. For
+        layers that draw random numbers, also save ``torch.get_rng_state()``.
+
+        Returns:
+            A dictionary. Its keys are ``"module"`` (a ``state_dict``), ``"parts"`` (the number of layers in
+            each part), ``"steps"``, ``"optimizer"`` (the class name), and ``"optimizers"`` (a ``state_dict``
+            per part). An entry of a part without parameters is ``None``, as is ``"parts"``
+            until the first batch has decided the cut.
+
+        Raises:
+            TypeError: The optimizer has no ``state_dict``.
+            RunError: A part failed, or its worker died.
+            RuntimeError: The training has not begun or is over, or a layer has changed.
+
+        Example:
+            >>> from functools import partial
+            >>> import torch
+            >>> from torch import nn
+            >>> from flowchan.pipelines import Sequential
+            >>> pipe = Sequential([nn.Linear(4, 8), nn.Linear(8, 1)])
+            >>> adam = partial(torch.optim.Adam, lr=0.1)
+            >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=adam) as training:
+            ...     loss = training.step(torch.ones(16, 4), torch.zeros(16, 1))
+            ...     state = training.state_dict()
+            >>> with pipe.trainer(loss=nn.MSELoss(), optimizer=adam) as training:
+            ...     training.load_state_dict(state)
+            ...     loss = training.step(torch.ones(16, 4), torch.zeros(16, 1))
+            >>> state["steps"], state["optimizer"]
+            (1, 'Adam')
+        """
+        self._raise_unless_active()
+        self._raise_if_changed()
+        name = optimizer_name(self._parts, self._options.optimizer)
+        optimizers: list[Any] = []
+        if not self._open:
+            with self._commanding("state_dict", 0, [[] for _ in self._jobs]) as run:
+                for job in self._jobs:
+                    run.put(job.worker, SaveState(run.changed(job)))
+                answers, _ = run.answers()
+            saved = {
+                part.number: state
+                for job, answer in zip(self._jobs, answers, strict=True)
+                for part, state in zip(job.parts, answer.optimizers, strict=True)
+            }
+            optimizers = [copied(saved[part.number]) for part in self._parts]
+        return {
+            "module": copied(self._cut.module.state_dict()),
+            "parts": None if self._open else layer_counts(self._parts),
+            "steps": self._steps,
+            "optimizer": name,
+            "optimizers": optimizers,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that :meth:`state_dict` returned.
+
+        The training must have the same model, parts and optimizer. A state that does not fit raises and
+        changes nothing. The parameter groups of the state, with their learning rates, replace those of
+        ``optimizer=``.
+
+        Args:
+            state: The dictionary.
+
+        Raises:
+            TypeError: ``state`` is not a dictionary, or the optimizer has no ``load_state_dict``.
+            ValueError: The state is of another model, another cut or another optimizer.
+            RunError: A part failed, or its worker died.
+            RuntimeError: The training has not begun or is over, or a layer has changed.
+        """
+        self._raise_unless_active()
+        self._raise_if_changed()
+        parts = parts_for(state, self._cut.module, self._parts, self._open, self._options.optimizer)
+        if parts is not None and self._open:
+            self._start_with(parts)
+        self._cut.module.load_state_dict(state["module"])
+        if parts is not None:
+            with self._commanding("load_state_dict", 0, [[] for _ in self._jobs]) as run:
+                for job in self._jobs:
+                    states = [state["optimizers"][part.number] for part in job.parts]
+                    run.put(job.worker, LoadState(states, run.changed(job)))
+                run.answers()
+        self._steps = state["steps"]
+        self._count_changes()
+
     def timeline(self) -> Timeline:
         """Return the events of all workers in the last ten steps.
 
@@ -285,6 +378,15 @@ class Training:
         return report(list(self._done), self._parts, self._kept or [Kept(0.0, 0.0)] * len(self._parts))
 
     # --- internals ---
+
+    def _raise_unless_active(self) -> None:
+        if self._over:
+            raise RuntimeError("training: this training is over; create another with pipe.trainer(...)")
+        if not self._begun:
+            raise RuntimeError(
+                "training: this training has not begun; enter its block, `with pipe.trainer(...) as "
+                "training:`"
+            )
 
     def _raise_if_changed(self) -> None:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
@@ -328,12 +430,7 @@ class Training:
         Interrupting the command ends training. If the command fails, the exception names the part and the
         step.
         """
-        if self._over:
-            raise RuntimeError("training: training is over; create a new one with pipe.trainer(...)")
-        if not self._begun:
-            raise RuntimeError(
-                "training: training has not started; enter the block `with pipe.trainer(...) as training:`"
-            )
+        self._raise_unless_active()
         try:
             yield self._run
             for job, sent in zip(self._jobs, self._sent, strict=True):

@@ -228,6 +228,15 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
+def test_ranks_on_hosts_run_the_script_of_a_relative_path(tmp_path: Path) -> None:
+    """Agents may run in another folder than the launcher."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(*sys.argv)")
+    command = [*COMMAND, "-n", "1", "--hosts", "local:1", "script.py", "data.csv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == (f"[0] {script} data.csv\n", 0), done.stderr
+
+
 def test_nproc_per_node_sets_the_number_of_ranks_per_host(tmp_path: Path) -> None:
     with started(tmp_path, NUMBERS, "--nproc-per-node", "2", "--hosts", "local:2") as launcher:
         lines = launcher.communicate(timeout=100)[0].splitlines()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+import queue
 import resource
+import socket
+import stat
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +23,13 @@ from support.peers import ProcessPeer, ThreadPeer
 from support.preloaded_programs import Template
 from support.waiting import wait_until
 
-from flowchan import GroupError, collective
+from flowchan import GroupError, MemberDied, collective
 from flowchan.collective.environment import place
 from flowchan.collective.one_host import SharedGroup
+from flowchan.collective.rendezvous.address import meet_at
+from flowchan.collective.rendezvous.folder import meet_in
 from flowchan.collective.rendezvous.host import meet
+from flowchan.transport.rendezvous import Coordinator, Participant
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -56,6 +65,19 @@ def test_group_forms_from_environment_of_each_launcher(launcher: str) -> None:
     assert ended(launched(3, LAUNCHERS[launcher])) == [f"{rank} 3 6 [0, 1, 2]" for rank in range(3)]
 
 
+LOCAL = """
+from flowchan import collective
+with collective.group() as g:
+    print(g.local_rank, g.local_size)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_local_rank_is_known_under_each_launcher(launcher: str) -> None:
+    job = [scripts.start("-c", LOCAL, env=LAUNCHERS[launcher](rank, "2")) for rank in "01"]
+    assert ended(job) == ["0 2", "1 2"]
+
+
 def test_concurrent_jobs_form_separate_groups() -> None:
     """The jobs stay separate even if one restarts at once with the same address."""
 
@@ -84,6 +106,16 @@ def test_invalid_rank_and_size_in_environment_raise() -> None:
 def test_local_size_is_derived_from_slurm_task_counts(tasks: str, node: str, local_size: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
     assert place(LAUNCHERS["Slurm"]("0", "7") | step).local_size == local_size
+
+
+def test_srun_with_pmi_counts_the_tasks_of_this_node() -> None:
+    """Its PMI, unlike that of MPICH's mpirun, does not tell how many members are on this node."""
+    slurm = LAUNCHERS["Slurm"]("3", "7") | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "1"}
+    both = LAUNCHERS["PMI"]("3", "7") | slurm
+    assert place(both)[:2] == (3, 7)
+    assert (place(both).launcher, place(both).local_size) == ("Slurm", 2)
+    mpirun = both | {"MPI_LOCALNRANKS": "4"}  # in a step that srun started for mpirun
+    assert (place(mpirun).launcher, place(mpirun).local_size) == ("PMI", 4)
 
 
 def test_mpi_members_on_several_hosts_need_address_and_secret(
@@ -116,6 +148,176 @@ def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Te
     }[launcher]
     job = [begun(LAUNCHERS[launcher](rank, "2") | more) for rank in "01"]
     assert ended(job) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
+
+
+def on_two_nodes(rank: int, folder: Path) -> dict[str, str]:
+    """Return the variables of a step of Slurm with one task on each of two nodes."""
+    more = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank)}
+    more |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "FLOWCHAN_FOLDER": str(folder)}
+    return LAUNCHERS["Slurm"](str(rank), "2") | more
+
+
+def test_slurm_nodes_meet_by_a_file_in_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    job = [scripts.start("-c", PROGRAM, env=on_two_nodes(rank, folder)) for rank in (1, 0)]
+    assert ended(job) == ["1 2 3 [0, 1]", "0 2 3 [0, 1]"]
+    assert list(folder.iterdir()) == []
+
+
+def test_slurm_file_is_secret_until_all_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in on_two_nodes(0, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    peer = ThreadPeer(collective.group)
+    wait_until(lambda: bool(list(tmp_path.glob("slurm-0-7.0.0.*[0-9]"))))
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert json.loads(file.read_text())["at"].startswith("127.0.0.1:")
+    with meet_in(tmp_path, file.name, "", 1, 2, 60, "") as g, peer.result() as other:
+        assert list(tmp_path.iterdir()) == []
+        assert (g.rank, other.rank) == (1, 0)
+
+
+def test_slurm_file_goes_when_rank_0_times_out(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] have not arrived"):
+        meet_in(tmp_path, "x", "127.0.0.1", 0, 2, 0.1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_slurm_file_raises_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=rf"rank 0 has not written {tmp_path}/x; set FLOWCHAN_FOLDER to a"):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 0.1, "")
+    (tmp_path / "file").touch()
+    with pytest.raises(GroupError, match=r"rank 0 cannot write \S+/file/x: .*; set FLOWCHAN_FOLDER"):
+        meet_in(tmp_path / "file", "x", "127.0.0.1", 0, 2, 10, "")
+
+
+def test_slurm_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("{}")
+    file.chmod(0o644)
+    with pytest.raises(GroupError, match=r"must belong to this user and have mode 600, got \d+ and 644; "):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
+    file.rename(tmp_path / "target")
+    file.symlink_to(tmp_path / "target")
+    with pytest.raises(GroupError, match=r"cannot read \S+/x: "):
+        meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
+
+
+JOINS = """
+import sys
+from flowchan import collective
+with collective.group(rank=1, size=2, at=sys.argv[1], secret=b"sixteen letters.") as g:
+    print(g.allreduce(2))
+"""
+
+
+def test_process_joins_at_the_published_port(caplog: pytest.LogCaptureFixture) -> None:
+    begun: list[Any] = []
+
+    def publish(at: str) -> None:
+        begun.extend((at, scripts.start("-c", JOINS, at)))
+
+    caplog.set_level("INFO", "flowchan.collective")
+    secret = b"sixteen letters."
+    with collective.group(rank=0, size=2, at="127.0.0.1:0", secret=secret, publish=publish) as g:
+        assert g.allreduce(1) == 3
+    at, other = begun
+    assert ended([other]) == ["3"]
+    assert f"rank 0 of 2 waits for the other members at {at}" in caplog.text
+
+
+def test_survivors_meet_again_at_the_published_port() -> None:
+    published: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def member(rank: int, at: str) -> Any:
+        publish = (lambda at: [published.put(at) for _ in range(2)]) if rank == 0 else None
+        with meet_at(at, b"sixteen letters.", rank, 3, 60, host=f"host {rank}", publish=publish) as g:
+            if rank == 2:
+                return None
+            with pytest.raises(MemberDied):
+                g.barrier()
+            with g.shrink(timeout=60) as smaller:
+                return smaller.allgather(rank)
+
+    first = ThreadPeer(member, 0, "127.0.0.1:0")
+    others = [ThreadPeer(member, rank, published.get(timeout=60)) for rank in (1, 2)]
+    assert [one.result() for one in (first, *others)] == [[0, 1], [0, 1], None]
+
+
+ARRIVES = """
+import sys
+from flowchan import collective
+at, secret = sys.argv[1], sys.argv[2].encode() or None
+for _ in range(2):
+    with collective.group(size=3, at=at, secret=secret) as g:
+        print(g.rank, g.allgather(g.rank))
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "sixteen letters."], ids=["one host", "address"])
+def test_processes_without_ranks_get_them_by_arrival(secret: str) -> None:
+    at = free_address()
+    job = [scripts.start("-c", ARRIVES, at, secret) for _ in range(3)]
+    lines = [text.splitlines() for text in ended(job)]
+    for number in range(2):
+        assert sorted(each[number] for each in lines) == [f"{rank} [0, 1, 2]" for rank in range(3)]
+
+
+def test_ranks_follow_the_order_of_arrival() -> None:
+    with contextlib.closing(Coordinator(4)) as coordinator:
+        ends = [socket.socketpair() for _ in range(4)]
+        ends[1][1].close()  # it has ended before all have arrived
+        hellos = [{"rank": rank, "size": 4} for rank in (None, None, 2, None)]
+        came = iter([(own, hello) for (own, _), hello in zip(ends, hellos, strict=True)])
+        coordinator.assemble(lambda _: next(came))
+        assert coordinator.sockets == {1: ends[0][0], 2: ends[2][0], 3: ends[3][0]}
+        first, last = (Participant(ends[place][1], "rank 0") for place in (0, 3))
+        assert (first.receive(), last.receive()) == (1, 3)
+        first.close(), last.close(), ends[2][1].close()
+
+
+def test_published_address_is_open_to_members_without_ranks() -> None:
+    published: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def member(rank: int | None, at: str) -> Any:
+        publish = (lambda at: [published.put(at) for _ in range(2)]) if rank == 0 else None
+        secret = b"sixteen letters."
+        with collective.group(rank=rank, size=3, at=at, secret=secret, publish=publish) as g:
+            return g.rank, g.allreduce(1)
+
+    first = ThreadPeer(member, 0, "127.0.0.1:0")
+    others = [ThreadPeer(member, None, published.get(timeout=60)) for _ in range(2)]
+    assert sorted(one.result() for one in (first, *others)) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_sizes_that_differ_raise_on_members_without_ranks() -> None:
+    at, errors = free_address(), []
+    for peer in [ThreadPeer(meet_at, at, b"sixteen letters.", None, size, 60) for size in (2, 3)]:
+        with pytest.raises(GroupError) as info:
+            peer.result()
+        errors.append(str(info.value))
+    assert errors[0] == errors[1]
+    assert "all members must have one size" in errors[0]
+
+
+def test_missing_members_without_ranks_time_out() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 timed out: ranks \[1, 2\] have not arrived"):
+        meet("nobody else", None, 3, 0.1)
+    with pytest.raises(TimeoutError, match=r"rank 0 of 3 timed out: ranks \[1, 2\] have not arrived"):
+        meet_at(free_address(), b"sixteen letters.", None, 3, 0.1)
+
+
+def test_unknown_port_raises_at_once() -> None:
+    where: Any = {"size": 2, "at": "127.0.0.1:0", "secret": b"sixteen letters."}
+    message = r"group: at must have a port that all members know, got '127.0.0.1:0'; "
+    with pytest.raises(ValueError, match=message + "pass publish=, or a free port"):
+        collective.group(rank=0, **where)
+    with pytest.raises(ValueError, match=message + "pass the address that rank 0 publishes"):
+        collective.group(rank=1, **where)
+    with pytest.raises(ValueError, match=message + "pass the address that rank 0 publishes"):
+        collective.group(**where)
+    with pytest.raises(ValueError, match="publish needs at= and secret="):
+        collective.group(rank=0, size=2, at="text", publish=print)
 
 
 def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) -> threading.Thread:

@@ -75,6 +75,17 @@ def test_death_raises_on_all_hosts(victim: int) -> None:
     assert set(found.values()) == {((victim,), (victim,), "barrier")}
 
 
+def test_local_ranks_count_the_members_of_each_host() -> None:
+    def body(g: Any) -> Any:
+        with g.split(g.rank % 2) as part:  # ranks 0, 2, 4 and ranks 1, 3
+            return g.local_rank, g.local_size, part.local_rank, part.local_size
+
+    found = OverHosts("abbab", body).results(5)
+    assert [found[rank] for rank in range(5)] == [
+        (0, 2, 0, 1), (0, 3, 0, 1), (1, 3, 0, 2), (1, 2, 0, 1), (2, 3, 1, 2)
+    ]  # fmt: skip
+
+
 def test_error_arrives_from_a_host_that_stopped_reading() -> None:
     local, remote = socket.socketpair()
     own_links, other_links = Links({1: local}, {1: 1}, 0), Links({0: remote}, {0: 0}, 1)

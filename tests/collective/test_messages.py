@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.group_members import Processes, in_threads, over_hosts, raised
-from support.waiting import wait_blocked
+from support.waiting import wait_blocked, wait_until
 
 from flowchan import Full, GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.collective import members, point_to_point
@@ -51,6 +51,139 @@ def test_receive_converts_between_array_and_tensor(run: Any) -> None:
 
     pytest.importorskip("torch")
     assert run(2, body)[1] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]]
+
+
+# --- receives that were started with wait=False ---
+
+
+def test_started_receives_get_the_messages_in_their_order(run: Any) -> None:
+    def body(g: Any) -> Any:
+        source = (g.rank + 1) % g.size
+        to, out = (g.rank - 1) % g.size, np.zeros(3)
+        handles = [g.receive(source, wait=False), g.receive(source, out=out, wait=False)]
+        before = [handle.done() for handle in handles]
+        g.barrier()
+        for value in ("first", np.arange(3.0) + g.rank, "third", "fourth"):
+            g.send(value, to)
+        last = g.receive(source, wait=False)
+        fourth = g.receive(source, timeout=60)  # the started receives come first
+        assert [handle.done() for handle in (*handles, last)] == [True] * 3
+        assert handles[1].wait() is out
+        return before, handles[0].wait(), out.tolist(), last.wait(), fourth
+
+    received = [[0.0 + rank, 1.0 + rank, 2.0 + rank] for rank in (1, 2, 0)]
+    assert run(3, body) == [([False, False], "first", values, "third", "fourth") for values in received]
+
+
+def test_done_becomes_true_when_the_message_arrives(run: Any) -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            g.receive(0)
+            g.send("now", 0)
+            return None
+        handle = g.receive(1, wait=False)
+        assert not handle.done()
+        with pytest.raises(TimeoutError, match=r"receive: rank 1 sent nothing to rank 0 in time"):
+            handle.wait(timeout=0.01)
+        g.send("go", 1)
+        wait_until(handle.done)
+        return handle.wait(), handle.wait()
+
+    assert run(2, body)[0] == ("now", "now")
+
+
+def test_started_receive_raises_its_own_error_only(run: Any) -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            g.send(np.arange(4.0), 0)
+            g.send("text", 0)
+            return None
+        small, text = g.receive(1, out=np.zeros(3), wait=False), g.receive(1, wait=False)
+        assert text.wait() == "text"
+        for _ in range(2):
+            with pytest.raises(Mismatch):
+                small.wait()
+        return "done"
+
+    assert run(2, body)[0] == "done"
+
+
+def test_started_receives_end_when_the_sender_leaves(run: Any) -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            g.send("last", 0)
+            return None
+        handles = [g.receive(1, wait=False) for _ in range(3)]
+        assert handles[0].wait() == "last"
+        for handle in handles[1:]:
+            with pytest.raises(MemberLeft):
+                handle.wait()
+            assert handle.done()
+        return "done"
+
+    assert run(2, body)[0] == "done"
+
+
+def test_receive_any_waits_for_no_started_receive() -> None:
+    def body(g: Any) -> Any:
+        if g.rank:
+            return g.receive(0)
+        handle = g.receive(1, wait=False)
+        message = r"receive_any: started receives must be done, got one from rank 1 in progress; wait"
+        with pytest.raises(GroupError, match=message):
+            g.receive_any()
+        with pytest.raises(
+            ValueError, match=r"receive: timeout must be None with wait=False, got 3; pass it to"
+        ):
+            g.receive(1, wait=False, timeout=3)
+        g.send("bye", 1)
+        return handle.done()
+
+    assert in_threads(2, body) == [False, "bye"]
+
+
+def test_dropped_member_closes_although_a_receive_is_in_progress() -> None:
+    first, second = members(2)
+    handle = first.receive(1, wait=False)
+    assert not handle.done()
+    del first
+    with pytest.raises(MemberLeft):
+        second.receive(0)
+    with pytest.raises(GroupError, match="receive failed: this member has left the group"):
+        handle.wait()
+
+
+def test_interrupted_wait_loses_no_message() -> None:
+    first, second = members(2)
+    second.send("opens the channel", 0)
+    assert first.receive(1) == "opens the channel"
+    handle = first.receive(1, wait=False)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    second.send("kept", 0)
+    assert handle.wait() == "kept"
+
+
+def test_interrupt_just_after_a_message_arrives_does_not_double_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = members(2)
+    second.send("once", 0)
+    handle = first.receive(1, wait=False)
+    append_result = point_to_point.append_result
+
+    def interrupted(results: Any, call: Any, *args: Any) -> None:
+        append_result(results, call, *args)
+        if args == ("once",):
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(point_to_point, "append_result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait()
+    assert handle.wait() == "once"
+    with pytest.raises(TimeoutError):
+        first.receive(1, timeout=0)
 
 
 def test_sendreceive_shifts_along_a_ring(run: Any) -> None:

@@ -107,6 +107,26 @@ def test_gradients_of_two_replicas_match_one_module(run: Any, digits: Any) -> No
         assert reached == accuracy(net, digits) > 0.85
 
 
+@pytest.mark.parametrize("compress", [None, "fp16", "bf16", lambda: TopK(1.0)])
+def test_gradients_can_be_summed(compress: Any) -> None:
+    def train(g: Any) -> list[list[float]]:
+        net = nn.Linear(2, 1)
+        gradients, found = Gradients(net, g, op="sum", compress=compress), []
+        for factor in (1.0, 2.0):
+            net.zero_grad()
+            net(factor * torch.tensor([[1.0, g.rank + 2.0]])).sum().backward()
+            gradients.wait()
+            found.append([*net.weight.grad[0].tolist(), net.bias.grad.item()])  # type: ignore[index,union-attr]
+        return found
+
+    assert ok(in_threads(3, train)) == [[[3.0, 9.0, 3.0], [6.0, 18.0, 3.0]]] * 3
+
+
+def test_unknown_operation_for_gradients_raises() -> None:
+    with pytest.raises(ValueError, match=r"Gradients: op must be 'mean' or 'sum', got 'max' \(str\)"):
+        Gradients(nn.Linear(2, 1), None, op="max")  # type: ignore[arg-type]
+
+
 def test_accumulated_gradients_are_averaged_once(digits: Any) -> None:
     def train(g: Any, in_parts: bool) -> list[Tensor]:
         net = model()

@@ -12,7 +12,8 @@ from support.worker_latch import Gate
 
 from flowchan import Graph, HostError, RunError, worker
 from flowchan.hosts import local
-from flowchan.run.worker.gpus import present
+from flowchan.run.policy.events import WorkerId
+from flowchan.run.worker.gpus import Gpus, present
 
 pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
@@ -70,6 +71,53 @@ def test_replacement_gets_the_devices_of_the_dead_worker(on: Any, tmp_path: Path
     graph = Graph("gpus")
     found = graph.source(range(8)).map(once, on=on, gpus=3).collect()
     assert {device for _, _, device in graph.run()[found]} == {"4,5,7"}
+
+
+@everywhere
+def test_workers_share_a_gpu(on: Any) -> None:
+    gate = Gate()
+
+    def held(_: int) -> tuple[str, int, str]:
+        gate.wait()
+        return seen()
+
+    graph = Graph("shares")
+    whole = graph.source(range(1), name="whole").map(held, on=on, gpus=1, name="one").collect()
+    halves = graph.source(range(4)).map(held, on=on, workers=4, gpus=0.5, name="half").collect()
+    run = graph.start()
+    gate.wait_held(5)
+    gate.open()
+    found = run.wait()
+    assert sorted(device for _, _, device in (*found[whole], *found[halves])) == ["4", "5", "5", "7", "7"]
+
+
+@pytest.mark.parametrize("share", [0.1, 1 / 3, 0.5, 0.7])
+def test_shares_fill_a_gpu_before_the_next(share: float) -> None:
+    gpus, each = Gpus(), int(1 / share + 1e-6)
+    ids = [WorkerId("far", number) for number in range(3 * each)]
+    assert [gpus.take(id, share) for id in ids] == ["4"] * each + ["5"] * each + ["7"] * each
+    left = f"{round(1 - each * share, 6):g}"
+    with pytest.raises(HostError, match=rf"99 needs {share:g} of a GPU, but .* only {left} of a GPU free"):
+        gpus.take(WorkerId("far", 99), share)
+    for id in ids[each : 2 * each]:
+        assert gpus.take(id, share) == "5"
+        gpus.give_back(id)
+    assert gpus.take(WorkerId("far", 99), 1) == "5"
+
+
+def test_whole_gpu_is_not_taken_from_sharers() -> None:
+    gpus = Gpus()
+    assert [gpus.take(WorkerId("far", number), 0.5) for number in range(1)] == ["4"]
+    assert gpus.take(WorkerId("near", 0), 2) == "5,7"
+    with pytest.raises(HostError, match=r"near 1 needs 1 GPU, but this host has only 0 of 3 free"):
+        gpus.take(WorkerId("near", 1), 1)
+
+
+@pytest.mark.parametrize("gpus", [1.5, 1.0, 0.0, -0.5, float("nan")])
+def test_share_of_a_gpu_must_be_between_0_and_1(gpus: float) -> None:
+    message = rf"map: gpus must be an int of at least 0, or a share between 0 and 1, got {gpus}"
+    with pytest.raises(ValueError, match=message):
+        Graph("gpus").source(range(8)).map(seen, on="process", gpus=gpus)
 
 
 def test_machine_with_insufficient_gpus_is_reported_on_one_line() -> None:

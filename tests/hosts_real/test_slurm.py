@@ -38,6 +38,24 @@ def test_each_allocated_node_runs_its_agent_and_reports_its_end():
         assert nodes == ["node1", "node2"]
 
 
+GROUP = """
+import os, sys
+os.environ["FLOWCHAN_FOLDER"] = sys.argv[1]
+from flowchan import collective
+with collective.group() as first, collective.group() as second:
+    print(first.rank, first.size, first.allreduce(1), second.allgather(os.environ["SLURMD_NODENAME"]))
+"""
+
+
+def test_members_on_two_nodes_form_a_group(allocation, tmp_path):
+    command = ("srun", f"--jobid={allocation}", "--overlap", "--nodes=2", "--ntasks-per-node=1")
+    program = (sys.executable, "-c", GROUP, str(tmp_path))
+    done = subprocess.run((*command, *program), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 2 ['node1', 'node2']" for rank in (0, 1)]
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.usefixtures("allocation")
 def test_secret_is_absent_from_command_lines_and_environments():
     with Driver(slurm()) as driver:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from support.waiting import wait_until
 
-from flowchan import Channel, GraphError, RunError, WorkerDied, worker
+from flowchan import Channel, Graph, GraphError, RunError, WorkerDied, worker
+from flowchan.collective import members
 from flowchan.pipelines import Lock, map  # noqa: A004
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
@@ -43,6 +44,43 @@ def test_results_are_in_worker_order_regardless_of_finish_order(on: Any) -> None
 
     assert map(4, last_first, 4, on=on).join() == [10, 20, 30, 40]
     assert ended.get_many(4) == [4, 3, 2, 1]
+
+
+def from_list(members: list[Any], worker: int) -> int:
+    with members[worker - 1] as g:
+        total: int = g.allreduce(worker)
+        return total
+
+
+def test_threads_take_their_members_from_one_list() -> None:
+    assert map(3, from_list, members(3)).join() == [6, 6, 6]
+
+
+def test_list_of_members_for_several_processes_raises_at_declaration() -> None:
+    message = (
+        r"element 0, element 0 is a \S+SharedGroup \(<Group rank 0 of 2> is one member, but the function "
+        r"goes to several workers\); send each worker its member as an item, as in "
+        r"graph\.source\(members\(n\)\)\.map\(…\), or declare a gang"
+    )
+    made = members(2)
+    with pytest.raises(GraphError, match=message):
+        map(2, from_list, made, on="process")
+    assert map(2, from_list, made).join() == [3, 3]
+
+
+def test_one_process_takes_the_only_member() -> None:
+    assert map(1, from_list, members(1), on="process").join() == [1]
+
+
+def test_process_workers_get_members_as_items() -> None:
+    def total(member: Any) -> int:
+        with member as g:
+            result: int = g.allreduce(g.rank + 1)
+            return result
+
+    graph = Graph("members")
+    totals = graph.source(members(3)).map(total, on="process", workers=3).collect()
+    assert graph.run()[totals] == [6, 6, 6]
 
 
 @everywhere

@@ -105,6 +105,7 @@ def test_channel_shows_item_type_and_unusual_settings() -> None:
         ({"workers": 4, "ordered": False}, "unordered"),
         ({"function": waits}, "async"),
         ({"gpus": 1}, "1 GPU each"),
+        ({"gpus": 0.5}, "0.5 GPU each"),
         ({"placement": local(2)}, "2 hosts: local-1, local-2"),
         ({}, ""),
     ],

@@ -14,16 +14,20 @@ cannot reach rank 0 fails, and all members fail if rank 0 is gone. While rank 0 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import logging
 import math
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
 from flowchan.collective.many_hosts import LinkedGroup
 from flowchan.collective.messages_remote import Connector
+from flowchan.collective.one_host import Gather
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied
 from flowchan.transport.dial import reach
@@ -38,34 +42,77 @@ limit for the rendezvous of those that have arrived."""
 POLL_INTERVAL_S = 0.02
 
 
+log = logging.getLogger("flowchan.collective")
+
+Publish = Callable[[str], object]
+"""Gives the address of rank 0 to the other members."""
+
+
 def meet_at(
-    at: str, secret: bytes, rank: int, size: int, timeout: float, name: str = "", host: str | None = None
+    at: str,
+    secret: bytes,
+    rank: int | None,
+    size: int,
+    timeout: float,
+    name: str = "",
+    host: str | None = None,
+    publish: Publish | None = None,
 ) -> Group:
     """Return this process's member of the group that meets at the address ``at`` with the secret.
 
-    ``host`` identifies the host (default: detected).
+    ``rank`` is None if the order of arrival decides: the first member that listens at ``at`` is rank 0.
+    ``host`` identifies the host (default: detected). Rank 0 calls ``publish`` once it listens. Raises
+    ``ValueError`` if the other members cannot know the port.
     """
-    where, _ = split(at)
+    where, port = split(at)
+    if port == 0 and size > 1 and (rank != 0 or publish is None):
+        remedy = "pass the address that rank 0 publishes" if rank != 0 else "pass publish=, or a free port"
+        raise ValueError(f"group: at must have a port that all members know, got {at!r}; {remedy}")
     remaining = countdown(timeout)
+
+    def form(gather: Gather, own: int, connector: Connector) -> Group:
+        return meet_by(gather, own, connector, remaining() or 0.0, name, host)
+
     try:
-        if rank == 0:
+        if (first := _first_listener(rank, at)) is not None:
             with contextlib.closing(Coordinator(size, time.monotonic() + timeout)) as coordinator:
-                with AuthenticatedListener(listen(at), secret, {"rank": 0}) as listener:
+                with AuthenticatedListener(first, secret, {"rank": 0}) as listener:
+                    at = listener.address if port == 0 else at
+                    log.info("rank 0 of %d waits for the other members at %s", size, at)
+                    if publish is not None:
+                        publish(at)
                     coordinator.assemble(listener.accept)
-                met = meet_by(coordinator.gather, 0, Connector(secret, where), remaining() or 0.0, name, host)
+                met = form(coordinator.gather, 0, Connector(secret, where))
         else:
-            why = f"rank {rank} of {size} timed out: rank 0 has not answered"
-            try:
-                sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
-            except unless_interrupted(OSError) as error:
-                raise TimeoutError(str(error)) from None
+            sock = _reached(at, secret, rank, size, timeout)
             sock.settimeout(max(0.001, remaining() or 0.0))
             with contextlib.closing(Participant(sock, "rank 0")) as participant:
-                connector = Connector(secret, route_to(where))
-                met = meet_by(participant.gather, rank, connector, remaining() or 0.0, name, host)
+                own = participant.receive() if rank is None else rank
+                met = form(participant.gather, own, Connector(secret, route_to(where)))
     except RendezvousEnded as ended:
         raise GroupError(str(ended)) from None
     return Place(at, secret, host).of(met)
+
+
+def _first_listener(rank: int | None, at: str) -> Listener | None:
+    """Return the listener of rank 0, ``None`` on the other members."""
+    if rank is not None:
+        return listen(at) if rank == 0 else None
+    try:
+        return listen(at)
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another member, or another host, listens
+            return None
+        raise
+
+
+def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float) -> socket.socket:
+    why = f"{'a member' if rank is None else f'rank {rank}'} of {size} timed out: rank 0 has not answered"
+    try:
+        sock, _ = reach(at, secret, {"rank": rank, "size": size}, why=why, within=timeout, tls=False)
+        return sock
+    except unless_interrupted(OSError) as error:
+        raise TimeoutError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,15 @@ from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEn
 
 PAUSE_S, HELLO_S = 0.02, 5.0
 _HELLO = struct.Struct("<ii")  # rank, size
+BY_ARRIVAL = -1
 
 
-def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> SharedGroup:
+def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") -> SharedGroup:
     """Form a group of all processes on this host that have the same ``job``.
 
     Args:
         job: Text that identifies the group.
-        rank: Rank of this process.
+        rank: Rank of this process; None if the order of arrival decides.
         size: Number of processes.
         timeout: Seconds to wait for the others.
         name: Name of the group in messages.
@@ -47,32 +48,42 @@ def meet(job: str, rank: int, size: int, timeout: float, name: str = "") -> Shar
     give_up = time.monotonic() + timeout
     while True:
         try:
-            member = (_lead if rank == 0 else _follow)(address, rank, size, give_up, name)
+            member = None
+            if not rank:
+                member = _lead(address, rank is None, size, give_up, name)
+            if member is None and rank != 0:
+                member = _follow(address, rank, size, give_up, name)
             if member is not None:
                 return member
         except RendezvousEnded as ended:
             if ended.refused:
                 raise GroupError(str(ended)) from None
         if time.monotonic() > give_up:
-            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 or other members did not arrive")
+            who = "a member" if rank is None else f"rank {rank}"
+            raise TimeoutError(f"{who} of {size} timed out: rank 0 or other members did not arrive")
         time.sleep(PAUSE_S)
 
 
-def _lead(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
+def _lead(address: str, if_first: bool, size: int, give_up: float, name: str) -> SharedGroup | None:
+    """Form the group as rank 0; return None if another process listens and ``if_first`` is true."""
     with contextlib.closing(Coordinator(size, give_up)) as coordinator:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            _listen(listener, address, give_up)
+            if not _listens(listener, address, give_up, if_first):
+                return None
             coordinator.assemble(lambda wait: _accept(listener, wait))
-        return share(coordinator.gather, rank, range(size), name)
+        return share(coordinator.gather, 0, range(size), name)
 
 
-def _listen(listener: socket.socket, address: str, give_up: float) -> None:
+def _listens(listener: socket.socket, address: str, give_up: float, if_first: bool) -> bool:
+    """Listen at the address; return False if another process does and ``if_first`` is true."""
     while True:
         try:
             listener.bind(address)
             listener.listen(1024)
-            return
+            return True
         except OSError as error:
+            if error.errno == errno.EADDRINUSE and if_first:
+                return False
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
                     "another group with the same job name is forming on this host; use another "
@@ -96,25 +107,27 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
         if _user_of(sock) == os.getuid() and len(greeting) == _HELLO.size:
             rank, size = _HELLO.unpack(greeting)
             sock.settimeout(None)
-            return sock, {"rank": rank, "size": size}
+            return sock, {"rank": None if rank == BY_ARRIVAL else rank, "size": size}
         sock.close()
     raise TimeoutError
 
 
-def _follow(address: str, rank: int, size: int, give_up: float, name: str) -> SharedGroup | None:
+def _follow(address: str, rank: int | None, size: int, give_up: float, name: str) -> SharedGroup | None:
     """Join the group of rank 0; return None if rank 0 is not listening yet, or no longer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.001, give_up - time.monotonic()))
         try:
             sock.connect(address)
-            sock.send(_HELLO.pack(rank, size))
+            sock.send(_HELLO.pack(BY_ARRIVAL if rank is None else rank, size))
         except (ConnectionError, BlockingIOError):
             return None
         if _user_of(sock) != os.getuid():
             raise GroupError(
                 "another user on this host uses the name of this job; use another MASTER_PORT or at="
             )
-        return share(Participant(sock, "rank 0").gather, rank, range(size), name)
+        participant = Participant(sock, "rank 0")
+        own = participant.receive() if rank is None else rank
+        return share(participant.gather, own, range(size), name)
 
 
 def _user_of(sock: socket.socket) -> int:

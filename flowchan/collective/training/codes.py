@@ -138,20 +138,37 @@ class TopK:
         out.div_(len(values))
 
 
-Mean = Callable[[Group, Tensor], Any]
-"""Function that replaces a tensor with its mean over all members."""
+Combine = Callable[[Group, Tensor], Any]
+"""Function that replaces a tensor with its mean or sum over all members."""
 
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _CODES: dict[str, Callable[[], Code]] = {"topk": TopK}
 
 
-def mean_by(compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Mean:
+def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:
+    """Return the function that averages or sums one buffer with elements of this type.
+
+    A code yields a mean, which is multiplied by the number of members for a sum: the sum of ``fp16`` values
+    may exceed their range.
+    """
+    if compress is None:
+        return lambda group, x: group._reduced(ALLREDUCE, x, op, None, -1, None)
+    average = _mean_by(compress, dtype)
+    if op == "mean":
+        return average
+
+    def add_up(group: Group, x: Tensor) -> Tensor:
+        average(group, x)
+        return x.mul_(group.size)
+
+    return add_up
+
+
+def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
     """Return the function that averages one buffer whose elements have this type.
 
     The function may run in the member's own thread, while operations of other members wait for it.
     """
-    if compress is None:
-        return lambda group, x: group._reduced(ALLREDUCE, x, "mean", None, -1, None)
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
             raise ValueError(

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from flowchan.collective.array_access import check_writable, contiguous, described, memory
 from flowchan.collective.group import Group
 from flowchan.collective.handles import Handle
-from flowchan.collective.training.codes import Code, TopK, mean_by
+from flowchan.collective.training.codes import Code, TopK, combine_by
 from flowchan.errors import Mismatch
 from flowchan.items.arguments import whole
+from flowchan.items.text import shown
 
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 
@@ -122,7 +123,7 @@ def _first_difference(one: list[Any], other: list[Any]) -> int:
 
 
 class Gradients:
-    """Average the gradients of a module over all members while ``backward`` runs.
+    """Average or sum the gradients of a module over all members while ``backward`` runs.
 
     All members have the same module, and call ``backward`` and :meth:`wait` the same number of times.
 
@@ -132,12 +133,13 @@ class Gradients:
     Args:
         module: The replica of this member.
         group: The group of the replicas.
+        op: ``"mean"`` (default) or ``"sum"``, for a loss that is a sum over samples.
         compress: ``"fp16"``, ``"bf16"``, ``"topk"``, or a function that creates a :class:`Code` for each
             buffer
             (default None: no compression).
 
     Raises:
-        ValueError: ``compress`` is unknown, or a complex parameter cannot be compressed.
+        ValueError: ``op`` or ``compress`` is unknown, or a complex parameter cannot be compressed.
 
     Example:
         >>> import torch
@@ -157,12 +159,20 @@ class Gradients:
     """
 
     def __init__(
-        self, module: nn.Module, group: Group, *, compress: str | Callable[[], Code] | None = None
+        self,
+        module: nn.Module,
+        group: Group,
+        *,
+        op: Literal["mean", "sum"] = "mean",
+        compress: str | Callable[[], Code] | None = None,
     ) -> None:
+        if op not in ("mean", "sum"):
+            raise ValueError(f"Gradients: op must be 'mean' or 'sum', got {shown(op)}")
         self._group = group
         self._accumulating = False
         self._buffers = [
-            _Bucket(parameters, mean_by(compress, parameters[0].dtype)) for parameters in _in_buckets(module)
+            _Bucket(parameters, combine_by(op, compress, parameters[0].dtype))
+            for parameters in _in_buckets(module)
         ]
         # for the first buffers; all members must start them in the same order
         self._started: list[Handle] = []
@@ -177,7 +187,7 @@ class Gradients:
         ]
 
     def wait(self) -> None:
-        """Wait until all gradients have been replaced with their means over all members.
+        """Wait until all gradients have been replaced with their means or sum over all members.
 
         Call it after ``backward``, before using the gradients.
         """
@@ -239,7 +249,9 @@ class Gradients:
             self._start(self._buffers[len(self._started)])
 
     def _start(self, buffer: _Bucket) -> None:
-        self._started.append(self._group._start(lambda: buffer.mean(self._group, buffer.flat), buffer.flat))
+        self._started.append(
+            self._group._start(lambda: buffer.combine(self._group, buffer.flat), buffer.flat)
+        )
 
 
 class _Flat:
@@ -266,11 +278,11 @@ class _Flat:
 
 
 class _Bucket(_Flat):
-    """A buffer of gradients that are averaged together."""
+    """A buffer of gradients that are combined together."""
 
-    def __init__(self, parameters: list[Tensor], mean: Callable[[Group, Tensor], Any]) -> None:
+    def __init__(self, parameters: list[Tensor], combine: Callable[[Group, Tensor], Any]) -> None:
         super().__init__(parameters)
-        self.mean = mean
+        self.combine = combine
         self.missing = set(self.views)  # parameters whose gradients have not been computed yet
 
 

@@ -52,7 +52,7 @@ class WorkerProcesses:
         stage: bytes,
         ports: Ports,
         suspicion: Suspicion,
-        gpus: int,
+        gpus: float,
         memberships: Memberships = NO_MEMBERSHIPS,
     ) -> int:
         """Start a worker process.

@@ -1,4 +1,7 @@
-"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of them."""
+"""Assign the GPUs of this machine to workers: each worker of a stage with ``gpus=n`` gets n of them.
+
+Workers with ``gpus=0.5`` share a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from flowchan.run.policy.events import WorkerId
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+_NEARLY = 1e-9
+"""Rounding error of a sum of shares."""
+
+
 class Gpus:
     """Pool of the GPUs that this process may use.
 
@@ -19,33 +26,54 @@ class Gpus:
     """
 
     def __init__(self) -> None:
-        self._free: list[str] | None = None  # ``None`` until the first request
-        self._held: dict[WorkerId, list[str]] = {}
+        self._free: dict[str, float] | None = None  # free share of each GPU; ``None`` until the first request
+        self._held: dict[WorkerId, tuple[list[str], float]] = {}  # GPUs, and the share of each
 
-    def take(self, id: WorkerId, number: int) -> str | None:
+    def take(self, id: WorkerId, number: float) -> str | None:
         """Reserve GPUs for a worker and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
 
-        Raises :class:`flowchan.HostError` if not enough GPUs are free.
+        A number below 1 is a share of a GPU. Raises :class:`flowchan.HostError` if not enough GPUs are free.
         """
         if not number:
             return None
         if self._free is None:
-            self._free = present()
+            self._free = dict.fromkeys(present(), 1.0)
         if id not in self._held:
-            if len(self._free) < number:
-                held = sum(map(len, self._held.values()))
-                raise HostError(
-                    f"worker {id} needs {number} GPU{'s' * (number > 1)}, but only "
-                    f"{len(self._free)} of {held + len(self._free)} GPUs on this host are free; "
-                    "use fewer workers or more hosts"
-                )
-            self._held[id], self._free = self._free[:number], self._free[number:]
-        return ",".join(self._held[id])
+            found = _shared(self._free, number) if number < 1 else _whole(self._free)[: int(number)]
+            if len(found) < number:
+                raise HostError(_lack(id, number, self._free))
+            share = min(number, 1.0)
+            for name in found:
+                self._free[name] -= share
+            self._held[id] = found, share
+        return ",".join(self._held[id][0])
 
     def give_back(self, id: WorkerId) -> None:
         """Free the GPUs of a worker that has ended or moved to another host."""
-        if self._free is not None:
-            self._free += self._held.pop(id, [])
+        names, share = self._held.pop(id, ([], 0.0))
+        for name in names:
+            assert self._free is not None
+            self._free[name] = min(1.0, self._free[name] + share)
+
+
+def _whole(free: dict[str, float]) -> list[str]:
+    return [name for name, share in free.items() if share > 1 - _NEARLY]
+
+
+def _shared(free: dict[str, float], share: float) -> list[str]:
+    """Return the GPU with the smallest free share that suffices, so that others stay whole."""
+    fitting = [name for name, left in free.items() if left > share - _NEARLY]
+    return [min(fitting, key=lambda name: free[name])] if fitting else []
+
+
+def _lack(id: WorkerId, number: float, free: dict[str, float]) -> str:
+    if number < 1:
+        most = max(free.values(), default=0.0)
+        needs, left = f"{number:g} of a GPU", f"{round(most, 6):g} of a GPU"
+    else:
+        needs = f"{number} GPU{'s' * (number > 1)}"
+        left = f"{len(_whole(free))} of {len(free)}"
+    return f"worker {id} needs {needs}, but this host has only {left} free; use fewer workers or more hosts"
 
 
 def present() -> list[str]:

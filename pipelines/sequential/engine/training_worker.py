@@ -24,7 +24,9 @@ from flowchan.pipelines.sequential.engine.schedule import Step, parse
 from flowchan.pipelines.sequential.engine.worker_messages import (
     Assignment,
     Evaluate,
+    LoadState,
     Loss,
+    SaveState,
     ScaleGradients,
     Train,
     WorkerAnswer,
@@ -32,6 +34,7 @@ from flowchan.pipelines.sequential.engine.worker_messages import (
 from flowchan.pipelines.sequential.parts import Casting, Part
 from flowchan.pipelines.sequential.tensor_trees import join, mapped, tensors
 from flowchan.pipelines.sequential.timeline import TimelineEvent
+from flowchan.pipelines.sequential.training_state import copied
 
 
 class TrainingWorker(PipelineWorker):
@@ -43,6 +46,7 @@ class TrainingWorker(PipelineWorker):
         self.losses: list[Tensor] = []
         self.plans: dict[str, list[Step]] = {}  # parsed plans, keyed by their text
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step, by micro-batch
+        self.begun = False  # whether the first step is done, which need not be step 0
 
     def begin(self, part: Part) -> None:
         """Prepare a part and create its optimizer."""
@@ -53,10 +57,14 @@ class TrainingWorker(PipelineWorker):
                 self.optimizers.append((part, self.job.optimizer(parameters)))  # type: ignore[arg-type]
 
     def follow(self, command: Any) -> WorkerAnswer:
-        """Execute a :class:`Train` or :class:`Evaluate` command."""
+        """Execute a command of the trainer."""
         self.take_changes(command.changed)
         if isinstance(command, Train):
             return self._train(command)
+        if isinstance(command, SaveState):
+            return self._save()
+        if isinstance(command, LoadState):
+            return self._load(command)
         assert isinstance(command, Evaluate), command
         return self._evaluate(command)
 
@@ -85,6 +93,7 @@ class TrainingWorker(PipelineWorker):
                 else:
                     self._go_back(step, train)
         self._check_mean()
+        self.begun = True
         for execution in self.executions.values():
             execution.norms.commit()
         if job.optimizer is not None:
@@ -153,7 +162,7 @@ class TrainingWorker(PipelineWorker):
             target = mapped(lambda tensor: tensor.to(device), target)
         share = train.sizes[step.chunk] / max(sum(train.sizes), 1)
         loss = functools.partial(weighted, loss=self.job.loss, target=target, share=share)
-        if train.number or len(train.sizes) == 1:
+        if self.begun or len(train.sizes) == 1:
             return loss
 
         def recorded(output: Any) -> Tensor:
@@ -207,6 +216,23 @@ class TrainingWorker(PipelineWorker):
                 passed = self.take(("F", step.part, step.chunk))
                 output = execution.evaluate(passed, self._casting(execution))
             self.put(("F", step.part + 1, step.chunk), self.packed(output))
+        return WorkerAnswer(self.job.worker)
+
+    # --- the state of the optimizers ---
+
+    def _save(self) -> WorkerAnswer:
+        states: dict[int, Any] = {}
+        for part, optimizer in self.optimizers:
+            with at(part, "saving its optimizer"):
+                states[part.number] = copied(optimizer.state_dict(), cpu=self.job.own_process)
+        found = [states.get(part.number) for part in self.job.parts]
+        return WorkerAnswer(self.job.worker, optimizers=found)
+
+    def _load(self, command: LoadState) -> WorkerAnswer:
+        states = dict(zip([part.number for part in self.job.parts], command.optimizers, strict=True))
+        for part, optimizer in self.optimizers:
+            with at(part, "loading its optimizer"):
+                optimizer.load_state_dict(copied(states[part.number]))  # torch keeps the tensors it gets
         return WorkerAnswer(self.job.worker)
 
 

@@ -98,6 +98,19 @@ class Evaluate(NamedTuple):
     changed: list[Numbers]
 
 
+class SaveState(NamedTuple):
+    """Command to return a copy of the state of the optimizers."""
+
+    changed: list[Numbers]
+
+
+class LoadState(NamedTuple):
+    """Command to load the states of the optimizers, one for each part of the worker."""
+
+    optimizers: list[Any]
+    changed: list[Numbers]
+
+
 class Forward(NamedTuple):
     """Command to compute the outputs of a call.
 
@@ -155,6 +168,7 @@ class WorkerAnswer(NamedTuple):
     gradients. ``gradients`` are the gradients of the parameters. ``communication`` is the CPU time spent
     sending and receiving, in seconds. ``changed`` holds the changes made by a worker on another host, for
     each of its parts.
+    ``optimizers`` holds the saved states of its optimizers, for each part.
     """
 
     worker: int
@@ -165,3 +179,4 @@ class WorkerAnswer(NamedTuple):
     communication: float = 0.0
     changed: Sequence[Numbers] = ()
     failure: PartFailure | None = None
+    optimizers: Sequence[Any] = ()

@@ -1,0 +1,104 @@
+"""Rendezvous of processes that see one folder, which is on a file system of all their hosts.
+
+Rank 0 listens at a free port, and writes its address and a new secret to a file that only its user can read.
+The others wait for the file. Rank 0 removes it once all have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+from flowchan.collective.deadline import countdown
+from flowchan.collective.group import Group
+from flowchan.collective.rendezvous.address import meet_at
+from flowchan.errors import GroupError
+from flowchan.transport.tcp import joined, route_to
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.5
+REMEDY = "set FLOWCHAN_FOLDER to a folder that all hosts see"
+
+
+def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeout: float, name: str) -> Group:
+    """Return this process's member of the group that meets by a file.
+
+    Args:
+        folder: A folder of all hosts. It is created if it is missing.
+        file: Name of the file, which is different for each group.
+        launcher: Address of the host that started the processes, without a port. Rank 0 listens on its route
+            to that host.
+        rank: Rank of this process.
+        size: Number of members.
+        timeout: Seconds to wait for the others.
+        name: Name of the group in messages.
+
+    Returns:
+        The member of this process.
+
+    Raises:
+        TimeoutError: Not all members have arrived in time.
+        GroupError: The folder cannot be used, or another user can write the file.
+    """
+    remaining, path = countdown(timeout), folder / file
+    if rank:
+        found = _wait_for(path, rank, size, timeout)
+        return meet_at(found["at"], bytes.fromhex(found["secret"]), rank, size, remaining() or 0.0, name)
+    secret = secrets.token_bytes(32)
+
+    def publish(at: str) -> None:
+        _write(path, json.dumps({"at": at, "secret": secret.hex()}))
+
+    try:
+        at = joined((route_to(launcher), 0))
+        return meet_at(at, secret, rank, size, remaining() or 0.0, name, publish=publish)
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that only this user can read, and that others see only when it is complete."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # left by a process that was killed
+            new.unlink()
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        raise GroupError(f"group: rank 0 cannot write {path}: {error.strerror}; {REMEDY}") from None
+
+
+def _wait_for(path: Path, rank: int, size: int, timeout: float) -> Any:
+    give_up, pause = time.monotonic() + timeout, SHORTEST_PAUSE_S
+    while (text := _read(path)) is None:
+        if time.monotonic() >= give_up:
+            raise TimeoutError(f"rank {rank} of {size} timed out: rank 0 has not written {path}; {REMEDY}")
+        time.sleep(min(pause, max(0.0, give_up - time.monotonic())))
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    return json.loads(text)
+
+
+def _read(path: Path) -> str | None:
+    """Return the text of the file, or None if it does not exist yet."""
+    try:
+        os.listdir(path.parent)  # else NFS may remember for a minute that the file is missing
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                raise GroupError(
+                    f"group: {path} must belong to this user and have mode 600, got {status.st_uid} and "
+                    f"{stat.S_IMODE(status.st_mode):o}; {REMEDY} and other users cannot write"
+                )
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise GroupError(f"group: cannot read {path}: {error.strerror}; {REMEDY}") from None
