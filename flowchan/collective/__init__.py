@@ -61,7 +61,8 @@ def group(
             arrival decides: the first one that listens is rank 0.
         size: Number of members, at most 1024.
         at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Without it, any
-            string that is equal on all members; they must then be on one host. Port 0 lets rank 0 choose a free port to publish.
+            string that is equal on all members; they must then be on one host. With port 0, rank 0 chooses a
+            free port, which it passes to ``publish``.
         secret: At least 16 bytes that all members share. It is required for members on several hosts.
         name: Name of the group in messages.
         timeout: Seconds to wait for the other members (default 300).
@@ -77,8 +78,8 @@ def group(
         TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
-            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Under Slurm they need a folder of all hosts instead,
-            ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
+            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Under Slurm, the members
+            only need a folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

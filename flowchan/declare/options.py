@@ -61,9 +61,8 @@ class WorkOptions(NameOption, total=False):
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float
-    """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share of one.
-    With 0, a worker sees all GPUs that the
-    program or its host sees."""
+    """Number of GPUs reserved for each worker process (default: 0). A number below 1, such as 0.5, is a share
+    of one. With 0, a worker sees all GPUs that the program or its host sees."""
 
 
 class ItemOptions(WorkOptions, total=False):

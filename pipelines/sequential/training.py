@@ -381,10 +381,10 @@ class Training:
 
     def _raise_unless_active(self) -> None:
         if self._over:
-            raise RuntimeError("training: this training is over; create another with pipe.trainer(...)")
+            raise RuntimeError("training: training is over; create a new one with pipe.trainer(...)")
         if not self._begun:
             raise RuntimeError(
-                "training: this training has not begun; enter its block, `with pipe.trainer(...) as "
+                "training: training has not started; enter the block `with pipe.trainer(...) as "
                 "training:`"
             )
 

@@ -297,7 +297,7 @@ def test_sizes_that_differ_raise_on_members_without_ranks() -> None:
             peer.result()
         errors.append(str(info.value))
     assert errors[0] == errors[1]
-    assert "all members must have one size" in errors[0]
+    assert "all members must pass the same size" in errors[0]
 
 
 def test_missing_members_without_ranks_time_out() -> None:

@@ -109,7 +109,7 @@ def test_whole_gpu_is_not_taken_from_sharers() -> None:
     gpus = Gpus()
     assert [gpus.take(WorkerId("far", number), 0.5) for number in range(1)] == ["4"]
     assert gpus.take(WorkerId("near", 0), 2) == "5,7"
-    with pytest.raises(HostError, match=r"near 1 needs 1 GPU, but this host has only 0 of 3 free"):
+    with pytest.raises(HostError, match=r"near 1 needs 1 GPU, but only 0 of 3 GPUs on this host are free"):
         gpus.take(WorkerId("near", 1), 1)
 
 

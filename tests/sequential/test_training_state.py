@@ -304,9 +304,9 @@ def test_state_needs_an_active_training(call: str) -> None:
     state = saved()
     training = trainer(perceptron())
     arguments = [state] if call == "load_state_dict" else []
-    with pytest.raises(RuntimeError, match="this training has not begun"):
+    with pytest.raises(RuntimeError, match="training has not started"):
         getattr(training, call)(*arguments)
     with training:
         run_steps(training, DATA[:1])
-    with pytest.raises(RuntimeError, match="this training is over"):
+    with pytest.raises(RuntimeError, match="training is over"):
         getattr(training, call)(*arguments)

@@ -69,11 +69,11 @@ def _shared(free: dict[str, float], share: float) -> list[str]:
 def _lack(id: WorkerId, number: float, free: dict[str, float]) -> str:
     if number < 1:
         most = max(free.values(), default=0.0)
-        needs, left = f"{number:g} of a GPU", f"{round(most, 6):g} of a GPU"
+        needs, left = f"{number:g} of a GPU", f"{round(most, 6):g} of a GPU on this host is"
     else:
         needs = f"{number} GPU{'s' * (number > 1)}"
-        left = f"{len(_whole(free))} of {len(free)}"
-    return f"worker {id} needs {needs}, but this host has only {left} free; use fewer workers or more hosts"
+        left = f"{len(_whole(free))} of {len(free)} GPUs on this host are"
+    return f"worker {id} needs {needs}, but only {left} free; use fewer workers or more hosts"
 
 
 def present() -> list[str]:
