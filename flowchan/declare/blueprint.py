@@ -60,7 +60,7 @@ class Blueprint(General):
                 (default: 10).
             restartable: Whether a second iteration yields the same elements (default: False). If so, a dead
                 worker process is replaced, and the replacement skips the elements that were already emitted.
-            gpus: Number of GPUs reserved for the worker, or a share of one below 1 (default: 0). This requires
+            gpus: GPUs reserved for the worker, or a share of one below 1 (default: 0). This requires
                 a worker process.
             **kwargs: Keyword arguments for the callable.
 

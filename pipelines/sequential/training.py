@@ -384,8 +384,7 @@ class Training:
             raise RuntimeError("training: training is over; create a new one with pipe.trainer(...)")
         if not self._begun:
             raise RuntimeError(
-                "training: training has not started; enter the block `with pipe.trainer(...) as "
-                "training:`"
+                "training: training has not started; enter the block `with pipe.trainer(...) as training:`"
             )
 
     def _raise_if_changed(self) -> None:
