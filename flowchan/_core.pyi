@@ -458,7 +458,7 @@ class Link:
         ``limited``: the worker puts only as many items as the owner has room for.
         """
     def pair(self, writes: int, reads: int) -> None:
-        """Count items prefetched through stream ``reads`` against the room of the limited ``writes``."""
+        """Count items prefetched through stream ``reads`` against the room of stream ``writes``."""
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
         """Send up to ``most`` of the next items of this stream.
 

@@ -318,10 +318,12 @@ NB_MODULE(_core, m) {
         .def_rw("_hosts", &Channel::hosts)
         .def_rw("_elsewhere", &Channel::elsewhere)
         .def("_uncounted_session", uncounted_session)
-        .def("_allow",
-             [](Channel& ch, uint64_t puts) {
-                 locked_ring(ch, [&](Ring& ring, Wakes& wakes) { ring.allow(puts, wakes); });
-             })
+        .def(
+            "_allow",
+            [](Channel& ch, uint64_t puts) {
+                locked_ring(ch, [&](Ring& ring, Wakes& wakes) { ring.allow(puts, wakes); });
+            },
+            "puts"_a)
         .def_prop_ro(
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
             "Return whether puts are no longer possible.")

@@ -166,8 +166,7 @@ void bind_link(nb::module_& m) {
                 link.pair_streams(writes, reads);
             },
             "writes"_a, "reads"_a,
-            "Count the items prefetched through stream ``reads`` against the room of the limited stream "
-            "``writes``.")
+            "Count items prefetched through stream ``reads`` against the room of stream ``writes``.")
         .def(
             "offer",
             [](PyLink& link, uint32_t number, uint64_t most) {

@@ -120,6 +120,23 @@ def test_state_loaded_during_training_reaches_the_hosts(data: Any) -> None:
     assert_same_state(module, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_restarted_training_on_hosts_equals_an_uninterrupted_one() -> None:
+    steps = list(batches([8] * 6))
+
+    def run(module: nn.Sequential, data: Any, state: Any = None) -> tuple[list[float], Any]:
+        with in_parts(module, 2, POOL, optimizer=OPTIMIZERS["adam"]) as training:
+            if state is not None:
+                training.load_state_dict(state)
+            return [float(training.step(x, target)) for x, target in data], training.state_dict()
+
+    whole, halves, rest = perceptron(), perceptron(), perceptron(seed=9)
+    expected, _ = run(whole, steps)
+    before, state = run(halves, steps[:3])
+    after, _ = run(rest, steps[3:], state)
+    assert before + after == expected
+    assert_same_state(rest, whole, rtol=0, atol=0)
+
+
 def test_batch_norm_statistics_are_returned_from_hosts() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4), nn.BatchNorm1d(4))
