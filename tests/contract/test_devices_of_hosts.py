@@ -71,7 +71,7 @@ def test_error_of_receiver_with_fewer_devices_names_the_remedy():
 
     def take():
         of_another_host("other-A")
-        with pytest.raises(ChannelError, match=r"of fake:1 on another host.*1 fake dev.*tensor\.cpu\(\)"):
+        with pytest.raises(ChannelError, match=r"on fake:1 of another host.*1 fake dev.*tensor\.cpu\(\)"):
             ch.get()
 
     peer = HostPeer(take)
