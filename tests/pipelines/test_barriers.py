@@ -335,6 +335,27 @@ def test_wait_that_times_out_reacquires_lock_and_removes_waiter(across: Any) -> 
     assert waiters(condition) == 0
 
 
+@between
+def test_notification_between_timeout_and_lock_counts(across: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process holds the lock while the wait times out, and notifies before it releases the lock."""
+    condition = Condition(across=across)
+    acquire = condition._lock._acquire_restore
+
+    def acquire_late(depth: int) -> None:
+        PEERS[across](notify_in, condition).result()
+        acquire(depth)
+
+    monkeypatch.setattr(condition._lock, "_acquire_restore", acquire_late)
+    with condition:
+        assert condition.wait(timeout=0.01) is True
+    assert waiters(condition) == 0
+
+
+def notify_in(condition: Condition) -> None:
+    with condition:
+        condition.notify()
+
+
 def test_condition_methods_raise_without_the_lock() -> None:
     condition = Condition()
     for call in (condition.wait, condition.notify, condition.notify_all):

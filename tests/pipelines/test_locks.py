@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from between import PEERS, between, everywhere, start
+from support.scripted_clock import ScriptedClock
 from support.waiting import wait_blocked, wait_until
 
-from flowchan import Broken, Channel
-from flowchan.pipelines import Lock, Semaphore, map  # noqa: A004
+from flowchan import Broken, Channel, Empty
+from flowchan.pipelines import Lock, Semaphore, locks, map  # noqa: A004
 
 
 def fork(work: Callable[[], object]) -> Any:
@@ -87,6 +89,50 @@ def test_acquire_returns_false_while_another_holds_the_lock(across: Any) -> None
         assert PEERS[across](attempt, 1).result() == (True, False, False)
     assert lock.acquire(blocking=False)
     lock.release()
+
+
+class TimedTurn:
+    """Stand-in for the lock between the threads of this process, which takes 4 s to acquire."""
+
+    def __init__(self, clock: ScriptedClock) -> None:
+        self._clock = clock
+        self.free = True
+
+    def acquire(self, blocking: bool, timeout: float) -> bool:
+        self._clock.now += 4.0
+        self.free = False
+        return True
+
+    def release(self) -> None:
+        self.free = True
+
+
+class TokenPort:
+    """Stand-in for a port without a token. It records how long its reader would wait."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[float] = []
+
+    def get(self, timeout: float) -> None:
+        self.timeouts.append(timeout)
+        raise Empty
+
+    def __exit__(self, *_: object) -> None:
+        """Accept a token that is given back."""
+
+
+@pytest.mark.parametrize(("timeout", "remaining"), [(10.0, 6.0), (4.0, 0.0), (3.0, 0.0)])
+def test_waiting_for_threads_of_the_process_counts_towards_the_timeout(
+    timeout: float, remaining: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, port, lock = ScriptedClock(), TokenPort(), Lock()
+    turn = TimedTurn(clock)
+    monkeypatch.setattr(locks, "time", clock)
+    monkeypatch.setattr(lock, "_turn", turn)
+    monkeypatch.setattr(lock, "channels", (SimpleNamespace(reader=lambda: port),))
+    assert lock.acquire(timeout=timeout) is False
+    assert port.timeouts == [remaining]
+    assert turn.free
 
 
 def test_only_the_holder_can_release_the_lock() -> None:

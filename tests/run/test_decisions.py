@@ -287,6 +287,22 @@ def test_missing_member_is_not_reported_next_to_a_later_failure() -> None:
     assert state.failures == (why,)
 
 
+def test_failures_of_several_gang_workers_are_all_kept() -> None:
+    first, second, _ = GANG
+    failures = failure(SOURCE), failure(first), failure(second)
+    state = dataclasses.replace(GANG_AT_WORK, alive=frozenset({*GANG, SOURCE}))
+    for event in failures:
+        state, _ = decide(state, event, 0.0)
+    assert state.failures == failures
+
+
+def test_normal_end_of_a_gang_worker_excuses_no_missing_member() -> None:
+    first, second, _ = GANG
+    state, _ = decide(GANG_AT_WORK, Ended(first), 0.0)
+    state, actions = decide(state, missing(second), 0.0)
+    assert (second in state.alive, second in state.missing_peer, actions) == (True, True, ())
+
+
 @pytest.mark.parametrize("is_reported", [0, 1, 2], ids=["first", "before its process is gone", "last"])
 def test_gang_ends_when_one_worker_ends_without_readers(is_reported: int) -> None:
     """Members on other hosts may report a missing member before the end of the worker is known.
