@@ -125,7 +125,7 @@ def test_mpi_members_on_several_hosts_need_address_and_secret(
     monkeypatch.setenv("PMI_SIZE", "4")
     monkeypatch.setenv("MPI_LOCALNRANKS", "2")
     with pytest.raises(
-        GroupError, match=r"4 members .* on several hosts \(2 here\).*FLOWCHAN_AT.*FLOWCHAN_SECRET"
+        GroupError, match=r"4 members .* on several hosts \(2 on this one\).*FLOWCHAN_AT.*FLOWCHAN_SECRET"
     ):
         collective.group()
 
@@ -342,7 +342,10 @@ def test_members_with_equal_at_form_a_group_in_any_order() -> None:
 
 def test_duplicate_ranks_and_different_sizes_raise_on_all_members() -> None:
     twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
-    for come, message in ((twice, "got two processes with rank 1"), (other, "one size, got 3 from rank 0")):
+    for come, message in (
+        (twice, "got two processes with rank 1"),
+        (other, "the same size, got 3 from rank 0"),
+    ):
         found: list[Any] = []
         threads = [start(found, f"refused {message}", *one) for one in come]
         for thread in threads:
