@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport",),
     ("transport.device",),
     ("items",),
-    ("channel",),
+    ("channel", "transport front"),
     ("declare",),
     ("check",),
     ("run.policy",),
@@ -51,7 +51,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("viz.live",),
     ("cli",),
 )
-FRONTS = {"flowchan.collective": "collective front"}
+FRONTS = {
+    "flowchan.collective": "collective front",
+    "flowchan.transport": "transport front",
+    "flowchan.transport.sockets": "transport front",
+}
 WHOLE = ("pipelines",)
 """Parts whose folders count as one."""
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

@@ -104,7 +104,8 @@ def _empty(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         yield -1, Problem("empty", "", graph.where, message)
 
 
-def _duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+def duplicates(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Check that the names of stages and channels are unique."""
     first: dict[str, Stage] = {}
     channels: dict[str, Stage] = {}
     for index, stage in enumerate(stages):
@@ -400,7 +401,7 @@ def _is_capacity(value: object) -> bool:
 
 _RULES = (
     _empty,
-    _duplicates,
+    duplicates,
     _foreign,
     _cycles,
     _loops,

@@ -12,6 +12,7 @@ from flowchan.collective.call_arguments import seconds_argument
 from flowchan.collective.environment import Launched, place, slurm_step
 from flowchan.collective.exchange import ConnectionStats
 from flowchan.collective.group import Group
+from flowchan.collective.group_transport import GroupTransport, register_transport
 from flowchan.collective.handles import Handle
 from flowchan.collective.one_host import make_all
 from flowchan.collective.rendezvous.address import meet_at
@@ -24,9 +25,11 @@ from flowchan.items.arguments import refuses_misspelt, secret_bytes, text, whole
 __all__ = [
     "ConnectionStats",
     "Group",
+    "GroupTransport",
     "Handle",
     "group",
     "members",
+    "register_transport",
 ]
 
 Group._membership = Membership

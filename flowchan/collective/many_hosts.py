@@ -41,7 +41,6 @@ from flowchan.collective.operations import (
 from flowchan.collective.point_to_point import Messages, Peer
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import GroupError, Mismatch
-from flowchan.transport.tcp import split
 
 DONE, FAILED = b"\0", b"\1"
 
@@ -439,7 +438,7 @@ class LinkedGroup(Group):
     # --- methods that torch backends call during an operation ---
 
     def _reached_at(self) -> str:
-        return split(self._remote.addresses[self.rank])[0]
+        return self._remote.connector.host_of(self._remote.addresses[self.rank])
 
     def _has_lost_any(self) -> bool:
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)

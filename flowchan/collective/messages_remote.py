@@ -26,13 +26,14 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from flowchan.channel.channel import Channel, Out
+from flowchan.collective.group_transport import GroupTransport, TransportListener, registered
 from flowchan.collective.point_to_point import Use, take
 from flowchan.collective.value_bytes import dumps, loads
 from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
 from flowchan.transport.authentication import Hello, meet
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
-from flowchan.transport.tcp import dial, joined, listen
+from flowchan.transport.tcp import dial, joined, listen, split
 
 SIZE = struct.Struct("<q")
 LEFT_WORD = -1  # sent instead of a message's size when the sender leaves
@@ -60,16 +61,34 @@ Framed = tuple[bytes, bytes]
 class Connector:
     """Secret and listening address with which members on several hosts connect.
 
-    Each member listens at ``listen_at`` on a free port.
+    Each member listens at ``listen_at`` on a free port, or with ``transport`` if it is not None.
     """
 
     secret: bytes = field(repr=False)
     listen_at: str
     tls: bool = False
+    transport: GroupTransport | None = field(default_factory=registered)
+
+    @property
+    def transport_name(self) -> str:
+        """Return the name of the transport, which must be equal on all members."""
+        return "TCP" if self.transport is None else self.transport.name
 
     def listen(self, hello: Hello) -> AuthenticatedListener:
         """Start listening for other members."""
-        return AuthenticatedListener(listen(joined((self.listen_at, 0))), self.secret, hello, tls=self.tls)
+        if self.transport is None:
+            listener = listen(joined((self.listen_at, 0)))
+        else:
+            listener = TransportListener(*self.transport.listen(self.listen_at))
+        return AuthenticatedListener(listener, self.secret, hello, tls=self.tls)
+
+    def dial(self, address: str, timeout: float) -> socket.socket:
+        """Connect to an address in one attempt, without authentication."""
+        return dial(address, timeout) if self.transport is None else self.transport.connect(address, timeout)
+
+    def host_of(self, address: str) -> str:
+        """Return the IP address or name of this host, which listens at ``address``."""
+        return split(address)[0] if self.transport is None else self.listen_at
 
     def connect(
         self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
@@ -92,7 +111,7 @@ class Connector:
         refused_since = math.inf
         while wanted() and (remaining := give_up - (begun := time.monotonic())) > 0:
             try:
-                sock = dial(address, min(TRY_S, remaining))
+                sock = self.dial(address, min(TRY_S, remaining))
             except unless_interrupted(TimeoutError):
                 continue
             try:

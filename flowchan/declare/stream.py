@@ -81,12 +81,9 @@ class Stream(StreamHandle[T_co]):
 
         Args:
             function: Function with one parameter, an ``async def`` function, or a class whose instances are
-                called.
-                If a worker process dies, its replacement has a new instance.
-
+                called. If a worker process dies, its replacement has a new instance.
                 After :meth:`batch`, it may return a list as long as the batch. An exception in that list
-                makes only
-                the item with the same index fail.
+                makes only the item with the same index fail.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).

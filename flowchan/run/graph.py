@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import pkgutil
+from typing import TYPE_CHECKING
 
-from flowchan.check.rules import check
+from flowchan.check.rules import check, duplicates
 from flowchan.declare.blueprint import Blueprint
-from flowchan.errors import FlowchanError, Problem
+from flowchan.declare.networkx_graph import to_networkx
+from flowchan.errors import FlowchanError, GraphError, Problem
 from flowchan.run.runnable import Runnable
 from flowchan.run.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    import networkx
 
 
 class Graph(Blueprint, Runnable):
@@ -54,6 +59,37 @@ class Graph(Blueprint, Runnable):
             ['unread']
         """
         return check(self)
+
+    def to_networkx(self) -> networkx.MultiDiGraph:
+        """Return the declared graph as a ``networkx.MultiDiGraph``, without running anything.
+
+        Each stage is a node with its name as the key. Its attributes are ``operator``, ``workers``,
+        ``placement`` and ``where``, the line that declares the stage. Each channel between two stages is an
+        edge with the channel's name as the key. Its attributes are ``name``, ``transport``, ``capacity``,
+        ``item`` (the annotated type, or an empty text), ``feedback``, ``errors``, ``writer_port`` and
+        ``reader_port``. All attributes are texts, ints or bools. A channel that no stage reads has no edge.
+
+        Returns:
+            A new graph. Changes to it do not affect this graph.
+
+        Raises:
+            GraphError: Several stages or channels have the same name.
+
+        Example:
+            >>> import networkx
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(["a", "bb"], name="words").map(len, capacity=8).sink(print)
+            >>> joined = graph.to_networkx()
+            >>> networkx.dag_longest_path(joined)
+            ['words', 'len', 'print']
+            >>> joined.edges["len", "print", "len"]["capacity"]
+            8
+        """
+        problems = [problem for _, problem in duplicates(self, self.stages)]
+        if problems:
+            raise GraphError(self.name, problems)
+        return to_networkx(self)
 
     def pool(self) -> WorkerPool:
         """Create a pool that keeps the worker processes from one run to the next.

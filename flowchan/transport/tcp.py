@@ -47,8 +47,10 @@ def split(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def joined(name: tuple[str | int, ...]) -> str:
-    """Return the address of a socket name as text."""
+def joined(name: tuple[str | int, ...] | str | bytes) -> str:
+    """Return the address of a socket name as text. A Unix socket's name is a path, or bytes."""
+    if not isinstance(name, tuple):
+        return os.fsdecode(name).lstrip("\0") or "a local peer"
     host = str(name[0])
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 

@@ -342,7 +342,10 @@ def test_members_with_equal_at_form_a_group_in_any_order() -> None:
 
 def test_duplicate_ranks_and_different_sizes_raise_on_all_members() -> None:
     twice, other = ((0, 3), (1, 3), (1, 3)), ((0, 3), (1, 2))
-    for come, message in ((twice, "got two processes with rank 1"), (other, "the same size, got 3 from rank 0")):
+    for come, message in (
+        (twice, "got two processes with rank 1"),
+        (other, "the same size, got 3 from rank 0"),
+    ):
         found: list[Any] = []
         threads = [start(found, f"refused {message}", *one) for one in come]
         for thread in threads:

@@ -43,6 +43,7 @@ PUBLIC = {
     "flowchan.collective": "flowchan/collective/__init__.py",
     "flowchan.collective.training.gradients": "flowchan/collective/training/gradients.py",
     "flowchan.collective.training.engine": "flowchan/collective/training/engine.py",
+    "flowchan.transport": "flowchan/transport/__init__.py",
     "flowchan.viz": "viz/__init__.py",
 }
 

@@ -34,7 +34,7 @@ from flowchan.transport.dial import reach
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.rendezvous import Coordinator, Participant, RendezvousEnded
-from flowchan.transport.tcp import Listener, dial, listen, route_to, split
+from flowchan.transport.tcp import Listener, listen, route_to, split
 
 REJOIN_TIMEOUT_S = 10.0
 """Seconds to wait for missing survivors before checking whether they accept connections. It is also the time
@@ -222,7 +222,8 @@ def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
     """
     for rank in ranks:
         try:
-            dial(old._remote.addresses[rank], max(0.0, min(1.0, give_up - time.monotonic()))).close()
+            within = max(0.0, min(1.0, give_up - time.monotonic()))
+            old._remote.connector.dial(old._remote.addresses[rank], within).close()
             return True
         except unless_interrupted(OSError) as error:
             if isinstance(error, TimeoutError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from flowchan.collective.deadline import RemainingTime, countdown
@@ -18,6 +19,7 @@ from flowchan.collective.leader_links import Links
 from flowchan.collective.many_hosts import LinkedGroup
 from flowchan.collective.messages_remote import Connector, RemotePeers
 from flowchan.collective.one_host import Gather, SharedGroup, share
+from flowchan.errors import GroupError
 
 WITHIN = 60.0
 
@@ -61,7 +63,8 @@ def linked(
     rank = hosts[host][node.rank]
     listener = connector.listen({"rank": rank})
     try:
-        addresses = gather(listener.address)
+        transports, addresses = zip(*gather([connector.transport_name, listener.address]), strict=True)
+        _check_transports(transports)
     except BaseException:
         listener.close()
         raise
@@ -78,6 +81,16 @@ def linked(
         return within(parent, part, key, connector, name, countdown(timeout))
 
     return LinkedGroup(node, hosts, host, links, remote, link_up, name)
+
+
+def _check_transports(names: Sequence[str]) -> None:
+    """Raise an error, on all members, unless all of them use the same transport."""
+    if len(set(names)) > 1:
+        registered = ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(names))
+        raise GroupError(
+            f"group: all members must use the same transport, got {registered}; call register_transport on "
+            "all of them"
+        )
 
 
 def connect(remote: RemotePeers, hosts: list[list[int]], host: int, timeout: float) -> Links:

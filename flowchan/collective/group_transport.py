@@ -1,0 +1,145 @@
+"""Transports that users register for the connections between the hosts of a group.
+
+The rendezvous of a group stays on TCP. It tells the members each other's addresses, which may have any form,
+because only the transport reads them. Everything else between hosts goes over the transport's sockets:
+collectives, messages, and the news that a member left. Both ends then authenticate each other, as over TCP.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+from flowchan.items.arguments import refuses_misspelt
+from flowchan.items.text import shown
+from flowchan.transport.tcp import ENDED_EARLY, Listener
+
+
+class GroupTransport(Protocol):
+    """Interface of a transport between the hosts of a group, for :func:`register_transport`.
+
+    Its sockets must be stream sockets of the operating system, for example from ``AF_UNIX``, ``AF_VSOCK`` or
+    a proxy. Other protocols need a thread that copies their bytes to one end of ``socket.socketpair()``. An
+    ``ssl.SSLSocket`` is not allowed, because it cannot send parts of several buffers.
+
+    Attributes:
+        name: Name in errors. It must be equal on all members.
+
+    Example:
+        >>> import socket
+        >>> class Tcp:
+        ...     name = "plain TCP"
+        ...     def listen(self, host: str) -> tuple[str, socket.socket]:
+        ...         sock = socket.create_server((host, 0))
+        ...         return f"{host} {sock.getsockname()[1]}", sock
+        ...     def connect(self, address: str, timeout: float) -> socket.socket:
+        ...         host, port = address.split()
+        ...         return socket.create_connection((host, int(port)), timeout)
+        >>> transport = Tcp()
+        >>> address, listener = transport.listen("127.0.0.1")
+        >>> with listener, transport.connect(address, timeout=5) as sock:
+        ...     sock.getpeername()[0]
+        '127.0.0.1'
+    """
+
+    name: str
+
+    def listen(self, host: str) -> tuple[str, socket.socket]:
+        """Listen for the other members.
+
+        Args:
+            host: IP address or name of this host on its route to rank 0.
+
+        Returns:
+            The address for ``connect``, any text, and the listening socket. The group closes the socket.
+        """
+
+    def connect(self, address: str, timeout: float) -> socket.socket:
+        """Connect to the member that listens at an address.
+
+        Args:
+            address: Address that ``listen`` returned on that member.
+            timeout: Seconds for this attempt. The group calls again if it takes longer.
+
+        Returns:
+            The connected socket.
+
+        Raises:
+            ConnectionRefusedError: Nothing listens there, so the member is gone.
+            TimeoutError: The attempt took longer than ``timeout``.
+        """
+
+
+_registered: GroupTransport | None = None
+
+
+@refuses_misspelt("register_transport")
+def register_transport(transport: GroupTransport | None) -> None:
+    """Use a transport for the connections between hosts of the groups that this process joins from now on.
+
+    All members must register a transport with the same name. Members on one host share memory and do not use
+    the transport. Groups that exist keep their transport.
+
+    Args:
+        transport: Object with the methods of :class:`GroupTransport`; None for TCP, the default.
+
+    Raises:
+        TypeError: ``transport`` lacks a name or a method.
+
+    Example:
+        >>> import socket
+        >>> from flowchan.collective import group, register_transport
+        >>> class UnixSockets:
+        ...     name = "Unix sockets"
+        ...     def listen(self, host):
+        ...         sock = socket.socket(socket.AF_UNIX)
+        ...         sock.bind("")  # the kernel chooses a free address
+        ...         sock.listen()
+        ...         return sock.getsockname().hex(), sock
+        ...     def connect(self, address, timeout):
+        ...         sock = socket.socket(socket.AF_UNIX)
+        ...         sock.settimeout(timeout)
+        ...         sock.connect(bytes.fromhex(address))
+        ...         return sock
+        >>> register_transport(UnixSockets())
+        >>> with group() as g:
+        ...     g.allreduce(1)
+        1
+        >>> register_transport(None)
+    """
+    global _registered
+    usable = isinstance(getattr(transport, "name", None), str) and all(
+        callable(getattr(transport, method, None)) for method in ("listen", "connect")
+    )
+    if transport is not None and not usable:
+        raise TypeError(
+            "register_transport: transport must have a name and the methods listen and connect, got "
+            f"{shown(transport)}; see flowchan.collective.GroupTransport"
+        )
+    _registered = transport
+
+
+def registered() -> GroupTransport | None:
+    """Return the transport for new groups; None means TCP."""
+    return _registered
+
+
+class TransportListener(Listener):
+    """Listening socket of a registered transport."""
+
+    def __init__(self, address: str, sock: socket.socket) -> None:
+        self._socket, self.address = sock, address
+        sock.setblocking(False)
+
+    def accept_now(self) -> socket.socket | None:
+        """Return a waiting connection, or None."""
+        try:
+            sock = self._socket.accept()[0]
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno in ENDED_EARLY:
+                return None
+            raise
+        sock.setblocking(True)
+        return sock

@@ -1,0 +1,52 @@
+"""Convert a declared graph to a graph of networkx.
+
+All attributes are texts, ints and bools, which every file format of networkx can store.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from flowchan.declare.annotations import type_name
+
+if TYPE_CHECKING:
+    import networkx
+
+    from flowchan.declare.blueprint import Blueprint
+    from flowchan.declare.values import Edge, Stage
+
+
+def to_networkx(blueprint: Blueprint) -> networkx.MultiDiGraph:
+    """Return the stages as nodes and the channels between them as edges; stage names must be unique."""
+    import networkx  # networkx takes longer to import than all of flowchan
+
+    joined = networkx.MultiDiGraph(name=blueprint.name)
+    joined.add_nodes_from((stage.name, _node(stage)) for stage in blueprint.stages)
+    joined.add_edges_from(
+        (edge.writer, edge.reader, edge.name, _channel(edge))
+        for edge in blueprint.edges
+        if edge.reader is not None
+    )
+    return joined
+
+
+def _node(stage: Stage) -> dict[str, Any]:
+    return {
+        "operator": stage.kind,
+        "workers": stage.worker_count,
+        "placement": str(stage.placement),
+        "where": str(stage.where),
+    }
+
+
+def _channel(edge: Edge) -> dict[str, Any]:
+    return {
+        "name": edge.name,
+        "transport": str(edge.transport),
+        "capacity": edge.capacity,
+        "item": "" if edge.item is None or edge.item is Any else type_name(edge.item),
+        "feedback": edge.feedback,
+        "errors": edge.errors,
+        "writer_port": edge.writer_port,
+        "reader_port": edge.reader_port,
+    }
