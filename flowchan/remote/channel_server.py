@@ -176,8 +176,7 @@ class ChannelServer:
         del last  # not while holding the lock, because this may release the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
-        """Count how often each of this server's channels occurs in the value of a reply, by channel
-        number."""
+        """Count the occurrences of each of this server's channels in a reply's value, by number."""
         found: Counter[int] = Counter()
         if self._sent:
             for packed in packed_in(value):

@@ -48,8 +48,7 @@ class RemotePort:
         max_bytes: The channel's limit on the size of one item.
         reads: Whether the user reads from the ring.
         counted: Whether the user has opened the port. If not, the port serves the plain calls of this
-            process,
-            and its ring accepts only as many items as the owner allows.
+            process, and its ring accepts only as many items as the owner allows.
     """
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
@@ -288,8 +287,7 @@ class Connection(Calls):
 
         Args:
             what: "item_done" if an item that contained the channel is finished; "drop" if an object for the
-                channel
-                was released.
+                channel was released.
             number: Number of the channel.
         """
         _notify(self._notices, what, number)
@@ -401,8 +399,7 @@ class Connection(Calls):
         _leaving.discard(self)
 
     def leave(self) -> None:
-        """Wait until the owner has this process's items, because the process is about to exit, and
-        disconnect."""
+        """Wait until the owner has this process's items, then disconnect; called before exit."""
         give_up = time.monotonic() + EXIT_TIMEOUT_S
         for stream in list(self._streams.values()):
             if not stream.counted:

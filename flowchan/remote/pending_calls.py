@@ -97,8 +97,7 @@ class Calls:
             what: Kind of request.
             arguments: Arguments of the request.
             late: Called with the reply if the caller has given up or ``take`` failed. If the request was
-                never sent,
-                the reply is an error.
+                never sent, the reply is an error.
             take: Converts the value of the reply.
             within: Seconds to wait for the reply (default: no limit).
             first: Called before the request is sent.
@@ -136,8 +135,7 @@ class Calls:
         return call
 
     def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
-        """Register the call, then send its request. An interrupt between the two makes the caller abandon the
-        call."""
+        """Register the call, then send its request; an interrupt in between leads to :meth:`abandon`."""
         with self._lock:
             self._numbers += 1
             call.number = self._numbers

@@ -204,8 +204,7 @@ class RemoteChannel(Channel[T]):
 
         Returns:
             Whether the call may succeed now or the channel has ended, and how many items have gone into and
-            out of
-            the channel at the owner, in total.
+            out of the channel at the owner, in total.
         """
         connection, stream = self._connection, self._ports[reads]._stream
         try:
@@ -420,8 +419,7 @@ def unpickle_channel(
         tls: Whether the connection is encrypted.
         server_id: Id of the channel's server.
         sent: Mark that counts the item at the owner, which keeps the channel until the item is finished;
-            False
-            if no item is counted.
+            False if no item is counted.
 
     Returns:
         The channel; in the process that owns it, the original object.

@@ -1,5 +1,4 @@
-"""The channel server of this process, which serves all of its remote channels at the address from
-``serve``."""
+"""The server for all channels across hosts of this process, at the address from ``serve``."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def serve(
 
     Args:
         address: Host and port to listen at; port 0 chooses any free port (default: ``"127.0.0.1:0"``, which
-            only
-            programs on this machine can reach).
+            only programs on this machine can reach).
         secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
         tls: Whether to encrypt and authenticate the traffic with TLS (default: False).
         peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:

@@ -228,8 +228,7 @@ class ClientSession:
             self._answering.discard(reply.number)
 
     async def _has_replied(self, reply: Reply) -> bool:
-        """Send the reply, or return False if this process currently lacks the memory or descriptors to do
-        so."""
+        """Send the reply, or return False if this process currently lacks memory or descriptors."""
         try:
             with contextlib.suppress(Closed, Broken):
                 await self._replies.aput(reply)
@@ -301,16 +300,14 @@ class ClientSession:
     async def _do_offer(
         self, channel: Channel[Any], stream: int, most: int, got: int | None, writes: int, put: int
     ) -> tuple[int, bool, int]:
-        """Send up to ``most`` of the next items now, once the ``put`` items of stream ``writes`` are in the
-        channel.
+        """Send up to ``most`` of the next items now, once ``put`` items of stream ``writes`` have arrived.
 
         If ``got`` is not None, the client has received ``got`` items and its call fails if no other item
         comes. In that case, also wait for items that other clients have prefetched and are giving back.
 
         Returns:
             The total number of items sent to the client, whether the channel has ended, and the total number
-            of
-            items that have gone into and out of the channel.
+            of items that have gone into and out of the channel.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -350,8 +347,7 @@ class ClientSession:
 
         Returns:
             The total number of items that the client may put, whether the channel has ended, and the total
-            number of
-            items that have gone into and out of the channel.
+            number of items that have gone into and out of the channel.
         """
         return *self.link.room(stream), _moves(channel)
 
@@ -414,8 +410,7 @@ class ClientSession:
         )
 
     async def notify_and_end(self, why: str) -> None:
-        """Tell the client that the server is closing, wait briefly for it to disconnect, and end the
-        session."""
+        """Tell the client that the server closes, wait briefly for the disconnect, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._replies.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + GOODBYE_TIMEOUT_S
