@@ -154,7 +154,7 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # before counting, because this fails if the process has no descriptors left
+                # Before counting, because this fails if the process has no descriptors left
                 self._sent[number] = _twin(channel)
             self._under_way[number] += 1
         return True
@@ -252,7 +252,7 @@ class ChannelServer:
         """
         if os.getpid() != self.pid:
             return
-        # if no channel is in transit, the items contain none
+        # If no channel is in transit, the items contain no channels.
         if self._sent and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
         if self._over:  # the server may have ended just now
@@ -312,7 +312,7 @@ class ChannelServer:
     async def _serve(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept_clients)
         while True:
-            # once a second, to drop connections that remain silent
+            # Continue after at most a second, to drop connections that have remained silent.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()

@@ -227,7 +227,7 @@ class Connection(Calls):
             if not stream.reads and not stream.counted:
                 stream.ring._allow(room)
 
-        # before the request, because the stream may finish before this process has handled the reply
+        # Called before the request, because the stream may finish before this process has handled the reply.
         def enter() -> None:
             with self._lock:
                 self._streams[stream.number] = stream
@@ -314,7 +314,7 @@ class Connection(Calls):
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
-            # the owner gets these notices first; this method runs again after each of them
+            # Queued notices are sent first; this method runs again after each of them.
             if len(self._notices):
                 return
             if self._users or any(stream.is_open() for stream in self._streams.values()):

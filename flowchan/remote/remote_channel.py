@@ -393,7 +393,7 @@ class RemoteChannel(Channel[T]):
             return packed
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
-            # the owner is lost, so the receiver will get an error
+            # If the owner is lost, the receiver gets an error.
             with contextlib.suppress(Broken, HostError):
                 # Before the item is sent, because this process may be killed at any moment.
                 sent = self._connection.send(self._number)

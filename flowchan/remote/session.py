@@ -320,7 +320,7 @@ class ClientSession:
             # neither place.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            # otherwise the items that this client has prefetched are on their way back
+            # If None, the items that this client has prefetched are on their way back.
             if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:
