@@ -49,14 +49,14 @@ struct ReaderState {
     uint32_t leases = 0;
     uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
     bool keeps_turns = false;  // it has obeyed KEEP_TURNS
-    bool lazy = false;         // a stage's reader: it wakes writers only when a quarter of the places is free
-    // (its next item is more urgent than the writer's, and the writers' slices bound the delay)
-    bool alone =
-        // it never gets an item back that others lease, so it does not wait for their leases at the end
-        false;
-    bool once =
-        false;  // nothing starts twice: a death counts against the leased item until the item is finished,
-                // not only while user code runs
+    // A stage's reader wakes writers only when a quarter of the places is free: its next item is more urgent
+    // than the writer's, and the writers' time slices limit the delay.
+    bool lazy = false;
+    // It never receives an item that another reader gives back, so at the end it does not wait for others.
+    bool alone = false;
+    // Nothing may start twice: a death counts against the leased item until the item is finished, and not
+    // only while user code is running.
+    bool once = false;
 };
 struct WriterState {
     uint32_t session = 0;
