@@ -1,5 +1,5 @@
-// The methods that are called once per item, as plain C functions: a general binding layer costs more than
-// the operation.
+// The methods that are called once per item, as plain C functions, because a general binding layer costs more
+// than the operation.
 #include <cmath>
 
 #include "arguments.hpp"
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Return whether an object is a real number. A Fraction, a Decimal or a scalar of NumPy is one. A bool is
-// not, nor is an object that only has a __float__.
+// Return whether an object is a real number. A Fraction, a Decimal or a NumPy scalar is one; a bool, or an
+// object that only has a __float__, is not.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -354,7 +354,7 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Runs before any of the garbage around it is cleared, so leased items go back complete.
+// Runs before any garbage connected with this port is cleared, so that its leased items go back intact.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;
