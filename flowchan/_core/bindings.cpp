@@ -274,15 +274,15 @@ NB_MODULE(_core, m) {
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
-                     "Memory of a channel, or of this process, as a buffer.")
+                     "Memory of a channel or of this process, as a buffer.")
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
                     "Return a read-only view of memory that ``owner`` keeps alive.")
         .def("private", private_view,
-             "Return a writable view of the same bytes; pages are copied as they are "
-             "written.")
+             "Return a writable view of the same bytes; a page is copied when it is first "
+             "written to.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "Make ``array``, which uses this loan, read-only when it is put.");
+            "Make ``array``, which is in this loan, read-only when the loan is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
@@ -303,7 +303,7 @@ NB_MODULE(_core, m) {
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
             "Break the channel and discard its items.\n\n"
-            "Every waiting or later call raises ``Broken`` from ``cause``.")
+            "Every call that is waiting, and every later call, raises ``Broken`` from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; },
@@ -313,7 +313,7 @@ NB_MODULE(_core, m) {
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the number of bytes at which ``put`` waits, or None for no limit.")
+            "Return the number of bytes at which ``put`` waits, or None if there is no limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
@@ -328,8 +328,9 @@ NB_MODULE(_core, m) {
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
             "Return whether puts are no longer possible.")
         .def_prop_ro("drained", is_drained,
-                     "Return whether the channel is closed and empty, with no item on lease.")
-        .def_prop_ro("broken", is_broken, "Return whether the channel was aborted, or ended by a failure.")
+                     "Return whether the channel is closed and empty, and no item is on lease.")
+        .def_prop_ro("broken", is_broken,
+                     "Return whether the channel was aborted or has ended with a failure.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -414,7 +415,8 @@ NB_MODULE(_core, m) {
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
                     "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
-        .def("close", &Out::close, nb::lock_self(), "Close the port; the last writer closes the channel.")
+        .def("close", &Out::close, nb::lock_self(),
+             "Close the port; closing the last writer closes the channel.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
@@ -450,11 +452,12 @@ NB_MODULE(_core, m) {
             "Return whether puts are no longer possible.\n\n"
             "The port or the channel was closed, the channel broke, or its readers left.");
 
-    nb::class_<Await>(m, "Await", "One coroutine in the wait queue of a channel or port; see awaiting.py.")
+    nb::class_<Await>(m, "Await",
+                      "One coroutine that waits in the queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits for coroutines.")
+    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits on behalf of coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -471,8 +474,8 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "Call ``call`` when the item that this thread is unpickling is finished, or at "
-          "once if there is none.");
+          "Call ``call`` when the item that this thread is unpickling is finished, or now "
+          "if there is none.");
     m.def("_observe", observe, "channels"_a);
     bind_link(m);
     bind_group(m);

@@ -332,8 +332,8 @@ bool Link::move_staged(LinkStream& stream) {
     return moved;
 }
 
-// Report an item with descriptors, which cannot be sent to another host. It stays in the ring until someone
-// breaks the channel.
+// Report an item with descriptors, which cannot be sent to another host. It stays in the ring until the
+// channel is broken.
 void Link::report_if_refused(const LinkStream& stream, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_reported, true)) return;
     report({.kind = LinkEvent::Kind::Refused, .stream = stream.number, .port = port});
