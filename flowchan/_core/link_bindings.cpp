@@ -16,7 +16,7 @@ namespace {
 std::shared_ptr<Ring> ring_of(nb::handle port, Channel& ch) {
     return ch.with(Each{[&](LocalQueue&) -> std::shared_ptr<Ring> {
                             PyErr_Format(PyExc_TypeError,
-                                         "link: ports must be of channels between processes, got %R",
+                                         "link: ports must belong to channels between processes, got %R",
                                          port.ptr());
                             throw nb::python_error();
                         },

@@ -126,10 +126,9 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process has no socket of the channel; send the channel by fork, as an argument of a "
-            "process "
-            "or through a channel, with AF_UNIX sockets allowed";
-    if (error == E2BIG) why = "an item must have at most 126 of them; put several items";
+            "this process does not have the channel's socket; pass the channel by fork, as an argument of a "
+            "process, or through a channel, with AF_UNIX sockets allowed";
+    if (error == E2BIG) why = "an item can carry at most 126 of them; split it into several items";
     if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =
@@ -141,7 +140,7 @@ void raise_refused(Channel& ch, int error) {
 void raise_not_transferable(Channel& ch, PyObject* item) {
     PyErr_Format(PyExc_TypeError,
                  "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
-                 "of one machine can share; put a channel across='hosts' or tensor.clone() instead",
+                 "on one machine can share; put a channel across='hosts' or tensor.clone() instead",
                  ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
@@ -187,7 +186,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                 raise("Full", description + " is full; no item could be put " + seconds(deadline) + ": " +
                                   fill(ch) + address_space_note(ch, size));
             else
-                raise("Empty", description + " is empty; no item could be got " + seconds(deadline) +
+                raise("Empty", description + " is empty; no item could be taken " + seconds(deadline) +
                                    "; the channel is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"

@@ -84,8 +84,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.session = op.out->state.session;
     } else {
         PyErr_Format(PyExc_TypeError,
-                     side == Side::Reader ? "select: gets must be channels and In ports, got %R"
-                                          : "select: puts must go to channels and Out ports, got %R",
+                     side == Side::Reader ? "select: gets must be channels or In ports, got %R"
+                                          : "select: puts must go to channels or Out ports, got %R",
                      target.ptr());
         throw nb::python_error();
     }
@@ -238,7 +238,8 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
-        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, got %zu", MOST, ops.size());
+        PyErr_Format(PyExc_ValueError, "select: there must be 1 to %zu operations, got %zu", MOST,
+                     ops.size());
         throw nb::python_error();
     }
     ask_other_owners(ops);
