@@ -199,8 +199,7 @@ def test_channel_survives_for_the_next_receiver_of_its_item():
 
 
 def test_channel_survives_until_the_last_item_containing_it_is_finished():
-    """C12, C14: other users drop the channel or open it by its address. It is released after the last
-    item."""
+    """C12, C14: other users drop the channel or open it by its address."""
     carrier, inner = make(), make()
     (server,) = serving._servers
     carrier.put_many([inner, inner])
@@ -242,8 +241,7 @@ def test_packed_item_keeps_its_channels_alive():
 
 @pytest.mark.parametrize("place", [child_of_multiprocessing, lambda function: HostPeer(function).result()])
 def test_channel_survives_in_an_item_that_is_put_again(place):
-    """C12, C14: the item is put by a forked child of the owner or by a remote program, and released at the
-    end."""
+    """C12, C14: a forked child or a remote program puts the item. Afterwards, the channel is released."""
     carrier = make()
     (server,) = serving._servers
     carrier.put(make())
