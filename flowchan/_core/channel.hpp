@@ -217,7 +217,7 @@ struct Out {
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
-    // number of large items that threads are writing into their slots; the port cannot be closed meanwhile
+    // number of large items that threads are writing into their slots; until they finish, the port cannot be closed
     std::atomic<uint32_t> copying = 0;
     bool may_have_turns = false;  // set if outputs get turns once the stage has several workers
     // for a source: all of its outputs belong to one item, number 0, so that a replacement can skip them
@@ -270,8 +270,8 @@ bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// One wait of a caller that is waiting for several channels: in the wait list of a LocalQueue or in the wait
-// queue of a Ring.
+// A caller that waits for several channels has one Place for each: in the wait list of a LocalQueue or in the
+// wait queue of a Ring.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}

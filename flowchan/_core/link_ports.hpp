@@ -153,7 +153,7 @@ class Source {
     ~Source();
 
     // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
-    // already has. The output for that item would have to be put first, but it would be sent behind the
+    // already has. The output for that item would have to be put first. But it would be sent behind the
     // output for the other item, which may be waiting for room. The worker that gave the item back, or its
     // replacement, has no item with a higher number and can take it.
     bool ascending = false;
@@ -265,8 +265,8 @@ class Sink {
     WriterState writer;
     const bool follows, replays;
     bool on_demand = false;  // worker side: only a worker that is waiting needs an item
-    // Owner side: whether the other side may put only as many items as it was granted room for, and whether
-    // it is waiting for more room.
+    // Owner side: whether the other side may put items only into room that it was granted, and whether it is
+    // waiting for more room.
     bool limited = false, wanted = false;
     // Return whether the sink is waiting for room or for a turn. `settling`: an item of its stream is waiting
     // to be finished.

@@ -16,7 +16,7 @@ constexpr uint64_t SMALL = Taken::LOCAL;  // items up to this size are put in ru
 // Bytes after a large item that are received together with its end. Another large item probably follows, and
 // only its beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
-// Remaining bytes of a large item after which this thread is woken, instead of after each segment: a wake-up
+// Number of bytes of a large item after which this thread is woken, instead of after each segment. A wake-up
 // takes as long as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
 // so that on a slow connection the other side counts as alive while bytes arrive

@@ -110,9 +110,9 @@ std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void
 }
 
 // Put an item whose large buffer was filled in place. Wait: the item must be copied like any other. This is
-// the case for memory that a forked child inherited, because that memory is on loan to the parent, and for an
-// item that was received where an earlier loan was put. `put` is set first, so that two threads cannot put
-// the same memory twice.
+// the case for memory that a forked child inherited, because that memory is on loan to the parent. It is also
+// the case for an item that was received where an earlier loan was put. `put` is set first, so that two
+// threads cannot put the same memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);

@@ -49,7 +49,7 @@ struct ReaderState {
     uint32_t leases = 0;
     uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
     bool keeps_turns = false;  // the reader has obeyed KEEP_TURNS
-    // A stage's reader wakes writers only when a quarter of the places is free: its next item is more urgent
+    // A stage's reader wakes writers only when a quarter of the places is free. Its next item is more urgent
     // than the writer's, and the writers' time slices limit the delay.
     bool lazy = false;
     // It never receives an item that another reader gives back, so at the end it does not wait for others.
@@ -263,8 +263,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // the numbers of the items that are reserved for this reader
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
-    // End the session of a writer that died. If it had put outputs for one of `items`, which will be
-    // processed again, the ring remembers how many, so that these outputs are not put twice.
+    // End the session of a writer that died. `items` will be processed again. If the writer had put outputs
+    // for one of them, the ring remembers how many, so that these outputs are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }

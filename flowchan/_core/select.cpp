@@ -2,8 +2,8 @@
 //
 // Algorithm. Enter every wait queue first, then try the operations, then sleep on the words of all the queues
 // (sleeping.hpp). Because the queues are entered before the operations are tried, an operation that becomes
-// possible later changes a watched word. A caller that leaves a queue without having done the operation there
-// passes a wake-up on, because it may have been the waiter that was woken.
+// possible later changes a watched word. A caller that leaves a queue without doing the operation there passes
+// a wake-up on, because it may have been the waiter that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -207,8 +207,7 @@ void ask_other_owners(const std::vector<Operation>& ops) {
 
 }  // namespace
 
-// Try the operations as of a single moment, so that an item that moves between the channels meanwhile is not
-// missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
+// Try the operations as of a single moment, so that an item that moves between the channels is not missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
 // (a double collect). The owners count the moves of remote channels. The number of rounds is limited, because
 // each takes a slow round trip.
 static nb::object try_now(const std::vector<Operation>& ops) {

@@ -136,7 +136,7 @@ class ChannelStats:
 
 
 class Reached(Protocol):
-    """How other programs reach a channel across hosts: its address, its secret and its pickled form."""
+    """Access to a channel across hosts: its address, its secret and its pickled form."""
 
     address: str
     secret: bytes

@@ -4,8 +4,8 @@ The format is pickle protocol 5. The contents of arrays and tensors are sent nex
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle (``main_code.py``), because ``__main__`` may be different in another process. Everything
-importable is pickled by reference. cloudpickle also pickles what plain pickle can't.
+with cloudpickle (``main_code.py``): another process may have another ``__main__``. Everything importable is
+pickled by reference. cloudpickle is also used for values that plain pickle can't handle.
 """
 
 from __future__ import annotations

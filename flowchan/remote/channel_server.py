@@ -3,8 +3,7 @@
 Such a channel is an ordinary ring in the process that created it, its owner. The server listens at one
 address for all of the owner's channels, and accepts clients that prove that they know the secret. Each client
 process has one link and one :class:`ClientSession`. The server carries out the client's requests on the
-channel itself. A port that the client opens is an ordinary port in the owner's process; the link reads or
-writes it.
+channel itself. A port that the client opens is an ordinary port in the owner's process, which the link uses.
 
 One thread runs the server's event loop, and one thread per client watches that client's link. All of these
 threads end when the last channel has been released.

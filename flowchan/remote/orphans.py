@@ -2,7 +2,7 @@
 
 The owner need not keep the channels inside these items any longer. A process that drops a channel can't know
 whether it was the last user, because forked children share the channel's memory. All users of a channel share
-one open file description of that memory, and a lock on the file shows whether that description is still open.
+one open file description of that memory. A lock on the file shows whether that description is still open.
 """
 
 from __future__ import annotations

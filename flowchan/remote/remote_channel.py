@@ -2,7 +2,7 @@
 
 Algorithm. Items pass through rings in this process. A link to the owner fills and empties these rings. Many
 items can be in transit at the same time, so calls do not wait for a round trip. ``reader()`` and ``writer()``
-return ports, each with a ring of its own. The plain calls ``put``, ``get`` and ``select`` share two rings,
+return ports, each with its own ring. The plain calls ``put``, ``get`` and ``select`` share two rings,
 one for each direction. The ports of these rings are opened at the first use and do not count as a reader or a
 writer. The plain calls are native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot lose an item
 between the ring and its receiver.
@@ -203,8 +203,8 @@ class RemoteChannel(Channel[T]):
         """Ask the owner for its current state before a call gives up; the core calls this.
 
         Returns:
-            Whether the call may succeed now or the channel has ended, and how many items have gone into and
-            out of the channel at the owner, in total.
+            Whether the call may succeed now or the channel has ended, and the owner's total number of puts
+            into and gets from the channel.
         """
         connection, stream = self._connection, self._ports[reads]._stream
         try:

@@ -126,8 +126,8 @@ class ClientSession:
     def _watch(self) -> None:
         """Handle events of the link, in a separate thread.
 
-        If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``, or as soon
-        as the client's process is known to have ended.
+        If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``. It ends
+        earlier if the client's process is known to have ended.
         """
         limit = 1.5 * self._server.peer_timeout
         interval = limit if self._process is None else POLL_INTERVAL_S
@@ -307,7 +307,7 @@ class ClientSession:
 
         Returns:
             The total number of items sent to the client, whether the channel has ended, and the total number
-            of items that have gone into and out of the channel.
+            of puts into and gets from it.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -347,7 +347,7 @@ class ClientSession:
 
         Returns:
             The total number of items that the client may put, whether the channel has ended, and the total
-            number of items that have gone into and out of the channel.
+            number of puts into and gets from it.
         """
         return *self.link.room(stream), _moves(channel)
 

@@ -45,8 +45,8 @@ class ObservedRun(ABC):
 
         Args:
             window: Number of most recent seconds to which the rates, the shares of time and the cause of the
-                bottleneck refer (default: the whole run). The ``window`` of the result is the actual length,
-                which may be up to half a second longer, or shorter if the run started less than that ago.
+                bottleneck refer (default: the whole run). The ``window`` of the result is the actual length.
+                It may be up to half a second longer, or shorter if the run started less than that ago.
 
         Returns:
             Statistics of the stages, the channels and the hosts.
@@ -82,8 +82,8 @@ class ObservedRun(ABC):
         Args:
             stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
                 seconds, and once after the run has ended.
-            events: Function that is called with each event of the run: when a worker starts, begins work,
-                ends, fails or dies, and at retries, stops and aborts.
+            events: Function that is called with each event of the run. Events are workers that start, begin
+                work, end, fail or die, and retries, stops and aborts.
             every: Seconds between calls of ``stats``.
 
         Returns:
@@ -124,8 +124,8 @@ class ObservedRun(ABC):
         """Explain what each stage is waiting for.
 
         Returns:
-            Text with one line for each stage. If a stage is waiting, its line gives the channel, how long the
-            stage has been waiting, and the state of the stage at the channel's other end.
+            Text with one line for each stage. If a stage is waiting, its line gives the channel, the time
+            so far, and the state of the stage at the channel's other end.
 
         Example:
             >>> from flowchan import Graph

@@ -116,7 +116,7 @@ def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
 
 
 def test_threads_that_open_the_same_channel_get_the_same_object():
-    """With two objects, the program would leave the channel as soon as the first one is released."""
+    """If there were two, the program would leave the channel when the first one is released."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -333,7 +333,7 @@ def test_abandoned_put_keeps_no_channel_alive():
     peer.result()
 
 
-def test_port_whose_opening_is_interrupted_is_not_counted():
+def test_port_is_not_counted_if_ctrl_c_ends_its_opening():
     """C5, C9: Ctrl-C interrupts the call that opens the port."""
     channel, over = make(), make()
 
