@@ -217,7 +217,7 @@ struct Out {
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
-    // number of large items that threads are writing into their slots; until they finish, the port cannot be closed
+    // number of large items that threads are writing into their slots; the port cannot be closed until then
     std::atomic<uint32_t> copying = 0;
     bool may_have_turns = false;  // set if outputs get turns once the stage has several workers
     // for a source: all of its outputs belong to one item, number 0, so that a replacement can skip them

@@ -2,8 +2,8 @@
 //
 // Algorithm. Enter every wait queue first, then try the operations, then sleep on the words of all the queues
 // (sleeping.hpp). Because the queues are entered before the operations are tried, an operation that becomes
-// possible later changes a watched word. A caller that leaves a queue without doing the operation there passes
-// a wake-up on, because it may have been the waiter that was woken.
+// possible later changes a watched word. A caller that leaves a queue without doing the operation there must
+// pass a wake-up on, because it may have been the waiter that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
 
