@@ -207,7 +207,7 @@ void ask_other_owners(const std::vector<Operation>& ops) {
 
 }  // namespace
 
-// Try the operations as of a single moment, so that an item that moves between the channels is not missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
+// Try the operations as of a single moment, so that an item moving between the channels is not missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
 // (a double collect). The owners count the moves of remote channels. The number of rounds is limited, because
 // each takes a slow round trip.
 static nb::object try_now(const std::vector<Operation>& ops) {

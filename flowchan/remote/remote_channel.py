@@ -2,10 +2,10 @@
 
 Algorithm. Items pass through rings in this process. A link to the owner fills and empties these rings. Many
 items can be in transit at the same time, so calls do not wait for a round trip. ``reader()`` and ``writer()``
-return ports, each with its own ring. The plain calls ``put``, ``get`` and ``select`` share two rings,
-one for each direction. The ports of these rings are opened at the first use and do not count as a reader or a
-writer. The plain calls are native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot lose an item
-between the ring and its receiver.
+return ports, each with its own ring. The plain calls ``put``, ``get`` and ``select`` share two rings, one for
+each direction. The ports of these rings are opened at the first use and do not count as a reader or a writer.
+The plain calls are native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot lose an item between
+the ring and its receiver.
 
 Invariants. The owner sends items to the plain calls only while one of them is waiting. It takes back items
 that were not taken within some milliseconds. It grants plain puts only as far as its channel has free room.
