@@ -9,15 +9,15 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 class View:
-    """Memory of a channel, or of this process, as a buffer."""
+    """Memory of a channel or of this process, as a buffer."""
 
     @staticmethod
     def of(address: int, size: int, owner: Any) -> View:
         """Return a read-only view of memory that ``owner`` keeps alive."""
     def private(self) -> View:
-        """Return a writable view of the same bytes; pages are copied as they are written."""
+        """Return a writable view of the same bytes; a page is copied when it is first written to."""
     def lent(self, array: Any) -> None:
-        """Make ``array``, which uses this loan, read-only when it is put."""
+        """Make ``array``, which is in this loan, read-only when the loan is put."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Channel(Generic[T]):
@@ -74,11 +74,11 @@ class Channel(Generic[T]):
         """Put all items of an iterable in order, and wait while the channel is full.
 
         Args:
-            items: The iterable. It is read while the items are put.
-            timeout: Seconds for all items together (default: no limit).
+            items: The iterable, which is read while the items are put.
+            timeout: Seconds to wait, for all items together (default: no limit).
 
         Raises:
-            Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.
+            Full: The timeout ran out. The error's ``items_put`` counts the items that were put.
             Closed: The channel was closed, or its last reader left. The error has ``items_put``.
             Broken: The channel is broken. The error has ``items_put``.
             TypeError: An item cannot be serialised for another process.
@@ -100,7 +100,7 @@ class Channel(Generic[T]):
             The item.
 
         Raises:
-            Empty: No item came within ``timeout`` seconds.
+            Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
 
@@ -134,21 +134,21 @@ class Channel(Generic[T]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """Take up to ``max`` items as a list.
 
-        It waits for the first item as ``get`` does, and then takes the items that are there. An item that
-        cannot be unpickled ends the list before it, and the next call raises its error.
+        The call waits for the first item like ``get``, and then takes the items that are there. The list ends
+        before an item that cannot be unpickled, and the next call raises the error.
 
         Args:
-            max: Largest number of items.
+            max: Largest number of items to take.
             timeout: Seconds to wait for the first item (default: no limit).
 
         Returns:
             A list of at least one item.
 
         Raises:
-            Empty: No item came within ``timeout`` seconds.
+            Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
-            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.
+            KeyboardInterrupt: The error's ``items_got`` has the items that were taken.
 
         Example:
             >>> from flowchan import Channel
@@ -173,7 +173,7 @@ class Channel(Generic[T]):
     def abort(self, cause: BaseException | None = None) -> None:
         """Break the channel and discard its items.
 
-        Every waiting or later call raises ``Broken`` from ``cause``.
+        Every call that is waiting, and every later call, raises ``Broken`` from ``cause``.
         """
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[T]: ...
@@ -183,7 +183,7 @@ class Channel(Generic[T]):
         """Return the number of items at which ``put`` waits."""
     @property
     def max_bytes(self) -> int | None:
-        """Return the number of bytes at which ``put`` waits, or None for no limit."""
+        """Return the number of bytes at which ``put`` waits, or None if there is no limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""
@@ -196,10 +196,10 @@ class Channel(Generic[T]):
         """Return whether puts are no longer possible."""
     @property
     def drained(self) -> bool:
-        """Return whether the channel is closed and empty, with no item on lease."""
+        """Return whether the channel is closed and empty, and no item is on lease."""
     @property
     def broken(self) -> bool:
-        """Return whether the channel was aborted, or ended by a failure."""
+        """Return whether the channel was aborted or has ended with a failure."""
     _name: str
     @property
     def _fd(self) -> int: ...
@@ -226,7 +226,7 @@ class In(Generic[T_co]):
             The item.
 
         Raises:
-            Empty: No item came within ``timeout`` seconds.
+            Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
 
@@ -260,21 +260,21 @@ class In(Generic[T_co]):
     def get_many(self, max: int, timeout: float | None = None) -> list[T_co]:
         """Take up to ``max`` items as a list.
 
-        It waits for the first item as ``get`` does, and then takes the items that are there. An item that
-        cannot be unpickled ends the list before it, and the next call raises its error.
+        The call waits for the first item like ``get``, and then takes the items that are there. The list ends
+        before an item that cannot be unpickled, and the next call raises the error.
 
         Args:
-            max: Largest number of items.
+            max: Largest number of items to take.
             timeout: Seconds to wait for the first item (default: no limit).
 
         Returns:
             A list of at least one item.
 
         Raises:
-            Empty: No item came within ``timeout`` seconds.
+            Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
-            KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.
+            KeyboardInterrupt: The error's ``items_got`` has the items that were taken.
 
         Example:
             >>> from flowchan import Channel
@@ -284,9 +284,9 @@ class In(Generic[T_co]):
             ['a', 'b']
         """
     def get_more(self, timeout: float | None = None) -> T_co:
-        """Take an item as ``get`` does, but keep the earlier items on lease.
+        """Take an item like ``get``, but keep the earlier items on lease.
 
-        All of them count as unfinished until the next ``get``.
+        All of these items count as unfinished until the next ``get``.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -295,7 +295,7 @@ class In(Generic[T_co]):
             The item.
 
         Raises:
-            Empty: No item came within ``timeout`` seconds.
+            Empty: No item arrived within ``timeout`` seconds.
             Drained: The channel is closed, and all its items have been taken.
             Broken: The channel is broken.
 
@@ -395,11 +395,11 @@ class Out(Generic[T_contra]):
         """Put all items of an iterable in order, and wait while the channel is full.
 
         Args:
-            items: The iterable. It is read while the items are put.
-            timeout: Seconds for all items together (default: no limit).
+            items: The iterable, which is read while the items are put.
+            timeout: Seconds to wait, for all items together (default: no limit).
 
         Raises:
-            Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.
+            Full: The timeout ran out. The error's ``items_put`` counts the items that were put.
             Closed: The channel was closed, or its last reader left. The error has ``items_put``.
             Broken: The channel is broken. The error has ``items_put``.
             TypeError: An item cannot be serialised for another process.
@@ -412,7 +412,7 @@ class Out(Generic[T_contra]):
             3
         """
     def close(self) -> None:
-        """Close the port; the last writer closes the channel."""
+        """Close the port; closing the last writer closes the channel."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -436,13 +436,13 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 class Link:
-    """The connection between two hosts of a run, which serves the ports of remote workers."""
+    """Connection between two hosts of a run, which serves the ports of remote workers."""
 
     def __init__(self, owner_side: bool) -> None: ...
     def attach(self, fd: int) -> None:
-        """Continue over this connected socket, and take ownership of it.
+        """Continue over this connected socket, and take ownership of the socket.
 
-        Frames that did not arrive over the former one are sent again.
+        Frames that did not arrive over the previous socket are sent again.
         """
     def open_stream(
         self,
@@ -454,7 +454,7 @@ class Link:
     ) -> None:
         """Serve the ports of one worker, under a number that both sides use.
 
-        ``on_demand``: items come only for workers that wait for one or process one.
+        ``on_demand``: items are sent only to workers that are waiting for one or processing one.
         ``limited``: the worker puts only as many items as the owner has room for.
         """
     def pair(self, writes: int, reads: int) -> None:
@@ -462,29 +462,29 @@ class Link:
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
         """Send up to ``most`` of the next items of this stream.
 
-        Returns how many were sent in total, and whether the end has come; None during a recall.
+        Returns how many were sent in total, and whether the channel has ended; None during a recall.
         """
     def room(self, number: int) -> tuple[int, bool]:
-        """Return how many puts are granted to this stream in total, and whether it has ended."""
+        """Return how many puts this stream is granted in total, and whether its channel has ended."""
     def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
-        """Wait until the other side has put ``count`` items of this stream (True) or never will (False).
+        """Wait until the other side has put ``count`` items of this stream; return whether it has.
 
-        Returns None at the timeout.
+        Returns None if the timeout runs out first.
         """
     def drop(self, number: int) -> None:
-        """Stop serving the ports of a worker; their sessions do not change. Unknown numbers are ignored."""
+        """Stop serving a worker's ports without changing their sessions. Unknown numbers are ignored."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the next event and return its kind and values, or () after the timeout.
 
         flowchan.transport.link_events converts them to typed events.
         """
     def state(self) -> dict[str, Any]:
-        """Return the state of the connection and the counts of the link."""
+        """Return the connection's state and the link's counts."""
     def close(self) -> None:
-        """End the connection and both threads."""
+        """End the connection and the link's threads."""
 
 class Group:
-    """A member of a group. Use flowchan.collective."""
+    """Member of a group. Use flowchan.collective instead."""
 
     def __init__(self, fd: int, rank: int) -> None: ...
     def allreduce(
@@ -513,7 +513,7 @@ class Group:
     def _plan(self, doing: int, size: int) -> tuple[int, int, bool, bool, bool]: ...
     def _took(self, doing: int, size: int) -> list[tuple[tuple[int, int, bool, bool, bool], int]]: ...
     def alltoall(self, xs: Any, out: Any = None, timeout: float | None = None, wait: bool = True) -> Any:
-        """Send one value to each member and receive one from each.
+        """Send one value to each member, and receive one from each.
 
         See flowchan.collective.Group.alltoall.
         """
@@ -567,7 +567,7 @@ class Group:
     def _reduce_scatter(self, x: Any, out: Any, op: str, timeout: float | None) -> Any: ...
 
 class Await:
-    """One coroutine in the wait queue of a channel or port; see awaiting.py."""
+    """One coroutine that waits in the queue of a channel or port; see awaiting.py."""
 
     def __init__(self, target: Any, reading: bool, again: bool) -> None: ...
     @property
@@ -575,7 +575,7 @@ class Await:
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
-    """Sleep of the thread that waits for coroutines."""
+    """Sleep of the thread that waits on behalf of coroutines."""
 
     def __init__(self) -> None: ...
     @property
@@ -602,7 +602,7 @@ def _take_up(
     blame: bool = True,
 ) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` when the item that this thread is unpickling is finished, or at once if there is none."""
+    """Call ``call`` when the item that this thread is unpickling is finished, or now if there is none."""
 
 def _observe(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

@@ -1,11 +1,12 @@
 // Waits of the async calls (awaiting.py): coroutines in the wait queues of their channels, and a thread that
 // sleeps for all of them.
 //
-// Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and tries once more:
-// a later event changes the queue's word. It stays in the queue until its operation is done, until it is
-// woken, or until it is cancelled. The watching thread sleeps in futex_waitv on the words of all its
-// coroutines. It removes those whose word has changed from their queues, and the event loop wakes them. A
-// coroutine that leaves without having used its wake-up passes it on.
+// Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and then tries once
+// more. From then on, every event that concerns it changes the queue's word. The coroutine stays in the queue
+// until its operation has succeeded, or until it is woken or cancelled. The watching thread sleeps in
+// futex_waitv on the words of all its coroutines. It removes the coroutines whose word has changed from their
+// queues, and the event loop resumes them. A coroutine that leaves the queue without using its wake-up passes
+// the wake-up on.
 #include "channel.hpp"
 
 namespace flowchan {
@@ -36,8 +37,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::check_for_dead(m, wakes);
-        // In a wait list no other waiter is woken while this one is on its way, so the next must be, whatever
-        // the result was.
+        // A wait list wakes no other waiter while a woken one has not run yet. The next waiter must therefore
+        // be woken now, whatever the result was.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });
@@ -75,7 +76,7 @@ Await::~Await() {
 
 nb::object Await::channel() const { return in ? in->channel : out ? out->channel : target; }
 
-// `unused`: another waiter may take the place of this caller, if it was woken.
+// `unused`: if this caller was woken, another waiter is woken in its place.
 void Await::leave(bool unused) {
     if (forks != fork_count || (!entered && !unused)) return;
     if (entered.exchange(false)) {
@@ -88,12 +89,12 @@ void Await::leave(bool unused) {
 
 void Watch::ring() {
     doorbell_.fetch_add(1,
-                        std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
+                        std::memory_order_seq_cst);  // pairs with the load in `sleep` after `asleep_` was set
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-// Sleep until the doorbell has rung since `heard` was read, one of the waits has changed, or `seconds` are
-// over. Return the indices of the changed waits, which have left their queues by then.
+// Sleep until the doorbell has rung since `heard` was read, one of the waits has changed, or `seconds` have
+// passed. Return the indices of the changed waits, which have left their queues by then.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{
@@ -115,7 +116,7 @@ nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     }
     nb::list found;
     for (size_t i = 0; i < all.size(); ++i) {
-        // the process that would have woken it may be dead
+        // the process that should have woken this wait may be dead
         all[i]->place->ch->with([](auto& transport) { check_for_dead(transport); });
         if (!changed(*all[i])) continue;
         all[i]->leave(false);

@@ -1,4 +1,4 @@
-// The module flowchan._core: the Python bindings of the core. The committed stub is flowchan/_core.pyi.
+// The module flowchan._core: Python bindings of the core. Its committed stub is flowchan/_core.pyi.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -41,7 +41,7 @@ PyType_Slot out_slots[] = {{Py_tp_methods, out_methods},
                            {Py_tp_clear, (void*)out_clear},
                            {0, nullptr}};
 
-// A caller that polls also learns of dead processes.
+// A caller that polls must also learn of dead processes.
 uint64_t state_of(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     return ch.with([](auto& transport) {
@@ -70,7 +70,7 @@ void close_channel(Channel& ch) {
     });
 }
 
-// Open a session for a port that counts neither as a reader nor as a writer.
+// Open a session for a port that counts as neither a reader nor a writer.
 uint32_t uncounted_session(Channel& ch) {
     if (!ch.usable()) throw nb::python_error();
     uint32_t session = 0;
@@ -87,14 +87,14 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// Only the supervisor ends a supervised session, never a process that notices the death of the worker.
+// Only the supervisor may end a supervised session; a process that notices the worker's death may not.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// Return the seconds that calls through this port have waited, and how many of them for a turn. They are 0
-// for a port whose session has ended.
+// Return how many seconds calls through this port have waited, and how many of these seconds they waited for
+// a turn. Both are 0 for a port whose session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -136,8 +136,8 @@ void end_remote_writer(Out& out, uint64_t pid) {
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
-// Return how many workers have died in user code, or while unpickling, with the leased items of this dead
-// worker, including this one. Return 0 when it died elsewhere.
+// Return how many workers, including this dead one, have died in user code or while unpickling with this
+// worker's leased items. Return 0 if this worker died elsewhere.
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
@@ -161,11 +161,11 @@ void retire(Out& out, const std::vector<uint64_t>& items) {
 
 void order(LocalQueue& queue, In& in, Orders what, Wakes& wakes) { queue.order(in.state, &in, what, wakes); }
 void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
-    const Session& s = ring.session(in.state.session);  // its worker may have ended it
+    const Session& s = ring.session(in.state.session);  // the worker may have ended the session
     if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
 }
 
-// Send an order to a reader, wherever its worker runs.
+// Send an order to a reader, on whichever host its worker runs.
 void order(In& in, Orders what) {
     in.ch->with([&](auto& transport) {
         Wakes wakes;
@@ -181,16 +181,17 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Prepare a live worker to process its leased items again: it takes them once more, and outputs that are
-// already out are skipped.
+// Prepare a live worker to process its leased items again: it takes them once more, and skips the outputs
+// that are already in their channels.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// Release the state of a dead worker. Its channel remembers the outputs that are already out, so that the
-// next worker of the item skips them. Leased items go to the replacement if they may have killed the worker,
-// or with `all`. Other items go back to all workers. All outputs of a source belong to item 0.
+// Release the state of a dead worker. The channel remembers which outputs have already been put, so that the
+// next worker skips them when it processes the item. Leased items go to the replacement if they may have
+// killed the worker, or if `all` is set. Other items go back to all workers. All outputs of a source belong
+// to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size())
@@ -212,7 +213,7 @@ void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
     }
 }
 
-// Open a descriptor of another process here; return -1 where the system does not allow it.
+// Open another process's descriptor in this process. Return -1 if the system does not allow that.
 int descriptor_of(int pid, int fd) {
     const long process = syscall(SYS_pidfd_open, pid, 0);
     if (process < 0) return -1;
@@ -221,13 +222,14 @@ int descriptor_of(int pid, int fd) {
     return int(opened);
 }
 
-// End this process as soon as process `pid` has ended, even while C code holds the GIL. One thread sleeps in
-// poll(), or, where the kernel or a filter refuses pidfd_open, checks ten times a second. It ends with its
-// process.
+// End this process as soon as process `pid` has ended, even while C code holds the GIL. A thread sleeps in
+// poll(). If the kernel or a filter refuses pidfd_open, the thread checks ten times a second instead. It ends
+// with its process.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
-    if (fd < 0 && (errno == ESRCH || !process_alive(pid, started))) _exit(1);  // it has ended already
+    // There is nothing to wait for if process `pid` has already ended.
+    if (fd < 0 && (errno == ESRCH || !process_alive(pid, started))) _exit(1);
     std::thread([=] {
         pollfd p{fd, POLLIN, 0};
         if (fd >= 0)
@@ -239,16 +241,16 @@ void die_with(int pid) {
     }).detach();
 }
 
-// Make this process die of the signal `number` once the interpreter has ended. Python does so after an
-// uncaught KeyboardInterrupt, but not after one of a subclass. A shell that runs the program in a loop then
-// ends too.
+// Make this process die of signal `number` once the interpreter has ended. Python does so after an uncaught
+// KeyboardInterrupt, but not after one of its subclasses. A shell that runs the program in a loop then ends
+// as well.
 void die_of(int number) {
     static int of = 0;
     if (of || Py_AtExit([] { signal(of, SIG_DFL), kill(getpid(), of); })) return;
     of = number;
 }
 
-// Turn errors of the operating system into OSError, not RuntimeError.
+// Translate operating system errors into OSError instead of RuntimeError.
 template <class... Args>
 void construct(Channel* self, Args... args) {
     try {
@@ -268,19 +270,19 @@ void construct_port(Port* self, nb::handle channel, int session) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // threads that still wait at the interpreter's exit are not leaks
+    nb::set_leak_warnings(false);  // threads that are still waiting at the interpreter's exit are not leaks
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),
-                     "Memory of a channel, or of this process, as a buffer.")
+                     "Memory of a channel or of this process, as a buffer.")
         .def_static("of", View::of, "address"_a, "size"_a, "owner"_a,
                     "Return a read-only view of memory that ``owner`` keeps alive.")
         .def("private", private_view,
-             "Return a writable view of the same bytes; pages are copied as they are "
-             "written.")
+             "Return a writable view of the same bytes; a page is copied when it is first "
+             "written to.")
         .def(
             "lent", [](View& view, nb::handle array) { view.block->array = nb::weakref(array); }, "array"_a,
-            "Make ``array``, which uses this loan, read-only when it is put.");
+            "Make ``array``, which is in this loan, read-only when the loan is put.");
 
     nb::class_<Channel>(m, "Channel", nb::type_slots(channel_slots), nb::is_weak_referenceable(),
                         "A bounded, closable FIFO. Use flowchan.Channel, which checks its arguments.")
@@ -301,7 +303,7 @@ NB_MODULE(_core, m) {
             "abort", [](Channel& ch, nb::handle cause) { abort_channel(ch, cause.ptr()); },
             "cause"_a = nb::none(),
             "Break the channel and discard its items.\n\n"
-            "Every waiting or later call raises ``Broken`` from ``cause``.")
+            "Every call that is waiting, and every later call, raises ``Broken`` from ``cause``.")
         .def("__len__", length)
         .def_prop_ro(
             "capacity", [](Channel& ch) { return ch.capacity; },
@@ -311,7 +313,7 @@ NB_MODULE(_core, m) {
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the number of bytes at which ``put`` waits, or None for no limit.")
+            "Return the number of bytes at which ``put`` waits, or None if there is no limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")
@@ -328,8 +330,9 @@ NB_MODULE(_core, m) {
             "closed", [](Channel& ch) { return state_of(ch) != OPEN; },
             "Return whether puts are no longer possible.")
         .def_prop_ro("drained", is_drained,
-                     "Return whether the channel is closed and empty, with no item on lease.")
-        .def_prop_ro("broken", is_broken, "Return whether the channel was aborted, or ended by a failure.")
+                     "Return whether the channel is closed and empty, and no item is on lease.")
+        .def_prop_ro("broken", is_broken,
+                     "Return whether the channel was aborted or has ended with a failure.")
         .def_rw("_name", &Channel::name)
         .def_prop_ro("_fd",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.fd(); }); })
@@ -348,7 +351,7 @@ NB_MODULE(_core, m) {
                  locked_ring(ch, [&](Ring& ring, Wakes& wakes) {
                      ids = ring.pinned();
                      if (ids.empty()) return;
-                     ring.sweep(wakes);  // dead processes look at nothing
+                     ring.sweep(wakes);  // so that dead processes do not count as viewers
                      ids = ring.pinned();
                  });
                  return ids;
@@ -369,7 +372,7 @@ NB_MODULE(_core, m) {
         .def("_supervise", supervise<In>)
         .def("_waited", waited<In>)
         .def("_wake_lazily", [](In& in) { in.state.lazy = true; })
-        .def("_remain",  // the session then belongs to no process and ends with the channel
+        .def("_remain",  // from now on the session belongs to no process, and it ends with the channel
              [](In& in) {
                  locked_ring(*in.ch, [&](Ring& ring, Wakes&) {
                      Session& s = ring.session(in.state.session);
@@ -378,7 +381,8 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        .def("_leave_alone",  // the end of this process does not count against the leased items (R10)
+        // so that the end of this process does not count as a death over the leased items (R10)
+        .def("_leave_alone",
              [](In& in) {
                  locked_ring(*in.ch,
                              [&](Ring& ring, Wakes&) { ring.session(in.state.session).at = Session::OURS; });
@@ -397,7 +401,8 @@ NB_MODULE(_core, m) {
             },
             "deaths"_a, "handler"_a.none())
         .def("_hand_over", port_state<In>)
-        .def("_leave_open", [](In& in) { in.open = false; })  // another process, which also has it, ends it
+        // another process, which also has the session, ends it
+        .def("_leave_open", [](In& in) { in.open = false; })
         .def("__enter__", [](nb::handle self) { return self; })
         .def(
             "__exit__", [](In& in, nb::handle type, nb::handle, nb::handle) { in.close(type.is_none()); },
@@ -412,7 +417,8 @@ NB_MODULE(_core, m) {
     nb::class_<Out>(m, "Out", nb::type_slots(out_slots),
                     "A writing end of a channel. Use flowchan.Out, which channel.writer() returns.")
         .def("__init__", construct_port<Out>, "channel"_a, "session"_a = 0)
-        .def("close", &Out::close, nb::lock_self(), "Close the port; the last writer closes the channel.")
+        .def("close", &Out::close, nb::lock_self(),
+             "Close the port; closing the last writer closes the channel.")
         .def(
             "_follow",
             [](nb::handle self, nb::handle reader, bool ordered, bool single, bool later) {
@@ -448,11 +454,12 @@ NB_MODULE(_core, m) {
             "Return whether puts are no longer possible.\n\n"
             "The port or the channel was closed, the channel broke, or its readers left.");
 
-    nb::class_<Await>(m, "Await", "One coroutine in the wait queue of a channel or port; see awaiting.py.")
+    nb::class_<Await>(m, "Await",
+                      "One coroutine that waits in the queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits for coroutines.")
+    nb::class_<Watch>(m, "Watch", "Sleep of the thread that waits on behalf of coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -469,8 +476,8 @@ NB_MODULE(_core, m) {
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "Call ``call`` when the item that this thread is unpickling is finished, or at "
-          "once if there is none.");
+          "Call ``call`` when the item that this thread is unpickling is finished, or now "
+          "if there is none.");
     m.def("_observe", observe, "channels"_a);
     bind_link(m);
     bind_group(m);

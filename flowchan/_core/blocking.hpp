@@ -1,8 +1,8 @@
 // How a call on a channel tries, waits and gives up: the loop around the wait queues of waiting.hpp.
 //
-// `op` is the operation on the transport; it is called with the transport's lock held and returns a Step. For
-// a ring it touches no Python object. The GIL is held on entry and on return, and released while the call
-// sleeps.
+// `op` performs the operation on the transport; it is called with the transport's lock held and returns a
+// Step. On a ring, it does not touch Python objects. The GIL is held on entry and on return, and is released
+// while the call sleeps.
 #pragma once
 
 #include <Python.h>
@@ -15,7 +15,7 @@ namespace flowchan {
 
 static_assert(Transport<LocalQueue> && Transport<Ring>);
 
-// The operations of a transport that the loop needs.
+// The transport's operations that the loop needs.
 template <class M>
 struct Traits;
 
@@ -41,18 +41,20 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Whatever its result, no other waiter was woken while it was on its way (wait_list.hpp).
+    // End a call. Whatever its result, no other waiter was woken after this one and before it ran
+    // (wait_list.hpp).
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Handle a woken waiter that must not overtake: because it was woken, the starving one may not have been.
+    // Handle a woken waiter that must not overtake the starving one. Because this one was woken, the starving
+    // one may not have been.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
-    // Handle a woken waiter that sleeps again. While it was on its way, a waiter with an earlier turn may
-    // have come and not been woken.
+    // Handle a woken waiter that goes back to sleep. Before it ran, a waiter with an earlier turn may have
+    // arrived without being woken.
     static void in_vain(LocalQueue& q, const Caller& caller, const Node& node, Wakes& wakes) {
         if (q.wait_list(caller.side).is_behind(node)) pass_on(q, caller, wakes);
     }
@@ -64,7 +66,7 @@ struct Traits<LocalQueue> {
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // A thread does not die on its own, and only the main thread has signals to handle. The other threads
+    // A thread can't die alone, and only the main thread has signals to handle. Other threads can therefore
     // sleep until they are woken.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
@@ -80,7 +82,7 @@ struct Traits<Ring> {
     static constexpr bool processes = true;
     struct Waiting {
         uint32_t seen = 0;
-        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // a bit; all bits for a caller without a rank
+        uint32_t rank = FUTEX_BITSET_MATCH_ANY;  // one bit; all bits for a caller without a rank
         bool selecting = false;
         bool ordered = false;
     };
@@ -105,11 +107,12 @@ struct Traits<Ring> {
         s.clock.begin(false);
         if (caller.side == Side::Reader && r.header().notify_writer)
             futex_wake(r.header().writer_queue.seq, r.header().writer_queue.call(1), true);
-        if (caller.side == Side::Writer && r.is_limited())  // the reader is a link, which requests more room
+        // the reader is a link, which then requests more room
+        if (caller.side == Side::Writer && r.is_limited())
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
-    // Leave the queue, and return whether the futex word had changed. The session may have ended while its
-    // caller waited, which already removed the caller from the queue.
+    // Leave the queue, and return whether the futex word had changed. If the session ended while its caller
+    // was waiting, that has already removed the caller from the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -122,8 +125,8 @@ struct Traits<Ring> {
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
         if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
-        // as in Ring::drop_copies: after a death in between, it counts as waiting once too often, never too
-        // seldom
+        // as in Ring::drop_copies: a death between the two leaves one waiter too many in the count, never one
+        // too few
         keep_order();
         if (counted) wait_queue(r, caller.side).leave();
         if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
@@ -145,24 +148,25 @@ struct Traits<Ring> {
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
-            count += g.call_all();  // those who had to stand back
+            count += g.call_all();  // the callers that had to stand back
         } else if (!used) {
             pass_on(r, caller, wakes);
         }
     }
-    static void sleep_again(Ring&, const Caller&, Wakes&) {}  // while a caller starves, all are woken
-    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is called separately
+    // while a caller is starving, all callers are woken
+    static void sleep_again(Ring&, const Caller&, Wakes&) {}
+    static void in_vain(Ring&, const Caller&, const Waiting&, Wakes&) {}  // each turn is woken separately
     static void pass_on(Ring& r, const Caller& caller, Wakes& wakes) {
         if (caller.ordered)
             r.wake_turns(wakes);
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().notify_writer)  // one fewer waits
+        if (caller.side == Side::Reader && r.header().notify_writer)  // now one reader fewer is waiting
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
-    // Return a hint that is read without the lock. A caller that acts on it takes the lock and looks again.
+    // Return a hint, read without the lock. A caller that acts on it takes the lock and checks again.
     static bool ready(Ring& r, Side side) {
         Header& h = r.header();
         auto seen = [](uint64_t& word) { return std::atomic_ref(word).load(std::memory_order_relaxed); };
@@ -182,22 +186,24 @@ struct Traits<Ring> {
     }
 };
 
-// Mark an item as having no more outputs, with the lock held. Wait: as for a put, its turn is too far ahead.
+// Mark an item as having no more outputs, with the lock held. Wait: as with a put, the item's turn is too far
+// ahead.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    if (!writer.ordered) {  // without an output, the count of outputs from a dead predecessor is dropped
+    if (!writer.ordered) {  // without an output, the number of outputs from a dead predecessor is discarded
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // A `single` writer has passed its turn with its output; an item without any output must still pass it.
+    // A `single` writer has passed its turn together with its output. An item without any output must still
+    // pass it.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Takes the lock, without the GIL if it has to wait. `released` is set while the GIL is released.
+// Takes the lock; if that means waiting, releases the GIL first. `released` is set while the GIL is released.
 template <class M>
 struct Locked {
     explicit Locked(M& transport) : m(transport) {
@@ -205,7 +211,7 @@ struct Locked {
         released = PyEval_SaveThread();
         m.lock(true);
     }
-    // Drop the lock first, then wake the waiters, then take the GIL again.
+    // Release the lock first, then wake the waiters, then take the GIL again.
     void unlock(const Wakes& wakes) {
         m.unlock();
         m.wake(wakes);
@@ -216,7 +222,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// How a sleep of a waiting call ended. Interrupted and late calls have not slept.
+// How a waiting call's sleep ended. Interrupted and late calls have not slept at all.
 struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
@@ -241,7 +247,7 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     typename T::Waiting waiting;
     uint32_t vain = 0;
     const int64_t since = now_ns();
-    const bool selecting = deadline.at != NEVER;  // it ends at its deadline
+    const bool selecting = deadline.at != NEVER;  // a wait with a deadline may end without a wake-up
     Wakes wakes;
 
     if constexpr (T::processes) {
@@ -261,8 +267,8 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
         Locked<M> locked(m);
         const bool called = T::leave(m, caller, waiting, selecting);
         T::check_for_dead(m, wakes);
-        // An interrupted call must not take an item, because it cannot return it. A call whose slice is over
-        // ignores the starving waiter, which may be dead.
+        // An interrupted call must not take an item, because it could not return it. A call whose time slice
+        // is over ignores the starving waiter, which may be dead.
         const bool passes = T::may_pass(m, caller, &waiting) || slice_over || T::ended(m);
         if (!interrupted && passes) step = op(wakes);
         if (!passes) T::sleep_again(m, caller, wakes);
@@ -279,18 +285,18 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Do `op` as soon as it is possible. `caller(waits)` returns the identity of the call; with `waits` it must
-// include the session, which may have to be opened for that.
+// Perform `op` as soon as it is possible. `caller(waits)` returns the call's identity. With `waits`, the
+// identity must include the session, which may have to be opened first.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
-    // Callers that never wait also learn of deaths (C5). A get that finds an item need not know; a put would
-    // go nowhere.
+    // Callers that never wait must also learn of deaths (C5). A get that finds an item need not check for
+    // them, but a put might be lost in a channel without readers.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
-    // No caller stands back in a channel that has ended: the others may wait for the items that this one
-    // leases.
+    // In a channel that has ended, callers do not stand back, because the others may be waiting for the items
+    // that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

@@ -24,7 +24,7 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     }
     need_proc();
     ring_ = std::make_shared<Ring>(capacity, max_bytes);
-    this->max_bytes = ring_->header().max_bytes;  // no more than one block can hold
+    this->max_bytes = ring_->header().max_bytes;  // limited to what one block can hold
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
@@ -55,10 +55,10 @@ bool Channel::reaches_processes() const {
 
 bool Channel::usable() {
     if (forks == fork_count) return true;
-    if (reaches_processes()) {  // the child is another user of the same memory
+    if (reaches_processes()) {  // the forked child is another user of the same memory
         nb::object self = nb::find(*this);
         nb::ft_object_guard guard(self);
-        if (forks == fork_count) return true;  // another thread was quicker
+        if (forks == fork_count) return true;  // another thread was faster
         plain = 0;
         awaiting = 0;
         forks = fork_count;
@@ -74,7 +74,7 @@ uint32_t Channel::plain_session() {
     if (plain) return plain;
     std::string failure;
     locked_ring(*this, [&](Ring& ring, Wakes& wakes) {
-        if (!plain) try {  // another thread may have been quicker
+        if (!plain) try {  // another thread may have been faster
                 plain = ring.open_session(Session::PLAIN, wakes);
             } catch (const std::exception& e) {
                 failure = e.what();
@@ -106,8 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// Ask the owner, because this process may know an old state. Whatever the owner then sends has arrived or is
-// about to arrive.
+// Ask the owner, because the state known in this process may be old. If the owner then sends anything, it has
+// arrived or is about to arrive.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);
@@ -137,7 +137,7 @@ void abort_channel(Channel& ch, PyObject* cause) {
     ch.with([&](auto& transport) { abort_transport(transport, cause); });
 }
 
-// Return (pid, blocks, bytes) of each process that looks at blocks of the channel.
+// Return (pid, blocks, bytes) for each process that keeps blocks of the channel in use.
 static nb::list as_list(const std::vector<Held>& held) {
     nb::list list;
     for (const Held& h : held) list.append(nb::make_tuple(h.pid, h.blocks, h.bytes));
@@ -149,7 +149,7 @@ nb::dict channel_stats(Channel& ch) {
     const Counts c = locked(ch, [&](auto& transport, Wakes& wakes) {
         held = transport.held();
         if (!held.empty()) {
-            transport.sweep(wakes);  // dead processes hold nothing
+            transport.sweep(wakes);  // so that dead processes do not count
             held = transport.held();
         }
         return transport.counts();
@@ -179,8 +179,8 @@ nb::dict channel_stats(Channel& ch) {
     return stats;
 }
 
-// Return totals over the channels of a run: items put plus items taken, waiting readers, and waiting writers.
-// It is cheap enough for frequent calls.
+// Return totals over a run's channels: items put plus items taken, waiting readers, and waiting writers. This
+// is cheap enough for frequent calls.
 nb::tuple observe(nb::list channels) {
     uint64_t moved = 0, reading = 0, writing = 0;
     for (nb::handle one : channels) {

@@ -1,8 +1,8 @@
-// The Python objects: Channel over its transport, and its ports In and Out.
+// The Python objects: Channel on top of its transport, and its ports In and Out.
 //
-// The GIL guards the port's data that the transport's lock does not guard. Without a GIL, the critical
-// section of the port's object does. Every thread holds it while it uses the port, and releases it where it
-// would release the GIL.
+// The transport's lock does not guard all of a port's data; the GIL guards the rest. In a Python without a
+// GIL, the critical section of the port's object does. Every thread holds that section while it uses the
+// port, and releases it wherever it would release the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,38 +21,41 @@
 
 namespace flowchan {
 
-// One function for each transport where they differ: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
+// One function per transport, where they differ: `ch.with(Each{[](LocalQueue&) {}, [](Ring&) {}})`.
 template <class... F>
 struct Each : F... {
     using F::operator()...;
 };
 
 class Channel {
-    std::unique_ptr<LocalQueue> queue_;  // one of the two
+    std::unique_ptr<LocalQueue> queue_;  // either this or `ring_`
     std::shared_ptr<Ring> ring_;
 
   public:
-    std::atomic<bool> lends = false;          // whether there ever was a loan
-    std::vector<std::weak_ptr<Block>> loans;  // memory of the ring that writers here fill, or have put
+    std::atomic<bool> lends = false;  // whether there has ever been a loan
+    // memory of the ring that writers in this process are filling or have put
+    std::vector<std::weak_ptr<Block>> loans;
     std::string name;
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;           // ring: it has readers that no descriptor can reach
-    bool elsewhere = false;       // another process owns it: items pass through two rings of this process
-    nb::object reading, writing;  // elsewhere: those rings, once they are open
-    std::atomic<uint64_t> opened_in = fork_count;  // elsewhere: `fork_count` of the process that opened them
-    uint64_t moved_there = 0;         // elsewhere: the owner's puts and gets when it was last asked
-    int64_t last_found_nothing = 0;   // elsewhere: when the owner last had nothing for a select
-    std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
-    std::atomic<uint32_t> awaiting =
-        0;  // coroutines of this process that wait here: a count for stats, no partner
+    bool hosts = false;      // ring: some of its readers can't be reached by descriptors
+    bool elsewhere = false;  // another process owns the channel: items pass through two rings in this process
+    nb::object reading, writing;  // elsewhere: the two rings, once they are open
+    // elsewhere: `fork_count` of the process that opened the rings
+    std::atomic<uint64_t> opened_in = fork_count;
+    uint64_t moved_there = 0;        // elsewhere: number of puts and gets at the owner when it was last asked
+    int64_t last_found_nothing = 0;  // elsewhere: time at which the owner last had nothing for a select
+    // ring: the session for this process's plain calls, opened at the first use
+    std::atomic<uint32_t> plain = 0;
+    // coroutines of this process that are waiting here; only for stats, so it orders no other memory access
+    std::atomic<uint32_t> awaiting = 0;
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, int socket, std::string name);
     ~Channel();
 
-    // Call `f` with its transport. This is the only place that checks which transport it is.
+    // Call `f` with the channel's transport. This is the only place that checks which transport it is.
     template <class F>
     auto with(F&& f) const {
         return queue_ ? f(*queue_) : f(*ring_);
@@ -61,20 +64,20 @@ class Channel {
     bool reaches_processes() const;
     std::string describe() const;  // "channel 'name'" or "Channel(64, across='threads')"
     uint32_t plain_session();      // 0 for threads; throws nb::python_error
-    Channel& through(Side side);   // the ring for calls of this process; throws nb::python_error
-    void fetch(Py_ssize_t most);   // elsewhere: prefetches up to so many items; throws nb::python_error
+    Channel& through(Side side);   // the ring that calls in this process use; throws nb::python_error
+    void fetch(Py_ssize_t most);   // elsewhere: prefetches up to `most` items; throws nb::python_error
     bool asks_again(Side side);    // elsewhere: asks the owner; true: try again; throws nb::python_error
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-bool is_out_of_time();  // whether the current error is Empty or Full, and no signal handler raised it
+bool is_out_of_time();  // whether the current error is an Empty or Full that no signal handler raised
 
-// How long to wait for items that the owner says it has sent, and how often to ask whether another thread has
+// How long to wait for items that the owner reports as sent, and how often to ask whether another thread has
 // taken them.
 constexpr int64_t ON_ITS_WAY_NS = 1'000'000'000, ASK_AGAIN_NS = 20'000'000;
 
-// Perform `call` on the channel's ring in this process. Before the call fails at its deadline, ask the owner
-// once. No Python code runs between the call and the return of its result.
+// Perform `call` on the channel's ring in this process. If the call would fail at its deadline, ask the owner
+// once before that. No Python code runs between the call and the return of its result.
 template <class Call>
 PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     if (!ch.elsewhere) return call(ch, deadline);
@@ -93,7 +96,7 @@ PyObject* in_time(Channel& ch, Side side, Deadline deadline, Call&& call) {
     return nullptr;
 }
 
-// Call `f` with the transport of a channel, under its lock.
+// Call `f` with the channel's transport, while holding its lock.
 template <class F>
 auto locked(Channel& ch, F&& f) {
     if (!ch.usable()) throw nb::python_error();
@@ -106,7 +109,8 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// Do the same for rings only, whose processes may die and leave state behind. Threads end with their process.
+// Do the same, but only for rings: processes that use a ring may die and leave state behind. Threads end with
+// their process.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -118,7 +122,7 @@ void locked_ring(Channel& ch, F&& f) {
                  }});
 }
 
-// Look for dead processes when it is time to.
+// Check for dead processes if such a check is due.
 template <class M>
 void check_for_dead(M& transport) {
     if (!Traits<M>::is_check_due(transport)) return;
@@ -130,29 +134,30 @@ void check_for_dead(M& transport) {
 
 struct Out;
 
-// Release the items, unlocked. No container that the garbage collector visits may still have them: the
-// destructor of an item may call any code.
+// Release the items, without holding the lock. They must not be in a container that the garbage collector
+// visits any more, because the destructor of an item may run any code.
 inline void drop_items(const std::vector<LocalQueue::Item>& items) {
     for (const LocalQueue::Item& item : items) Py_DECREF(item.object);
 }
 
-// Serialises the threads that share a port for gets, since each get finishes the items of the one before. A
+// Serialises threads that share a port for gets, because each get finishes the items of the previous one. A
 // thread may enter again, from a signal handler or from code that unpickles an item.
 class Turn {
   public:
-    // Return Done once it is the caller's turn; else NotNow, or Interrupted with a Python error set.
+    // Return Done once it is the caller's turn, otherwise NotNow, or Interrupted with a Python error set.
     Step enter(Deadline deadline);
     void leave();
     bool is_own() const { return owner_.load(std::memory_order_relaxed) == me(); }
     void forget() { owner_ = depth_ = 0; }  // for a forked child, which has no other threads
 
   private:
-    static uint32_t me() {  // not gettid(), which is a system call
+    static uint32_t me() {  // instead of gettid(), which is a system call
         static std::atomic<uint32_t> last = 0;
         static thread_local const uint32_t number = ++last;
         return number;
     }
-    std::atomic<uint32_t> owner_ = 0;  // number of a thread; also the futex word that the others sleep on
+    // number of the thread whose turn it is; also the futex word that the other threads sleep on
+    std::atomic<uint32_t> owner_ = 0;
     std::atomic<uint32_t> waiting_ = 0;
     uint32_t depth_ = 0;
 };
@@ -162,24 +167,24 @@ struct In {
     Channel* ch;
     ReaderState state;
     std::vector<LocalQueue::Item>
-        leased_items;         // threads: the leased items, to be given back if they are not finished
+        leased_items;         // threads: the leased items, which are given back if they are not finished
     std::vector<Out*> feeds;  // the writers whose outputs belong to the leased item
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
     Turn turn;
-    std::atomic<bool> copying = false;  // an item is being read in place: the port cannot be closed now
-    // Receives, in the caller's place, an item that cannot be used: (its stand-in, deaths, error or None).
-    // That is an item that cannot be unpickled, or one with which `max_deaths` workers have died (0: no such
-    // limit).
+    std::atomic<bool> copying = false;  // an item is being read in place, so the port cannot be closed now
+    // Called with an item that cannot be used, instead of returning it to the caller: (its stand-in, deaths,
+    // error or None). An item can't be used if it can't be unpickled, or if `max_deaths` workers have died
+    // while processing it (0: no limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
-    std::vector<nb::object> due;  // callbacks for when the leased items are finished
+    std::vector<nb::object> due;  // functions to call when the leased items are finished
 
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
-    void drop();  // for a port without users: gives its leased items back
+    void drop();  // for a port that has no users left: gives its leased items back
     void call_due();
 
   private:
@@ -187,15 +192,16 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// An item that this thread is receiving now. Its contents may ask for a callback when the item is finished
-// and no other reader can get it. A port finishes its leased items when it takes the next one.
+// An item that this thread is currently receiving. Its contents may request a call for the moment when the
+// item is finished and no other reader can get it any more. A port finishes its leased items when it takes
+// the next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // at once if no item is being received
+    static void when_finished(nb::object call);  // calls immediately if no item is being received
 
   private:
     static thread_local Receiving* current_;
@@ -207,16 +213,15 @@ struct Out {
     nb::object channel;
     Channel* ch;
     WriterState state;
-    nb::object reader;  // the In that numbers the items, or null
+    nb::object reader;  // the In that numbers the items; may be null
     std::atomic<uint64_t> forks = fork_count;
     uint64_t generation = 0;
     std::atomic<bool> open = true;
-    std::atomic<uint32_t> copying =
-        0;  // large items that threads are writing into their slots: the port cannot be closed now
-    bool may_have_turns = false;  // as soon as its stage has several workers
-    bool replays =
-        // for a source: all its outputs belong to one item, number 0, so that a replacement can skip them
-        false;
+    // number of large items that threads are writing into their slots; the port cannot be closed until then
+    std::atomic<uint32_t> copying = 0;
+    bool may_have_turns = false;  // set if outputs get turns once the stage has several workers
+    // for a source: all of its outputs belong to one item, number 0, so that a replacement can skip them
+    bool replays = false;
 
     Out(nb::object channel, int session);
     ~Out();
@@ -228,25 +233,28 @@ struct Out {
     void leave(Ring& ring);
 };
 
-// Each returns a new reference, or null with a Python error set. `in`/`out` is the port used, or null for a
-// plain call.
+// Each of these returns a new reference, or null with a Python error set. `in` or `out` is the port used; it
+// is null for a plain call.
 PyObject* put_item(Channel& ch, Out* out, PyObject* item, Deadline deadline);
 Caller writing(Channel& ch, const Out* out, uint64_t size, bool waits);  // the identity of a put
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating);
-// Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` tells whether an error came
+// Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` returns whether an error came
 // from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
-void set_not_put(PyObject* not_put);  // is called with an item that was encoded for another host, but not put
+// set the function that is called with an item that was encoded for another host but not put
+void set_not_put(PyObject* not_put);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
-// Record whose code runs now for the items that `in` leases, if there is one (R10).
+// Record whose code is running for the items that `in` has on lease, if `in` is not null (R10).
 void runs(In* in, Session::At at);
 
-// Finish the leased items: the writers that follow pass their turn. Return false with a Python error set.
+// Finish the leased items, so that the writers that follow this reader pass their turns. Return false with a
+// Python error set.
 bool pass_turns(In& in);
-// Return whether the only output of the leased item is already out: the previous holder died after it put it.
+// Return whether the leased item's only output has already been put: the previous holder died after putting
+// it.
 bool has_its_output(In& in);
 
 // Try once without waiting. Return Done, NotNow, Drained, or a step with its Python error set.
@@ -255,23 +263,23 @@ Step try_get(Channel& ch, In* in, PyObject*& item);
 
 bool parse_deadline(PyObject* timeout, Deadline& deadline);
 
-// Return whether the port can be used here; false with a Python error set. A port that a forked child uses
-// for the first time moves to that child.
+// Return whether the port can be used in this process; false with a Python error set. A port moves to a
+// forked child when the child first uses it.
 template <class Port>
 bool ready(Port& port);
 
 nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list ready);
 
-// One wait of a caller that waits on several channels: in the wait list of a LocalQueue or the wait queue of
-// a Ring.
+// A caller that waits for several channels has one Place for each: in the wait list of a LocalQueue or in the
+// wait queue of a Ring.
 class Place {
   public:
     Place(Channel* ch, const Caller& caller) : ch(ch), caller(caller) {}
     Place(const Place&) = delete;
 
     void enter(bool again);
-    void leave(bool unused);  // `unused`: another waiter may have the opportunity
-    void pass_on();           // gives its opportunity to another waiter
+    void leave(bool unused);  // `unused`: another waiter may be woken instead
+    void pass_on();           // wakes another waiter instead
     bool changed() const { return word_->load(std::memory_order_relaxed) != seen_; }
     WaitedWord waited() const {
         return {seen_, reinterpret_cast<uint64_t>(word_),
@@ -282,13 +290,13 @@ class Place {
     const Caller caller;
 
   private:
-    // only the one of its transport is used
+    // only the element for the channel's transport is used
     std::tuple<Traits<LocalQueue>::Waiting, Traits<Ring>::Waiting> waiting_;
     std::atomic<uint32_t>* word_ = nullptr;
     uint32_t seen_ = 0;
 };
 
-// One coroutine that waits for a channel.
+// One coroutine that is waiting for a channel.
 struct Await {
     nb::object target;  // a channel or a port
     In* in = nullptr;
@@ -303,7 +311,8 @@ struct Await {
     void leave(bool unused);
 };
 
-// Sleep of the thread that waits for the coroutines of an event loop, and the doorbell that ends it.
+// Sleep of the thread that waits on behalf of an event loop's coroutines, and the doorbell that ends the
+// sleep.
 class Watch {
   public:
     uint32_t heard() const { return doorbell_.load(std::memory_order_relaxed); }

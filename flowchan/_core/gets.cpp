@@ -9,10 +9,12 @@ namespace {
 PyObject* py_unreadable = nullptr;
 PyObject* py_is_of_a_handler = nullptr;
 
-// Return the stand-in for an item that cannot be unpickled: a new reference, or null with a Python error set.
+// Return the stand-in for an item that cannot be unpickled, as a new reference, or null with a Python error
+// set.
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
-    uint64_t from = 0, length = size;  // all of it, unless the table of its buffers locates the pickle
+    // the whole payload, unless its buffer table locates the pickle within it
+    uint64_t from = 0, length = size;
     if ((kind == BUFFERS || pin) && size >= pin + 24) {
         memcpy(&from, at + pin + 8, 8);
         memcpy(&length, at + pin + 16, 8);
@@ -23,22 +25,22 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-// Return whether a signal handler raised this error, so that it is unrelated to the item.
+// Return whether a signal handler raised this error, so that the error has nothing to do with the item.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
-    const bool answer = !is || is == Py_True;  // null: a handler has raised just now
+    const bool answer = !is || is == Py_True;  // null: a handler has just raised an error
     Py_XDECREF(is);
     PyErr_Clear();
     return answer;
 }
 
-// How a get treats the items leased before it, and its own item when that cannot be received. Next: earlier
-// leases are finished. More: they stay leased. Rest: like More, and an item that cannot be received is left
-// for the next call, which raises its error.
+// How a get treats the items that are already on lease, and its own item if that cannot be received. Next:
+// finish the earlier items. More: keep them on lease. Rest: like More, but leave an item that cannot be
+// received for the next call, which raises the error.
 enum class Taking { Next, More, Rest };
 
-// Pass an item that cannot be used to the handler instead of the caller, and take over the references.
-// `error` is the reason, or null when the item has killed its workers. Wait: continue with the next item.
+// Pass an item that cannot be used to the handler instead of the caller. This takes over the references.
+// `error` is the reason, or null if the item has killed its workers. Wait: continue with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -66,7 +68,8 @@ void raise_again(const nb::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-// Return whether the current error only interrupts the call: Ctrl-C, or an error of another signal handler.
+// Return whether a signal handler raised the current error (Ctrl-C, or an exception from another handler), so
+// that only this call is interrupted.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -75,7 +78,7 @@ bool is_interrupt() {
     return is;
 }
 
-// Return whether the current error is unrelated to the item: this process lacks memory or descriptors.
+// Return whether the current error has nothing to do with the item: this process lacks memory or descriptors.
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -86,7 +89,7 @@ bool is_shortage() {
     return code == EMFILE || code == ENFILE || code == ENOMEM;
 }
 
-// Handle an item that could not be unpickled, with the error set.
+// Handle an item that could not be unpickled. The Python error is set.
 Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     const bool ordinary = !is_interrupt();
     const bool leave = !ordinary || taking == Taking::Rest || is_shortage();
@@ -105,8 +108,8 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
-// Return the descriptors that came with an item, for `loads`: a list of them, and why there are no more.
-// Return null with an error set.
+// Return the descriptors that came with an item, for `loads`: a list of them, and the errno that explains why
+// any are missing. Return null with an error set.
 nb::object opened_bundle(Ring& ring, const Taken& taken) {
     const uint64_t id = bundle_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
@@ -151,8 +154,8 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     return step;
 }
 
-// Finish an item that was decoded: free its memory, unless it was copied. Its descriptors, if it came with
-// any, are open by now.
+// Finish an item that was decoded: free its memory, unless the item was copied. If it came with descriptors,
+// they are open by now.
 void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     Wakes wakes;
     Locked<Ring> locked(ring);
@@ -162,8 +165,8 @@ void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     locked.unlock(wakes);
 }
 
-// Give up an item that its killed readers could unpickle, and that this worker must not process again. Wait:
-// its output is already out, so it is finished.
+// Give up an item that the workers it killed could unpickle, and that this worker must not process again.
+// Wait: the item's output has already been put, so the item is finished.
 Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     runs(&in, Session::OURS);
     if (has_its_output(in)) {
@@ -173,7 +176,7 @@ Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     return give_up(in, std::exchange(item, nullptr), deaths, nullptr);
 }
 
-// Take and decode an item. It stays in the ring until it is decoded: see In::copying.
+// Take and decode an item. The item stays in the ring until it is decoded; see In::copying.
 Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     Taken taken;
     const Step step = take_encoded(ring, ch, in, deadline, taking, taken);
@@ -196,25 +199,25 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
-// Wait until there is a place for one more output, or few writers wait for one.
+// Wait until there is a place for another output, or until only a few writers are waiting for one.
 Step await_place(LocalQueue& queue, Out& out) {
     const auto waits = [&] { return out.open && queue.is_crowded(); };
     Locked lock(queue);
     const bool now = waits();
     lock.unlock({});
     if (!now) return Step::Done;
-    nb::object kept = nb::find(out);          // other threads may close and drop it during the wait
-    if (!kept.is_valid()) return Step::Done;  // it is being destroyed
+    nb::object kept = nb::find(out);          // other threads may close and release the port during the wait
+    if (!kept.is_valid()) return Step::Done;  // the port is being destroyed
     return perform(
         queue,
         [&](bool) { return Caller{Side::Writer, &out, 0, 0, true, ANY_TURN, false, &out.state.clock}; },
         [&](Wakes&) { return waits() ? Step::Wait : Step::Done; }, Deadline{});
 }
 
-// In a ring each writer waits on its own word, so a crowd costs nothing.
+// In a ring, each writer waits on a separate word, so a large number of waiting writers costs nothing.
 Step await_place(Ring&, Out&) { return Step::Done; }
 
-// Keep a worker of an ordered stage from taking items while many outputs wait for a place (wait_list.hpp).
+// Keep an ordered stage's worker from taking items while many outputs are waiting for places (wait_list.hpp).
 Step await_places(In& in) {
     for (size_t i = 0; i < in.feeds.size(); ++i) {
         Out& out = *in.feeds[i];
@@ -256,7 +259,7 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
         in->leased_items.push_back(item);
         Py_INCREF(result);
     }
-    drop_items(before);  // last: the destructors may get from this port
+    drop_items(before);  // last, because the destructors may get from this port
     return step;
 }
 
@@ -275,8 +278,8 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
     return get_decoded(ring, ch, in, deadline, taking, result);
 }
 
-// Return the first item to which outputs of this port's worker may still belong. A thread is not replaced, so
-// every earlier item was one of its port's. Where workers die, the ring knows their items.
+// Return the first item that may still get outputs from this port's worker. A thread is not replaced, so
+// every earlier item went through this port. If workers can die, the ring knows which items they had.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {
@@ -287,7 +290,7 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Start to keep turns: the stage gets more workers, and this one has no leased items.
+// Start to keep turns, because the stage is getting more workers. This worker has no leased items now.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {
@@ -303,7 +306,7 @@ void keep_turns(In& in) {
     in.state.keeps_turns = true;
 }
 
-// Wait: continue with the next item.
+// The result Wait means: continue with the next item.
 Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     const Step step =
         ch.with([&](auto& transport) { return get(transport, ch, in, deadline, taking, result); });
@@ -323,7 +326,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
         step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
     if (step == Step::Done) return result;
-    if (step == Step::Drained && iterating) return nullptr;  // the end of an iteration needs no exception
+    if (step == Step::Drained && iterating) return nullptr;  // an iteration ends without an exception
     return raise_step(ch, step, Side::Reader, 0, deadline);
 }
 

@@ -185,7 +185,7 @@ void bind_group(nb::module_& m) {
     m.def(
         "_from_plain_bytes", [](nb::handle data) { return checked(from_plain_bytes(data.ptr())); }, "data"_a);
     nb::class_<PyGroup>(m, "Group", nb::type_slots(group_slots), nb::is_weak_referenceable(),
-                        "A member of a group. Use flowchan.collective.")
+                        "Member of a group. Use flowchan.collective instead.")
         .def("__init__", construct, "fd"_a, "rank"_a)
         .def_static("_make", make, "size"_a)
         .def_ro("rank", &PyGroup::rank, "Return the number of this member, from 0.")

@@ -233,7 +233,7 @@ PyMethodDef group_methods[] = {
      "See flowchan.collective.Group.allgather."},
     {"alltoall", fast(alltoall), FASTCALL,
      "alltoall($self, /, xs, out=None, timeout=None, wait=True)\n--\n\n"
-     "Send one value to each member and receive one from each.\n\n"
+     "Send one value to each member, and receive one from each.\n\n"
      "See flowchan.collective.Group.alltoall."},
     {"reduce_scatter", fast(reduce_scatter), FASTCALL,
      "reduce_scatter($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"

@@ -1,5 +1,5 @@
-// The connection of a link, and the list of its streams. link_send.cpp and link_receive.cpp are its two
-// threads.
+// A link's connection, and the list of its streams. The link's two threads are in link_send.cpp and
+// link_receive.cpp.
 #include "link.hpp"
 #include "process.hpp"
 
@@ -18,9 +18,9 @@ std::unordered_set<Link*> live;
 
 }  // namespace
 
-// A forked child has a copy of the socket, but none of the threads. It closes the copy, because otherwise the
-// other side would notice the end of this process only after the end of the child. A fork holds all locks, so
-// that the child gets every link in a consistent state, and with no ring locked.
+// A forked child has a copy of the socket, but none of the threads. It closes the copy: otherwise, if this
+// process ended, the other side would not notice until the child ended too. A fork holds the locks of all
+// links, so that the child gets every link in a consistent state, with no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
 void Link::before_fork() {
@@ -65,7 +65,7 @@ Link::~Link() {
         delete &event_added_;
         return;
     }
-    // A forked child owns none of this. The parent may have ended the threads before.
+    // A forked child owns none of this. The parent may already have ended the threads before it forked.
     for (std::thread* thread : {&sender_, &receiver_})
         if (thread->joinable()) thread->detach();
     extra_sleepers_.detach();
@@ -74,7 +74,7 @@ Link::~Link() {
 
 void Link::close() {
     if (pid_ != getpid()) return;
-    std::lock_guard one(closing_);  // a second caller also returns only when everything is closed
+    std::lock_guard one(closing_);  // so that a second caller also returns only when everything is closed
     {
         std::lock_guard lock(mutex_);
         closed_ = true;
@@ -97,8 +97,8 @@ void Link::attach(int fd) {
 }
 
 void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
-    // The old connection ends before the new one reports what has arrived: otherwise frames still received
-    // over it would be received twice.
+    // The old connection must end before this side reports over the new one what has arrived. Otherwise
+    // frames that still arrive over the old one would be received twice.
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
             shutdown(fd_, SHUT_RDWR);
@@ -128,7 +128,8 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     ring_doorbell();
 }
 
-// Handle the end of the connection over `fd` in one thread. The last thread to leave it closes it.
+// Leave the connection over `fd` in one thread, because the connection has ended. The last thread to leave
+// closes the descriptor.
 void Link::leave_connection(int fd, const std::string& why) {
     std::lock_guard lock(mutex_);
     users_ -= 1;
@@ -247,7 +248,8 @@ std::optional<bool> Link::await_used(uint32_t number, uint64_t count, int64_t un
 }
 
 void Link::ring_doorbell() {
-    doorbell_.fetch_add(1, std::memory_order_seq_cst);  // partner: `sleep` sets asleep_ before it looks again
+    // pairs with `sleep`, which sets asleep_ before it checks again
+    doorbell_.fetch_add(1, std::memory_order_seq_cst);
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
@@ -261,7 +263,8 @@ LinkEvent Link::next_event(int64_t until) {
     while (events_.empty() && !closed_) {
         const int64_t now = now_ns(), left = until - now;
         if (left <= 0) {
-            // A thread that wakes late was delayed itself, and that time proves nothing about the other side.
+            // If this thread woke up late, it was delayed itself, so that time says nothing about the other
+            // side.
             last_byte_at_.store(std::min(now, last_byte_at_.load(std::memory_order_relaxed) - left),
                                 std::memory_order_relaxed);
             return {};

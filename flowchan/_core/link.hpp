@@ -1,26 +1,26 @@
 // Link: the connection between two hosts of a run, and the ports of the workers that it serves.
 //
-// The owner side has the channels, and the worker side runs remote workers. A remote worker has ports on the
-// owner side, like every worker. A stream of the link couples each of them with a ring on the worker side
-// that the worker reads or writes. A Source on the owner side leases items and sends them as ITEM frames to
-// the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
+// The owner side has the channels, and the worker side runs remote workers. Like every worker, a remote
+// worker has ports on the owner side. A stream of the link couples each of these ports with a ring on the
+// worker side, which the worker reads or writes. A Source on the owner side leases items and sends them as
+// ITEM frames to the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
 //
-// Exactly once. A sent item stays on lease at its origin. An output stays until the other side has put it
-// into its ring. An item stays until the worker has finished it *and* all its outputs are in their rings on
-// the owner side (R4). Frames of a port are in order and are counted. After a break each side reports what it
-// has received, and the other side sends from there. Only Python dials, listens and proves secrets; it passes
-// each new connection to `attach`, with or without TLS. A worker processes one item after the other, so its
-// outputs come in the order of its items, and each names its item. The owner side puts it as that item's
-// output, as for a local worker. After a death, the next worker of the item skips the outputs that are
-// already out.
+// Exactly once. What is sent stays on lease at its origin. An output stays there until the other side has put
+// it into its ring. An item stays there until the worker has finished it *and* all of its outputs are in
+// their rings on the owner side (R4). The frames of a port are ordered and counted. After a break, each side
+// reports what it has received, and the other side continues from there. Only Python dials, listens and
+// proves secrets; it passes each new connection to `attach`, with or without TLS. A worker processes one item
+// after another, so its outputs come in the order of its items, and each output names its item. The owner
+// side puts it as that item's output, as it would for a local worker. After a death, the next worker that
+// gets the item skips the outputs that have already been put.
 //
 // No thread waits for a receiver. Items are sent only as far as the worker's window allows. Outputs are sent
-// until too many wait for room on the owner side (staged). So one slow stage does not hold up the frames of
-// the others.
+// until too many are waiting for room on the owner side (staged). A slow stage therefore does not hold up the
+// frames of other stages.
 //
-// Two threads serve a link: one sends and moves staged items, one receives. (With many workers further
-// threads sleep on the rings and wake the sender.) Both work under `mutex_`, but not while they send, receive
-// or copy a large item. Neither ever needs the GIL.
+// Two threads serve a link: one sends and moves staged items, and the other receives. (With many workers,
+// more threads sleep on the rings and wake the sender.) Both threads work under `mutex_`, except while they
+// send, receive or copy a large item. Neither ever needs the GIL.
 #pragma once
 
 #include <atomic>
@@ -39,17 +39,19 @@ namespace flowchan {
 
 struct LinkStream {
     uint32_t number = 0;
-    uint32_t partner = 0;    // owner side: the stream by which the same process gets items of this channel
+    // owner side: the stream through which the same process gets items from this channel
+    uint32_t partner = 0;
     bool announced = false;  // worker side: OPEN was sent over this connection
-    int filling = 0;         // large items that are being received into its rings
-    bool finished = false;   // owner side: the worker sends nothing more, and everything is put
-    bool settling = false;   // owner side: an item waits for its turn before it can be finished
-    std::deque<Source> sources;  // owner side: of the worker's inputs; worker side: of its outputs
-    std::deque<Sink> sinks;      // of the other ports
+    int filling = 0;         // number of large items that are being received into its rings
+    // owner side: the worker will send nothing more, and everything it sent has been put
+    bool finished = false;
+    bool settling = false;       // owner side: an item must wait for its turn before it can be finished
+    std::deque<Source> sources;  // owner side: for the worker's inputs; worker side: for its outputs
+    std::deque<Sink> sinks;      // for the other ports
 };
 
-// An event of a link: flowchan/transport/link_events.py defines each kind. Only the fields of its kind are
-// set.
+// An event of a link; flowchan/transport/link_events.py defines each kind. Only the fields that its kind uses
+// are set.
 struct LinkEvent {
     enum class Kind : uint8_t { None, Broken, Finished, Refused, TooLarge, Closed };
 
@@ -60,30 +62,32 @@ struct LinkEvent {
     std::string why;
 };
 
-// The present counts of one stream, over its input ports.
+// The current counts of one stream, summed over its input ports.
 struct StreamCounts {
     uint32_t number;
-    uint64_t ahead, started, staged;  // sent or with the worker; started; outputs that wait for room
-    uint64_t window;                  // bytes that may be on their way from here
-    bool starved;                     // the worker waits for an item
-    uint64_t taken, used;             // total items out of the rings on this side, and into them
-    uint64_t standing;                // wait queues on this side where the link waits for the other side
+    // items sent or with the worker; items started; outputs that wait for room
+    uint64_t ahead, started, staged;
+    uint64_t window;       // number of bytes that this side may have in transit
+    bool starved;          // the worker is waiting for an item
+    uint64_t taken, used;  // total number of items taken out of the rings on this side, and put into them
+    // number of wait queues on this side in which the link waits on behalf of the other side
+    uint64_t standing;
 };
 
-// The bytes to send, in their order: small pieces are copied, large items are sent in place. Only the sender
-// thread touches it.
+// The bytes to send, in order. Small pieces are copied; large items are sent in place. Only the sender thread
+// uses this.
 class Outgoing {
   public:
     uint64_t size() const { return size_; }
     void add(const void* head, uint64_t length, const void* at, uint64_t size);
     void add_in_place(std::shared_ptr<Ring> ring, const char* at, uint64_t size);
-    // sends up to `most` bytes, waiting for the other side; returns the error, or ""
+    // sends up to `most` bytes, and waits until the other side accepts them; returns the error, or ""
     std::string send(int fd, uint64_t most);
     void clear() { *this = {}; }
 
   private:
     struct Piece {
-        std::shared_ptr<Ring> ring;  // kept mapped; null: the piece is in `copied_`
+        std::shared_ptr<Ring> ring;  // keeps the piece mapped; null: the piece is in `copied_`
         const char* at;
         uint64_t begin, size;
     };
@@ -110,22 +114,25 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: items come only for workers that wait for one or process one. `limited`: the owner side
-    // grants the other side one put for each free place, which other writers may still take first.
+    // `on_demand`: items are sent only to workers that are waiting for one or processing one. `limited`: the
+    // owner side grants the other side one put for each free place; other writers may still take the place
+    // first.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited);
-    void pair_streams(uint32_t writes, uint32_t reads);  // owner side: prefetched items take up room
-    // Owner side: send up to `most` of the next items of a stream's input, even if other readers wait. Return
-    // how many were sent in total, and whether the end has come or the stream is gone. Return none during a
-    // recall.
+    // owner side: items prefetched through `reads` take up the room of `writes`
+    void pair_streams(uint32_t writes, uint32_t reads);
+    // Owner side: send up to `most` of the next items of a stream's input, even if other readers are waiting.
+    // Return how many were sent in total, and whether the channel has ended or the stream is gone. Return
+    // nothing during a recall.
     std::optional<std::pair<uint64_t, bool>> offer(uint32_t number, uint64_t most);
-    std::pair<uint64_t, bool> room(uint32_t number);  // total puts granted; whether the end has come
+    // the total number of puts granted, and whether the channel has ended
+    std::pair<uint64_t, bool> room(uint32_t number);
     // Worker side: wait until the owner has put `count` items of a stream's output (true) or never will
-    // (false). Return none at the deadline.
+    // (false). Return nothing at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
     void close();
-    LinkEvent next_event(int64_t until);  // of kind None when there is none by then
+    LinkEvent next_event(int64_t until);  // returns an event of kind None if none comes by then
 
     // The time since the last byte arrived, and the round-trip time, in ns.
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
@@ -136,7 +143,7 @@ class Link {
 
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // bytes sent or received at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied on their way
+    static constexpr uint64_t LARGE = 64 << 10;    // larger items are not copied on the way
 
     // sending (link_send.cpp)
     void send_loop();
@@ -169,7 +176,7 @@ class Link {
 
     // receiving (link_receive.cpp)
     void receive_loop();
-    std::string receive(int fd, uint64_t connection);  // returns when the connection ends, with the reason
+    std::string receive(int fd, uint64_t connection);  // returns the reason when the connection ends
     bool is_sent_here_only(FrameType type) const;
     bool handle_pong(int64_t pinged_at);
     bool handle(const Head& head, const char* payload);  // false: the other side sent invalid data
@@ -190,9 +197,9 @@ class Link {
     struct Large {  // a large item that is being received
         Received item;
         LinkStream* stream = nullptr;
-        Sink* sink = nullptr;  // null: without a receiver
-        Slot* slot = nullptr;  // null: there is no room for it
-        bool skips = false;    // a worker that died has already put it
+        Sink* sink = nullptr;  // null: the item has no receiver
+        Slot* slot = nullptr;  // null: there is no room for the item
+        bool skips = false;    // a worker that has died had already put the item
         std::vector<char> buffer;
         bool is_to_be_staged() const { return sink && !slot && !skips; }
     };
@@ -225,37 +232,38 @@ class Link {
     const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // Signals a change of the connection or of `filling`. Not a member, because a forked child must not
-    // destroy it: the destructor waits for threads that the child does not have.
+    // Signals that the connection or `filling` has changed. It is a pointer, because a forked child must not
+    // destroy it: the destructor waits for threads that do not exist in the child.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
-    bool lost_ = false;         // the connection is unusable; its last user closes it
+    bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
     uint32_t last_served_ = 0;  // the stream after which the next round begins
 
     Outgoing out_;
     uint64_t queued_items_ = 0;  // items in `out_`
-    bool has_news_ = false;      // the receiver has news for the sender
-    // Used by the receiver: the ring into which it puts items, locked for several of them at a time.
+    bool has_news_ = false;      // the receiver has changed something for the sender to handle
+    // Used by the receiver: the lock of the ring into which it is putting items, held for several of them.
     std::optional<RingLock> held_;
     Ring* held_ring_ = nullptr;
     uint32_t held_for_ = 0;
     bool pong_ = false;
     uint64_t pong_n_ = 0;
     int64_t pinged_at_ = 0;
-    bool timed_ = false;  // over this connection
+    bool timed_ = false;  // whether round_trip_ has been measured over this connection
     int64_t least_trip_ = 200'000;
 
     std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
     std::atomic<int64_t> last_byte_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    std::condition_variable& event_added_ = *new std::condition_variable;  // not a member, like `changed_`
+    // allocated separately, like `changed_`
+    std::condition_variable& event_added_ = *new std::condition_variable;
     std::thread sender_, receiver_;
-    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // of the sender
+    ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // additional sleepers for the sender
 };
 
 }  // namespace flowchan

@@ -16,7 +16,7 @@ namespace {
 std::shared_ptr<Ring> ring_of(nb::handle port, Channel& ch) {
     return ch.with(Each{[&](LocalQueue&) -> std::shared_ptr<Ring> {
                             PyErr_Format(PyExc_TypeError,
-                                         "link: ports must be of channels between processes, got %R",
+                                         "link: ports must belong to channels between processes, got %R",
                                          port.ptr());
                             throw nb::python_error();
                         },
@@ -142,7 +142,7 @@ nb::dict state_of(PyLink& link) {
 
 void bind_link(nb::module_& m) {
     nb::class_<PyLink>(m, "Link",
-                       "The connection between two hosts of a run, which serves the ports of remote "
+                       "Connection between two hosts of a run, which serves the ports of remote "
                        "workers.")
         .def(nb::init<bool>(), "owner_side"_a)
         .def(
@@ -152,12 +152,12 @@ void bind_link(nb::module_& m) {
                 link.attach(fd);
             },
             "fd"_a,
-            "Continue over this connected socket, and take ownership of it.\n\n"
-            "Frames that did not arrive over the former one are sent again.")
+            "Continue over this connected socket, and take ownership of the socket.\n\n"
+            "Frames that did not arrive over the previous socket are sent again.")
         .def("open_stream", open_stream, "number"_a, "inputs"_a, "outputs"_a, "on_demand"_a = false,
              "limited"_a = false,
              "Serve the ports of one worker, under a number that both sides use.\n\n"
-             "``on_demand``: items come only for workers that wait for one or process one.\n"
+             "``on_demand``: items are sent only to workers that are waiting for one or processing one.\n"
              "``limited``: the worker puts only as many items as the owner has room for.")
         .def(
             "pair",
@@ -175,18 +175,18 @@ void bind_link(nb::module_& m) {
             },
             "number"_a, "most"_a,
             "Send up to ``most`` of the next items of this stream.\n\n"
-            "Returns how many were sent in total, and whether the end has come; None during a recall.")
+            "Returns how many were sent in total, and whether the channel has ended; None during a recall.")
         .def(
             "room",
             [](PyLink& link, uint32_t number) {
                 WithoutGil without;
                 return link.room(number);
             },
-            "number"_a, "Return how many puts are granted to this stream in total, and whether it has ended.")
+            "number"_a,
+            "Return how many puts this stream is granted in total, and whether its channel has ended.")
         .def("await_used", await_used, "number"_a, "count"_a, "timeout"_a = nb::none(),
-             "Wait until the other side has put ``count`` items of this stream (True) or never will "
-             "(False).\n\n"
-             "Returns None at the timeout.")
+             "Wait until the other side has put ``count`` items of this stream; return whether it has.\n\n"
+             "Returns None if the timeout runs out first.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
@@ -194,19 +194,19 @@ void bind_link(nb::module_& m) {
                 link.drop_stream(number);
             },
             "number"_a,
-            "Stop serving the ports of a worker; their sessions do not change. Unknown "
+            "Stop serving a worker's ports without changing their sessions. Unknown "
             "numbers are ignored.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts them to typed events.")
-        .def("state", state_of, "Return the state of the connection and the counts of the link.")
+        .def("state", state_of, "Return the connection's state and the link's counts.")
         .def(
             "close",
             [](PyLink& link) {
                 WithoutGil without;
                 link.close();
             },
-            "End the connection and both threads.");
+            "End the connection and the link's threads.");
 }
 
 }  // namespace flowchan

@@ -11,13 +11,14 @@ void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // A remote worker gets items steadily, and still it waits for some, or gets them only as fast as the
-    // window allows. In the second case it finishes as many items as are on their way in the time that
-    // replacing them takes. This counts once in a round trip, because more items cannot come earlier.
+    // A remote worker may get items steadily and still have to wait for some, or get them only as fast as the
+    // window allows. In the second case, the worker finishes as many items as are in transit in the time that
+    // replacing them takes. The window grows at most once per round trip, because more items cannot arrive
+    // earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // The items that it finishes in a few round trips. 1 ms: for the threads on the way, which may have to be
-    // woken.
+    // The items that the worker finishes in a few round trips. 1 ms is added for the threads on the way,
+    // which may have to be woken.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -44,10 +45,11 @@ void Allowance::update(uint64_t used, int64_t round_trip) {
 
 void ByteWindow::update(uint64_t most, int64_t round_trip) {
     const int64_t now = now_ns(), passed = now - at_;
-    const int64_t trip = round_trip + 1'000'000;  // as for `few`
+    const int64_t trip = round_trip + 1'000'000;  // 1 ms is added as for `few`
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
-    // It grows only when that lets more through: a slow reader is far from emptying it in a round trip.
+    // The window grows only if that increases the throughput: a slow reader is far from emptying it in a
+    // round trip.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -94,14 +96,14 @@ bool Source::take(uint64_t most) {
         if (refused) return true;
         if (!took) break;
     }
-    // It may have been woken for items that it does not take: wake another reader.
+    // This reader may have been woken for items that it does not take, so wake another one.
     if (entries.size() == before && ring->header().head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
 }
 
-// Take one item, with the ring's lock held. Return false if there is none now, an end was found, or the item
-// was refused and is back in its place.
+// Take one item, with the ring's lock held. Return false if there is none now, if the channel has ended, or
+// if the item was refused and put back.
 bool Source::take_one(Wakes& wakes) {
     Taken taken;
     const Step step = ring->try_take(taken, &reader, reader.session, wakes);
@@ -127,8 +129,8 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (entries.empty() || (starved && started == entries.size()))) {
-        // A worker that gathers and holds all remaining items gets the end now. Items that others may still
-        // give back go to other readers.
+        // A worker that gathers and holds all remaining items gets the end now. Items that other readers may
+        // still give back go to readers other than this one.
         ending = Ending::Drained;
     }
 }
@@ -136,7 +138,7 @@ void Source::handle_take(Step step) {
 // Take several small items at once if possible, with the ring's lock held.
 bool Source::take_run(uint64_t most, Wakes& wakes) {
     Ring::InRun run[Redo::MOST];
-    // Like `wants`: the limit counts items on the other side too.
+    // As in `wants`, the limit also counts items on the other side.
     const uint64_t room = byte_window.size() - std::min(bytes, byte_window.size());
     const uint64_t n = ring->take_run(reader, run, most, room, wakes);
     if (n && entries.empty()) progress_at = now_ns();
@@ -173,10 +175,11 @@ void Source::leave() {
     sent = base;
 }
 
-// Return whether others wait while this worker has processed one item for long.
+// Return whether other readers are waiting while this worker has been processing one item for a long time.
 bool Source::should_recall(int64_t round_trip) const {
     if (!may_recall() || now_ns() - progress_at < Window::slow(round_trip)) return false;
-    if (on_demand && !started && !starved) return true;  // it does not ask for more, so these are for others
+    // the worker does not want more, so other readers should get these
+    if (on_demand && !started && !starved) return true;
     const Header& h = ring->header();
     const auto seen = [](const auto& word) {
         return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
@@ -217,7 +220,7 @@ bool Source::enter_queue() {
     RingLock holding(*ring);
     queue_place.leave();
     const Header& h = ring->header();
-    // At the end of a channel other readers may still give back their leased items, which wakes all waiters.
+    // At the end of a channel, other readers may still give back leased items, which wakes all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && entries.empty());
     const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;

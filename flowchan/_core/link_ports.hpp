@@ -1,6 +1,6 @@
-// The two ends of a port whose worker runs on another host. A Source takes items out of a local ring, to be
-// sent. A Sink puts received items into a local ring. Each belongs to a stream of a Link (link.hpp), under
-// whose mutex all of it is called. None of it touches Python.
+// The two ends of a port whose worker runs on another host. A Source takes items out of a local ring, so that
+// they can be sent. A Sink puts received items into a local ring. Each belongs to a stream of a Link
+// (link.hpp), and all of its functions are called under the link's mutex. None of them touches Python.
 #pragma once
 
 #include <deque>
@@ -15,8 +15,8 @@
 
 namespace flowchan {
 
-// Holds the lock of a ring, taken without the GIL. After unlocking, it wakes the waiters that its operations
-// called.
+// Holds a ring's lock, which it takes without the GIL. After unlocking, it wakes the waiters that the
+// operations have called.
 class RingLock {
   public:
     explicit RingLock(Ring& ring) : ring_(ring) {
@@ -33,11 +33,11 @@ class RingLock {
     Ring& ring_;
 };
 
-// A place in a ring's wait queue that is kept over many sleeps, until it is woken.
+// A place in a ring's wait queue that is kept over many sleeps, until the ring wakes it.
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
-    // The caller holds the ring's lock. `number`: the item whose turn the caller waits for.
+    // The ring's lock must be held. `number`: the item for whose turn the place waits.
     void enter(bool ordered, uint64_t number) {
         if (entered_) return;
         caller_.ordered = ordered;
@@ -62,31 +62,31 @@ class KeptPlace {
 
 enum class Ending : uint8_t { Open, Drained, Broke };
 
-constexpr uint64_t MOST_AHEAD = 1 << 16;  // items on their way to a worker, or waiting for room here
+constexpr uint64_t MOST_AHEAD = 1 << 16;  // items in transit to a worker, or waiting for room on this side
 
-// How many items a remote worker may have in advance, besides the one that it waits for. It is one, unless
-// the worker would wait longer for the next item than it takes for one. Then it is as many as the worker
-// finishes in a few round trips. So no worker keeps many items that others could start, however fast or
-// remote it is.
+// How many items a remote worker may have in advance, not counting the one that it waits for. The window is
+// one item, unless the worker would wait longer for its next item than it takes to process one. Then the
+// window is as many items as the worker finishes in a few round trips. No worker therefore keeps many items
+// that others could start, however fast or remote it is.
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
-    // Update from the state of the worker. `waits`: it waits for an item. `starved`: none is on its way
-    // either. `gathers`: it holds items while it waits.
+    // Update the window from the worker's state. `waits`: the worker is waiting for an item. `starved`: in
+    // addition, no item is in transit to it. `gathers`: the worker holds items while it waits.
     void update(bool starved, bool waits, bool gathers, uint64_t ahead, uint64_t done, int64_t round_trip);
     void shrink() { size_ = 1; }
-    // Return the time per item from which on a worker counts as slow: waiting for the next item costs it
-    // little.
+    // Return the time per item above which a worker counts as slow, so that waiting for its next item costs
+    // it little in comparison.
     static int64_t slow(int64_t round_trip) { return 16 * round_trip + 4'000'000; }
 
   private:
     double size_ = 1;
-    uint64_t done_ = 0;  // at the last look
+    uint64_t done_ = 0;  // at the last update
     int64_t at_ = 0;
-    bool starved_ = false;  // since then
+    bool starved_ = false;  // since the last update
 };
 
-// How many outputs may be on their way: as many as the other side finds room for in a few round trips.
+// How many outputs may be in transit: as many as the other side finds room for in a few round trips.
 class Allowance {
   public:
     static constexpr uint64_t LEAST = 1024;
@@ -94,17 +94,18 @@ class Allowance {
     void update(uint64_t used, int64_t round_trip);
 
   private:
-    uint64_t most_ = LEAST, used_ = 0;  // at the last look
+    uint64_t most_ = LEAST, used_ = 0;  // at the last update
     int64_t at_ = 0;
 };
 
-// How many bytes may be on their way, plus one item. It is what the other side processes in two round trips
-// of an idle connection. On a busy one, a round trip takes longer the more bytes are on their way.
+// How many bytes may be in transit, in addition to one item. The window is what the other side processes in
+// two round trips of an idle connection. On a busy connection, a round trip takes longer the more bytes are
+// in transit.
 class ByteWindow {
   public:
     static constexpr uint64_t LEAST = 4 << 20, MOST = 64 << 20;
     uint64_t size() const { return size_; }
-    // The other side has finished `bytes`, while `under_way` were on their way.
+    // Note that the other side has finished `bytes`, when `under_way` bytes were in transit.
     void free(uint64_t bytes, uint64_t under_way) {
         freed_ += bytes;
         full_ = full_ || under_way >= size_;
@@ -112,9 +113,9 @@ class ByteWindow {
     void update(uint64_t most, int64_t round_trip);
 
   private:
-    uint64_t size_ = LEAST, freed_ = 0;  // since the last look
+    uint64_t size_ = LEAST, freed_ = 0;  // since the last update
     int64_t at_ = 0;
-    bool full_ = false;  // it was full since then
+    bool full_ = false;  // whether the window has been full since the last update
 };
 
 class Source {
@@ -125,8 +126,8 @@ class Source {
         uint64_t size, number, key;
         uint8_t kind, deaths;
     };
-    // The leased items, oldest first, in a ring buffer that grows: a std::deque would call malloc for every
-    // dozen.
+    // The leased items, oldest first, in a ring buffer that grows. A std::deque would call malloc for every
+    // dozen items.
     class Entries {
       public:
         uint64_t size() const { return end_ - begin_; }
@@ -144,16 +145,17 @@ class Source {
 
       private:
         void grow();
-        std::vector<Entry> all_;  // empty, or a power of two of them
+        std::vector<Entry> all_;  // empty, or with a size that is a power of two
         uint64_t begin_ = 0, end_ = 0;
     };
 
     Source(std::shared_ptr<Ring> ring, uint32_t session, bool alone);
     ~Source();
 
-    // The outputs for the items have turns. Then the source takes no item after one with a higher number. Its
-    // output would have to come before the other's, which comes first and may find no room. The worker that
-    // gave the item back, or its replacement, has no higher one.
+    // Set if the outputs for the items have turns. The source then takes no item that precedes one that it
+    // already has. The output for that item would have to be put first. But it would be sent behind the
+    // output for the other item, which may be waiting for room. The worker that gave the item back, or its
+    // replacement, has no item with a higher number and can take it.
     bool ascending = false;
     bool is_held_back() const {
         return ascending && !entries.empty() && ring->is_next_before(entries.back().number);
@@ -162,22 +164,23 @@ class Source {
     // Take items from the ring, up to `most` entries. Return whether anything changed.
     bool take(uint64_t most);
     void free_oldest(uint64_t n);
-    void leave();  // the reader is gone, and the remaining items go back
-    // Start over on a new connection. Until the other side has reported what it received, no item counts as
-    // sent.
+    void leave();  // called when the reader is gone; the remaining items go back
+    // Start over on a new connection. No item counts as sent until the other side has reported what it has
+    // received.
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
     }
-    void resume_after(uint64_t got);  // over a new connection, items after `got` are sent again
+    void resume_after(uint64_t got);  // on a new connection, the items after `got` are sent again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
     Entry& unsent() { return entries[sent - base]; }
-    uint64_t first_key();  // of the unsent outputs: no item before it can be finished; Slot::KEYLESS: none
-    // Owner side: a worker that neither waits for an item nor processes one gets none, and its items go back
-    // for others.
+    // the item of the first unsent output: no item from this one on can be finished; Slot::KEYLESS: none
+    uint64_t first_key();
+    // Owner side: a worker that is neither waiting for an item nor processing one gets none, and its items go
+    // back for others.
     bool on_demand = false;
-    // Owner side: the most items that may be sent in advance. A worker that gathers and holds all of them
-    // gets more, without a limit.
+    // Owner side: the largest number of items that may be sent in advance. A worker that gathers items and
+    // holds all that were sent gets more, without a limit.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == entries.size();
@@ -187,12 +190,12 @@ class Source {
         return ending == Ending::Open && !left && !refused && !recalling && entries.size() < most &&
                (bytes < byte_window.size() || started >= entries.size());
     }
-    bool has_more() const {  // a hint, without the lock
+    bool has_more() const {  // a hint, read without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
                std::atomic_ref(ring->session(reader.session).reserved_head).load(std::memory_order_relaxed) !=
                    0;
     }
-    bool enter_queue();  // enters the wait queue; false: there is an item already
+    bool enter_queue();  // enters the wait queue; false: there is already work to do
     bool take_run(uint64_t most, Wakes& wakes);
     bool take_one(Wakes& wakes);
     void handle_take(Step step);  // handles the result of a take
@@ -200,33 +203,36 @@ class Source {
     const std::shared_ptr<Ring> ring;
     ReaderState reader;
     KeptPlace queue_place;
-    Entries entries;  // on lease here: from item `base` on; those before `sent` are on their way
+    Entries entries;  // on lease here, starting with item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     Window window;        // owner side
     Allowance allowance;  // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
-    bool known = false;  // the other side has reported on this connection what it has received
+    bool known = false;  // whether the other side has reported on this connection what it has received
     bool left = false;
-    bool refused = false, refused_reported = false;  // an item was found that cannot go to another host
-    bool end_sent = false;                           // the end was sent over this connection
+    // whether an item was found that cannot be sent to another host
+    bool refused = false, refused_reported = false;
+    bool end_sent = false;  // whether the end was sent over this connection
     Ending ending = Ending::Open;
     std::string cause;
-    // Owner side: how many items the worker has started, whether it waits for more, and whether it takes no
-    // more.
+    // Owner side: how many items the worker has started, whether it is waiting for more, and whether it takes
+    // no more.
     uint64_t started = 0;
     bool starved = false, leaving = false;
-    // Owner side: items that the worker has not started while others wait for some are recalled (C8).
+    // Owner side: items that the worker has not started are recalled when other workers are waiting for items
+    // (C8).
     bool recalling = false, recall_sent = false;
-    int64_t progress_at = 0;  // when the worker last finished an item, or got its first
+    int64_t progress_at = 0;  // when the worker last finished an item, or got its first one
     bool may_recall() const {
         return (started > 0 || on_demand) && entries.size() > started && !recalling && !left;
     }
     bool should_recall(int64_t round_trip) const;
     void handle_recalled(uint64_t got);
-    // Worker side: whether the last WANT frame said that a writer waits for more room.
+    // Worker side: whether the last WANT frame reported that a writer is waiting for more room.
     bool want_sent = false;
-    uint64_t taken() const { return base + entries.size(); }  // in total, without those that were given back
+    // in total, without the items that were given back
+    uint64_t taken() const { return base + entries.size(); }
 };
 
 struct Received {
@@ -246,63 +252,67 @@ class Sink {
     ~Sink();
 
     bool drops_items() const { return over || refuses; }  // later items are dropped
-    // Put as the output for item `number` of the ring that the worker reads (Slot::KEYLESS: none).
+    // Put the item as an output for item `number` of the ring that the worker reads (Slot::KEYLESS: for no
+    // item).
     Step put(const Received& item, uint64_t number, Wakes& wakes);
-    Step begin(uint64_t number);  // Done: skip it
+    Step begin(uint64_t number);  // Done: skip this output
     Step done_with(uint64_t number, Wakes& wakes);
     void end(Ending ending, const std::string& cause);
-    bool check_ended();  // without the lock: returns whether the channel has ended
-    void enter_queue();  // where it waits for room, or for its turn
+    bool check_ended();  // called without the lock; returns whether the channel has just ended
+    void enter_queue();  // waits in the queue for room or for a turn
 
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
-    bool on_demand = false;  // worker side: only a worker that waits needs an item
-    // Owner side: whether puts of the other side are limited to granted room, and whether it waits for more.
+    bool on_demand = false;  // worker side: only a worker that is waiting needs an item
+    // Owner side: whether the other side may put items only into room that it was granted, and whether it is
+    // waiting for more room.
     bool limited = false, wanted = false;
-    // Whether it waits for room or for a turn. `settling`: an item of its stream waits to be finished.
+    // Return whether the sink is waiting for room or for a turn. `settling`: an item of its stream is waiting
+    // to be finished.
     bool waits_to_put(bool settling) const {
         return !over && (!staged.empty() || settling || waits_for_room());
     }
     bool waits_for_room() const { return wanted && !over && staged.empty() && limit_sent <= used; }
     uint64_t limit_sent = 0;
     bool has_room(uint64_t prefetched);
-    uint64_t limit(uint64_t prefetched) const {  // with the ring's lock held
+    uint64_t limit(uint64_t prefetched) const {  // called with the ring's lock held
         return used + std::max(ring->free_places(), prefetched) - prefetched;
     }
     KeptPlace queue_place;
-    // Items without room in the ring. The other side sends no more than it may (Source::wants).
+    // Items for which the ring has no room. The other side sends no more than it may (Source::wants).
     std::deque<Staged> staged;
     uint64_t staged_bytes = 0;
-    bool stage(const Received& item, std::vector<char> payload);  // false: too many
+    bool stage(const Received& item, std::vector<char> payload);  // false: too many items are staged
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
     bool over = false;      // its session or its channel has ended
-    bool refuses = false;   // an item came that the ring cannot take; its channel is about to be broken
+    bool refuses = false;   // an item arrived that the ring cannot accept; its channel is about to be broken
     bool recalled = false;  // worker side: the recall must be acknowledged
     void recall();
-    bool dirty = true;                  // the other side does not know the present state
-    Ending pending_end = Ending::Open;  // what follows when everything is put
+    bool dirty = true;                  // whether the other side does not know the current state
+    Ending pending_end = Ending::Open;  // how the sink ends once everything is put
     std::string pending_cause;
 
-    // Worker side: the worker's progress with it, as last sent.
+    // Worker side: the worker's progress with the items in the ring.
     struct Progress {
         uint64_t done = 0, started = 0;
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
     } last_sent, seen;
     Progress read_progress();       // also sets `seen`
-    bool enter_queue_for_worker();  // false: the worker has made progress since then
-    // Until then a quick worker with enough items is not watched. A wake-up at each of its items would cost
-    // more than a cheap item, also for the worker. The owner side does not need a report of each.
+    bool enter_queue_for_worker();  // false: the worker has made progress since the last read_progress()
+    // Until this time, a fast worker with enough items is not watched. Waking this thread for each of its
+    // items would cost more than a cheap item does, for the worker as well. The owner side does not need a
+    // report for each item.
     int64_t unwatched_until = 0;
     void mark_progress_sent();
 
   private:
     static constexpr int64_t UNWATCHED_NS = 100'000;
     static constexpr uint64_t ENOUGH = 2;
-    uint64_t inside_ = 0;  // at the last look
+    uint64_t inside_ = 0;  // at the last read_progress()
     int64_t progress_sent_at_ = 0;
 };
 

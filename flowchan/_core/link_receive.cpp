@@ -1,5 +1,5 @@
 // The receiving thread of a link: reads frames, checks them, and puts their items into rings. It never waits
-// for room: an item without room is staged.
+// for room; an item without room is staged.
 #include "link.hpp"
 
 #include <poll.h>
@@ -12,14 +12,15 @@ namespace flowchan {
 namespace {
 
 constexpr uint32_t HELD_FOR = 64;
-constexpr uint64_t SMALL = Taken::LOCAL;  // items up to here are put in runs
-// Bytes behind a large item that are received together with its end. Another large item is likely, and only
-// its beginning should be copied.
+constexpr uint64_t SMALL = Taken::LOCAL;  // items up to this size are put in runs
+// Bytes after a large item that are received together with its end. Another large item probably follows, and
+// only its beginning should be copied.
 constexpr uint64_t AFTER_LARGE = 4096;
-// Remaining bytes of a large item that wake this thread, instead of each segment: a wake-up costs as much
-// time as copying 50 KB.
+// Number of bytes of a large item after which this thread is woken, instead of after each segment. A wake-up
+// takes as long as copying 50 KB.
 constexpr uint64_t WORTH_WAKING = 256 << 10;
-constexpr int MOST_MS = 100;  // on a slow connection the other side counts as alive while bytes arrive
+// so that on a slow connection the other side counts as alive while bytes arrive
+constexpr int MOST_MS = 100;
 const char* const WRONG = "the other side sent an invalid frame";
 
 }  // namespace
@@ -98,14 +99,14 @@ std::string Link::receive(int fd, uint64_t connection) {
     }
 }
 
-// No other lock of a ring is taken while one is held.
+// This thread takes no other ring's lock while it holds one.
 void Link::release_ring() {
     held_.reset();
     held_ring_ = nullptr;
     held_for_ = 0;
 }
 
-// Take the lock of the ring into which `items` items are put, and keep it for some more.
+// Take the lock of the ring into which `items` items are put, and keep it for some more items.
 void Link::hold(Sink& sink, uint64_t items) {
     if (held_ring_ != sink.ring.get() || held_for_ >= HELD_FOR) {
         release_ring();
@@ -115,8 +116,8 @@ void Link::hold(Sink& sink, uint64_t items) {
     held_for_ += uint32_t(items);
 }
 
-// Worker side: put consecutive small items of one port into its ring as a run. Return their size in bytes; 0:
-// the first frame needs separate handling.
+// Worker side: put consecutive small items of one port into its ring as a run. Return their size in bytes; 0
+// means that the first frame must be handled separately.
 uint64_t Link::handle_run(const char* at, uint64_t size) {
     Head head{};
     memcpy(static_cast<void*>(&head), at, Head::SHORT);
@@ -145,14 +146,14 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     return handled;
 }
 
-// Return whether only this side of the link sends such frames.
+// Return whether only this side of the link sends frames of this type.
 bool Link::is_sent_here_only(FrameType type) const {
     if (owner_side_) return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL;
     return type == FrameType::OPEN || type == FrameType::OUT || type == FrameType::INPUT ||
            type == FrameType::WANT;
 }
 
-// Handle the answer to a ping that was sent at that time.
+// Handle the reply to a ping that was sent at `pinged_at`.
 bool Link::handle_pong(int64_t pinged_at) {
     const int64_t now = now_ns();
     if (pinged_at < 0 || pinged_at > now) return false;
@@ -176,7 +177,7 @@ bool Link::handle(const Head& head, const char* payload) {
     if (head.type == FrameType::PONG) return handle_pong(int64_t(head.n));
     if (is_sent_here_only(head.type)) return false;
     LinkStream* stream = find(head.stream);
-    if (!stream) return true;  // this side gave it up, or has not opened it yet
+    if (!stream) return true;  // this side has dropped the stream, or has not opened it yet
     if (head.type == FrameType::OPEN) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
@@ -194,8 +195,8 @@ bool Link::handle(const Head& head, const char* payload) {
 
 // --- items ---
 
-// Return the owner side's number of the item that the worker calls `key`; KEYLESS where outputs belong to no
-// item.
+// Return the owner side's number for the item that the worker calls `key`, or KEYLESS if the outputs belong
+// to no item.
 uint64_t Link::number_for(LinkStream& stream, const Sink& sink, uint64_t key) {
     if (key == Slot::KEYLESS || !owner_side_) return Slot::KEYLESS;
     if (const Source* source = numbering(stream, sink)) return source->entries[key - source->base].number;
@@ -210,9 +211,9 @@ bool Link::is_valid_key(LinkStream& stream, const Sink& sink, uint64_t key) {
     return !sink.replays || key == 0;
 }
 
-// Return whether the items before the one with output `key` are finished. The worker has finished them, and
-// all their outputs have come. Their leases end first, because after a worker's death the ring remembers
-// outputs only for its last item.
+// Return whether all items before the one with output `key` have been settled. The worker has finished them,
+// and all of their outputs have arrived. Their leases must end first, because after a worker's death the ring
+// remembers outputs only for the worker's last item.
 bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
     Source* source = key == Slot::KEYLESS ? nullptr : numbering(stream, sink);
     if (!source || source->base >= key) return true;
@@ -248,15 +249,16 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     return true;
 }
 
-// Count one more arrival. The owner side acknowledges it, because an output stays on lease until then. An
-// item is on lease until it is finished, so its acknowledgement can wait for the worker's progress.
+// Count one more arrival. The owner side must acknowledge it soon, because the output stays on lease until
+// then. An item stays on lease until it is finished, so its acknowledgement can wait for the worker's
+// progress.
 void Link::count_arrival(Sink& sink, bool is_news) {
     sink.got += 1;
     sink.dirty = sink.dirty || is_news;
     has_news_ = has_news_ || is_news;
 }
 
-// Refuse an item for which this side has too little memory, unlike its origin. No later item is put.
+// Refuse an item that fits into its origin's memory limit but not into this side's. No later item is put.
 void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();
@@ -267,7 +269,8 @@ void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
             .size = size});
 }
 
-// Receive a large item of which `size` bytes have come, into the ring without a copy if there is room.
+// Receive a large item of which `size` bytes have already arrived. If there is room, it goes into the ring
+// without a copy.
 bool Link::receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                          Following& following) {
     std::unique_lock lock(mutex_);
@@ -280,7 +283,7 @@ bool Link::receive_large(int fd, uint64_t connection, const Head& head, const ch
         try {
             large.buffer.resize(head.size);
             to = large.buffer.data();
-        } catch (const std::bad_alloc&) {  // it comes again, over another connection
+        } catch (const std::bad_alloc&) {  // the item will be sent again over another connection
             whole = false;
         }
     }
@@ -317,8 +320,8 @@ void Link::pass_over(const Head& head) {
     stream->sinks[head.port].used += 1;
 }
 
-// Finish a large item, or give up a part of one. Return false if it must come again, or if the other side
-// sent invalid data.
+// Finish a large item, or discard an incomplete one. Return false if the item must be sent again, or if the
+// other side sent invalid data.
 bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
     large.stream->filling -= 1;
@@ -332,7 +335,8 @@ bool Link::end_large(Large& large, bool whole) {
                                owner_side_ && sink.writer.keyed ? &sink.writer : nullptr, holding.wakes);
     }
     if (!whole) {
-        if (large.skips) sink.writer.count -= 1;  // it comes again, and must be skipped again
+        // the item will be sent again, and must then be skipped again
+        if (large.skips) sink.writer.count -= 1;
         return false;
     }
     const bool put = large.slot || large.skips;
@@ -342,15 +346,16 @@ bool Link::end_large(Large& large, bool whole) {
     return true;
 }
 
-// Claim memory of the ring for a large item; null when the ring is full. Return false if the item must be
-// skipped because a worker that died has already put it.
+// Claim the ring's memory for a large item; `slot` stays null if the ring is full. Return false if the item
+// must be skipped because a worker that has died had already put it.
 bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& slot) {
     if (!is_settled(stream, sink, item.key)) return true;
     const uint64_t number = number_for(stream, sink, item.key);
     RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    if (owner_side_ && !keyed && sink.writer.keyed) return true;  // staged: the put must not have a key
+    // the item is staged, because its put must not have a key
+    if (owner_side_ && !keyed && sink.writer.keyed) return true;
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);
     if (step != Step::Done) slot = nullptr;
@@ -364,7 +369,7 @@ class LowWaterMark {
     explicit LowWaterMark(int fd) : fd_(fd) {}
     ~LowWaterMark() { set(1); }
     LowWaterMark(const LowWaterMark&) = delete;
-    // Wait until that many bytes are there or the connection ends, at most MOST_MS.
+    // Wait until `bytes` bytes have arrived or the connection has ended, but at most MOST_MS.
     void await(uint64_t bytes) {
         set(int(bytes));
         pollfd one{fd_, POLLIN, 0};
@@ -382,7 +387,7 @@ class LowWaterMark {
 
 }  // namespace
 
-// Null `to`: the item has no receiver.
+// If `to` is null, the item has no receiver.
 bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
                       Following& following) {
     std::vector<char> nowhere(to ? 0 : GATHER);
@@ -425,7 +430,8 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
         if (source.done > head.a) return false;
         source.handle_recalled(head.a);
     }
-    source.done = std::max(source.done, head.b);  // over a new connection it may know less at first
+    // over a new connection, the worker's first report may be older
+    source.done = std::max(source.done, head.b);
     source.started = head.n;
     source.starved = head.flags & STARVED && head.a == source.base + source.entries.size();
     if (head.flags & BREAK) {
@@ -433,7 +439,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     source.leaving = source.leaving || head.flags & NO_MORE;
-    // State that the supervisor reads when the worker dies with its host (R10).
+    // The supervisor reads this state if the worker dies together with its host (R10).
     Session& session = source.ring->session(source.reader.session);
     session.begun = head.n;
     session.at = head.flags & USERS       ? Session::USERS
@@ -463,12 +469,12 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
         source.ring->break_(std::string(payload, head.size), holding.wakes);
     }
     if (head.flags & NO_MORE) source.leave();
-    event_added_.notify_all();  // for `await_used`
+    event_added_.notify_all();  // wakes `await_used`
     return true;
 }
 
-// The owner reports the room now, and again when there is more. Without a waiting writer, the room is for
-// others.
+// The owner reports the current room, and again when there is more. If no writer is waiting there, the room
+// is for other writers.
 bool Link::handle_want(Sink& sink, bool wanted) {
     sink.wanted = wanted;
     sink.dirty = true;

@@ -1,5 +1,5 @@
 // The sending thread of a link: takes items, sends states, and moves staged items. When it has no work, it
-// sleeps in the wait queues of all rings that it waits for.
+// sleeps in the wait queues of all the rings that it is waiting for.
 #include "link.hpp"
 
 #include <sys/socket.h>
@@ -10,13 +10,13 @@ namespace flowchan {
 namespace {
 
 constexpr int64_t PING_NS = 500'000'000;
-// how often to check whether others wait for items that a worker has not started
+// how often to check whether other workers are waiting for items that this worker has not started
 constexpr int64_t RECALL_NS = 10'000'000;
-constexpr uint64_t SOME = 8, MANY = 256;  // items of a run
+constexpr uint64_t SOME = 8, MANY = 256;  // items in a run
 constexpr std::chrono::microseconds REST{20};
 constexpr size_t MOST_PIECES = 64;
 constexpr uint64_t IN_PLACE = 16 << 10;    // larger items are sent in place
-constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check the words that no thread can sleep on
+constexpr int64_t CROWDED_NS = 2'000'000;  // how often to check the words for which no thread has room
 
 }  // namespace
 
@@ -41,7 +41,7 @@ void Link::send_loop() {
     }
 }
 
-// While items come fast but are sent in small runs, a short rest makes the runs longer. A system call costs
+// While items arrive fast but are sent in small runs, a short rest makes the runs longer. A system call costs
 // as much as a hundred items. A single item never waits.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
@@ -57,7 +57,7 @@ void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gather frames, as many as are sent at a time, beginning each round with another stream. Return whether
+// Gather as many frames as are sent at a time. Each round begins with a different stream. Return whether
 // there is more to do at once.
 bool Link::fill() {
     if (is_full()) return true;
@@ -118,7 +118,8 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
-        add_progress(stream);  // the owner side must know which items have come before it gets their outputs
+        // the owner side must know which items have arrived before it receives their outputs
+        add_progress(stream);
     }
     bool moved = false;
     for (Source& source : stream.sources) {
@@ -132,8 +133,8 @@ bool Link::serve_as_worker(LinkStream& stream) {
     add_progress(stream);
     for (uint16_t port = 0; port < stream.sources.size(); ++port)
         report_want(stream, stream.sources[port], port);
-    // A worker that ends its outputs has ended its inputs before and finished its leased items: the owner
-    // side must know that first.
+    // A worker that ends its outputs has already ended its inputs and finished its leased items. The owner
+    // side must learn of that first.
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
         Source& source = stream.sources[port];
         if (source.ending == Ending::Open || source.end_sent) continue;
@@ -144,9 +145,10 @@ bool Link::serve_as_worker(LinkStream& stream) {
     return moved;
 }
 
-// Send the worker's outputs, over all its ports in the order of their items. So with an output for item n the
-// owner side knows that all outputs for earlier items have come. An output that is still in a ring counts
-// too: a worker puts all outputs for an item before any output for a later one.
+// Send the worker's outputs through all of its ports, in the order of their items. When the owner side
+// receives an output for item n, it therefore knows that all outputs for earlier items have arrived. This
+// includes outputs that are still in a ring, because a worker puts all outputs for an item before any output
+// for a later one.
 bool Link::add_outputs(LinkStream& stream) {
     bool any = false;
     while (!is_full()) {
@@ -185,7 +187,8 @@ void Link::add_progress(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         Sink::Progress now = sink.seen;
         now.done = std::min(now.done, first);
-        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);  // all its outputs come first
+        // all of the worker's outputs must be sent first
+        if (first != Slot::KEYLESS) now.flags &= uint8_t(~NO_MORE);
         if (now == sink.last_sent && !sink.dirty) continue;
         sink.last_sent = now;
         sink.dirty = false;
@@ -280,8 +283,8 @@ std::string Outgoing::send(int fd, uint64_t most) {
     return "";
 }
 
-// Sent bytes are removed half of the buffer at a time, because there may always be more to send. So each byte
-// moves at most once.
+// Remove sent bytes only once they fill half of the buffer, because there may always be more to send. Each
+// byte then moves at most once.
 void Outgoing::forget_sent() {
     const auto first = std::ranges::find_if(pieces_, [](const Piece& piece) { return !piece.ring; });
     const uint64_t sent = first == pieces_.end() ? copied_.size() : first->begin;
@@ -293,7 +296,7 @@ void Outgoing::forget_sent() {
 
 // --- what waits for room ---
 
-// Put staged items as far as there is room. Return whether anything moved.
+// Put as many staged items as there is room for. Return whether anything moved.
 bool Link::move_staged(LinkStream& stream) {
     bool moved = owner_side_ && settle(stream);
     for (Sink& sink : stream.sinks) {
@@ -329,14 +332,14 @@ bool Link::move_staged(LinkStream& stream) {
     return moved;
 }
 
-// Report an item with descriptors, which cannot go to another host. It stays in the ring until a caller
-// breaks the channel.
+// Report an item with descriptors, which cannot be sent to another host. It stays in the ring until the
+// channel is broken.
 void Link::report_if_refused(const LinkStream& stream, Source& source, uint16_t port) {
     if (!source.refused || std::exchange(source.refused_reported, true)) return;
     report({.kind = LinkEvent::Kind::Refused, .stream = stream.number, .port = port});
 }
 
-// Owner side: report that the worker sends nothing more, and that everything is put.
+// Owner side: report that the worker will send nothing more, and that everything it sent has been put.
 void Link::report_if_finished(LinkStream& stream) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
@@ -347,8 +350,8 @@ void Link::report_if_finished(LinkStream& stream) {
     report({.kind = LinkEvent::Kind::Finished, .stream = stream.number});
 }
 
-// Owner side: mark the items that the worker has finished as having no more outputs, where turns depend on
-// that. Then end their leases. Return whether anything moved.
+// Owner side: mark the items that the worker has finished as having no more outputs, if turns depend on that.
+// Then end their leases. Return whether anything moved.
 bool Link::settle(LinkStream& stream) {
     bool moved = false;
     stream.settling = false;
@@ -387,7 +390,7 @@ bool Link::settle(LinkStream& stream) {
     return moved;
 }
 
-// The caller holds the lock of the sink's ring.
+// The lock of the sink's ring must be held.
 bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wakes) {
     Source& source = stream.sources[0];
     while (sink.settled < upto) {
@@ -402,12 +405,12 @@ bool Link::settle_sink(LinkStream& stream, Sink& sink, uint64_t upto, Wakes& wak
 
 // --- sleeping ---
 
-// Sleep until there may be work: a ring has changed in whose wait queue this thread is, or the doorbell was
-// rung.
+// Sleep until there may be work: a ring in whose wait queue this thread is waiting has changed, or the
+// doorbell has rung.
 void Link::sleep(uint32_t heard) {
-    // The words that this thread sleeps on, then those of the extra sleepers. A stream counts one word for
-    // each port, watched or not. So a busy stream changes the words of one sleeper and does not shift those
-    // of the others.
+    // The words that this thread sleeps on, then those of the extra sleepers. Each port of a stream reserves
+    // one word, whether it is watched or not. A busy stream therefore changes the words of only one sleeper,
+    // and does not shift those of the others.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;
@@ -430,7 +433,7 @@ void Link::sleep(uint32_t heard) {
     asleep_.store(false, std::memory_order_relaxed);
 }
 
-// Add the words of a stream to watch. Return false if there is work to do.
+// Add the words of a stream to those to watch. Return false if there is work to do.
 bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
     const bool connected = fd_ >= 0 && !lost_;
     auto watch = [&](KeptPlace& queue_place, const std::shared_ptr<Ring>& ring) {

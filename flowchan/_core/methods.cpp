@@ -1,5 +1,5 @@
-// The methods that are called once per item, as plain C functions: a general binding layer costs more than
-// the operation.
+// The methods that are called once per item, as plain C functions, because a general binding layer costs more
+// than the operation.
 #include <cmath>
 
 #include "arguments.hpp"
@@ -7,8 +7,8 @@
 
 namespace flowchan {
 
-// Return whether an object is a real number. A Fraction, a Decimal or a scalar of NumPy is one. A bool is
-// not, nor is an object that only has a __float__.
+// Return whether an object is a real number. A Fraction, a Decimal or a NumPy scalar is one; a bool, or an
+// object that only has a __float__, is not.
 static bool is_real(PyObject* v) {
     if (PyFloat_Check(v) || PyLong_Check(v)) return !PyBool_Check(v);
     nb::object real = nb::module_::import_("numbers").attr("Real"),
@@ -33,8 +33,7 @@ bool parse_deadline(PyObject* timeout, Deadline& deadline) {
     if (!timeout || timeout == Py_None) return true;
     double s = seconds_of(timeout);
     if (!(s >= 0)) {
-        PyErr_Format(PyExc_ValueError, "timeout must be None or a number of at least 0 seconds, got %R",
-                     timeout);
+        PyErr_Format(PyExc_ValueError, "timeout must be None or at least 0 seconds, got %R", timeout);
         return false;
     }
     deadline.at = s == 0 ? 0 : s > 1e9 ? NEVER : now_ns() + int64_t(s * 1e9);
@@ -179,22 +178,22 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "    ...     print(\"full\")\n"                                         \
     "    full"
 
-#define PUT_MANY_DOC                                                                                     \
-    "put_many($self, /, items, timeout=None)\n--\n\n"                                                    \
-    "Put all items of an iterable in order, and wait while the channel is full.\n\n"                     \
-    "Args:\n"                                                                                            \
-    "    items: The iterable. It is read while the items are put.\n"                                     \
-    "    timeout: Seconds for all items together (default: no limit).\n\n"                               \
-    "Raises:\n"                                                                                          \
-    "    Full: The timeout ran out. ``items_put`` of the error counts the items that were put before.\n" \
-    "    Closed: The channel was closed, or its last reader left. The error has ``items_put``.\n"        \
-    "    Broken: The channel is broken. The error has ``items_put``.\n"                                  \
-    "    TypeError: An item cannot be serialised for another process.\n\n"                               \
-    "Example:\n"                                                                                         \
-    "    >>> from flowchan import Channel\n"                                                             \
-    "    >>> channel = Channel(capacity=3)\n"                                                            \
-    "    >>> channel.put_many(range(3))\n"                                                               \
-    "    >>> len(channel)\n"                                                                             \
+#define PUT_MANY_DOC                                                                              \
+    "put_many($self, /, items, timeout=None)\n--\n\n"                                             \
+    "Put all items of an iterable in order, and wait while the channel is full.\n\n"              \
+    "Args:\n"                                                                                     \
+    "    items: The iterable, which is read while the items are put.\n"                           \
+    "    timeout: Seconds to wait, for all items together (default: no limit).\n\n"               \
+    "Raises:\n"                                                                                   \
+    "    Full: The timeout ran out. The error's ``items_put`` counts the items that were put.\n"  \
+    "    Closed: The channel was closed, or its last reader left. The error has ``items_put``.\n" \
+    "    Broken: The channel is broken. The error has ``items_put``.\n"                           \
+    "    TypeError: An item cannot be serialised for another process.\n\n"                        \
+    "Example:\n"                                                                                  \
+    "    >>> from flowchan import Channel\n"                                                      \
+    "    >>> channel = Channel(capacity=3)\n"                                                     \
+    "    >>> channel.put_many(range(3))\n"                                                        \
+    "    >>> len(channel)\n"                                                                      \
     "    3"
 
 #define GET_DOC                                                                \
@@ -205,7 +204,7 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "Returns:\n"                                                               \
     "    The item.\n\n"                                                        \
     "Raises:\n"                                                                \
-    "    Empty: No item came within ``timeout`` seconds.\n"                    \
+    "    Empty: No item arrived within ``timeout`` seconds.\n"                 \
     "    Drained: The channel is closed, and all its items have been taken.\n" \
     "    Broken: The channel is broken.\n\n"                                   \
     "Example:\n"                                                               \
@@ -233,38 +232,38 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "    ...     print(\"empty\")\n"                                           \
     "    empty"
 
-#define GET_MANY_DOC                                                                                       \
-    "get_many($self, /, max, timeout=None)\n--\n\n"                                                        \
-    "Take up to ``max`` items as a list.\n\n"                                                              \
-    "It waits for the first item as ``get`` does, and then takes the items that are there. An item that\n" \
-    "cannot be unpickled ends the list before it, and the next call raises its error.\n\n"                 \
-    "Args:\n"                                                                                              \
-    "    max: Largest number of items.\n"                                                                  \
-    "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                             \
-    "Returns:\n"                                                                                           \
-    "    A list of at least one item.\n\n"                                                                 \
-    "Raises:\n"                                                                                            \
-    "    Empty: No item came within ``timeout`` seconds.\n"                                                \
-    "    Drained: The channel is closed, and all its items have been taken.\n"                             \
-    "    Broken: The channel is broken.\n"                                                                 \
-    "    KeyboardInterrupt: ``items_got`` of the error has the items that were taken before.\n\n"          \
-    "Example:\n"                                                                                           \
-    "    >>> from flowchan import Channel\n"                                                               \
-    "    >>> channel = Channel()\n"                                                                        \
-    "    >>> channel.put_many(\"abc\")\n"                                                                  \
-    "    >>> channel.get_many(2)\n"                                                                        \
+#define GET_MANY_DOC                                                                                      \
+    "get_many($self, /, max, timeout=None)\n--\n\n"                                                       \
+    "Take up to ``max`` items as a list.\n\n"                                                             \
+    "The call waits for the first item like ``get``, and then takes the items that are there. The list\n" \
+    "ends before an item that cannot be unpickled, and the next call raises the error.\n\n"               \
+    "Args:\n"                                                                                             \
+    "    max: Largest number of items to take.\n"                                                         \
+    "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                            \
+    "Returns:\n"                                                                                          \
+    "    A list of at least one item.\n\n"                                                                \
+    "Raises:\n"                                                                                           \
+    "    Empty: No item arrived within ``timeout`` seconds.\n"                                            \
+    "    Drained: The channel is closed, and all its items have been taken.\n"                            \
+    "    Broken: The channel is broken.\n"                                                                \
+    "    KeyboardInterrupt: The error's ``items_got`` has the items that were taken.\n\n"                 \
+    "Example:\n"                                                                                          \
+    "    >>> from flowchan import Channel\n"                                                              \
+    "    >>> channel = Channel()\n"                                                                       \
+    "    >>> channel.put_many(\"abc\")\n"                                                                 \
+    "    >>> channel.get_many(2)\n"                                                                       \
     "    ['a', 'b']"
 
 #define GET_MORE_DOC                                                           \
     "get_more($self, /, timeout=None)\n--\n\n"                                 \
-    "Take an item as ``get`` does, but keep the earlier items on lease.\n\n"   \
-    "All of them count as unfinished until the next ``get``.\n\n"              \
+    "Take an item like ``get``, but keep the earlier items on lease.\n\n"      \
+    "All of these items count as unfinished until the next ``get``.\n\n"       \
     "Args:\n"                                                                  \
     "    timeout: Seconds to wait (default: no limit).\n\n"                    \
     "Returns:\n"                                                               \
     "    The item.\n\n"                                                        \
     "Raises:\n"                                                                \
-    "    Empty: No item came within ``timeout`` seconds.\n"                    \
+    "    Empty: No item arrived within ``timeout`` seconds.\n"                 \
     "    Drained: The channel is closed, and all its items have been taken.\n" \
     "    Broken: The channel is broken.\n\n"                                   \
     "Example:\n"                                                               \
@@ -285,7 +284,7 @@ PyMethodDef channel_methods[] = {{"put", fast(channel_put), FASTCALL, PUT_DOC},
                                  {"get_nowait", channel_get_nowait, METH_NOARGS, GET_NOWAIT_DOC},
                                  {"get_many", fast(channel_get_many), FASTCALL, GET_MANY_DOC},
                                  {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
-                                  "Channel[T]: the annotation of a channel of item type T."},
+                                  "Channel[T]: annotation for a channel with items of type T."},
                                  {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},
@@ -293,14 +292,14 @@ PyMethodDef in_methods[] = {{"get", fast(in_get), FASTCALL, GET_DOC},
                             {"get_many", fast(in_get_many), FASTCALL, GET_MANY_DOC},
                             {"get_more", fast(in_get_more), FASTCALL, GET_MORE_DOC},
                             {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
-                             "In[T]: the annotation of an input port of item type T."},
+                             "In[T]: annotation for an input port with items of type T."},
                             {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef out_methods[] = {{"put", fast(out_put), FASTCALL, PUT_DOC},
                              {"put_nowait", out_put_nowait, METH_O, PUT_NOWAIT_DOC},
                              {"put_many", fast(out_put_many), FASTCALL, PUT_MANY_DOC},
                              {"__class_getitem__", Py_GenericAlias, METH_O | METH_CLASS,
-                              "Out[T]: the annotation of an output port of item type T."},
+                              "Out[T]: annotation for an output port with items of type T."},
                              {nullptr, nullptr, 0, nullptr}};
 
 PyObject* channel_next(PyObject* self) {
@@ -354,7 +353,7 @@ int in_clear(PyObject* self) {
     drop_items(std::exchange(in_of(self).leased_items, {}));
     return 0;
 }
-// Runs before any of the garbage around it is cleared, so leased items go back complete.
+// Runs before any garbage connected with this port is cleared, so that its leased items go back intact.
 void in_finalize(PyObject* self) {
     if (!nb::inst_ready(self)) return;
     nb::error_scope kept;

@@ -12,12 +12,12 @@ using namespace nb::literals;
 
 namespace {
 
-// Return the result of a put whose port was closed while it waited.
+// Return the result of a put whose port was closed during the wait.
 Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Set the item, and the number of its outputs that are already out, before the first output for it.
+// Before the first output for an item, set the item and how many of its outputs have already been put.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -42,7 +42,8 @@ Step put(LocalQueue& queue, Channel& ch, Out* out, PyObject* item, Deadline dead
     return step;
 }
 
-// Prepare a put into a ring, under its lock. Return Wait unless the put is already settled.
+// Prepare a put into a ring, under the ring's lock. Return Wait unless the result of the put is already
+// known.
 Step before_put(Ring& ring, Out* out) {
     if (!out) return Step::Wait;
     if (!out->open) return left(ring.header().state);
@@ -50,10 +51,11 @@ Step before_put(Ring& ring, Out* out) {
     return out->state.skips() ? Step::Done : Step::Wait;
 }
 
-// Wait for recycled memory. A writer that outpaces its readers would otherwise touch ever more new memory, up
-// to the channel's bound. The wait pays for about as long as new memory would cost, and while readers free
-// some. A new MB costs 0.7 to 1 ms of a processor, a used one 0.03 to 0.07 ms. The parts are 0.25 ms to find
-// and clear it, 0.4 ms for faults at the first touch, and 0.2 ms to return it.
+// Wait for recycled memory. A writer that outpaces its readers would otherwise touch more and more new
+// memory, up to the channel's limit. The wait lasts at most about as long as touching new memory would take,
+// and only while readers are freeing some. A new MB costs 0.7 to 1 ms of CPU time, a recycled one 0.03 to
+// 0.07 ms. A new MB takes 0.25 ms to find and clear, 0.4 ms for faults at the first touch, and 0.2 ms to
+// return.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -68,7 +70,8 @@ Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
         soon);
 }
 
-// Put a large item in two steps, with the copy outside the lock, so that no other caller waits for the copy.
+// Put a large item in two steps and copy it between them, without the lock, so that no other caller waits for
+// the copy.
 Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Deadline deadline) {
     WriterState* writer = out ? &out->state : nullptr;
     uint32_t session = out ? out->state.session : ch.plain_session();
@@ -96,20 +99,20 @@ Step put_large(Ring& ring, Channel& ch, Out* out, const ObjectFrame& frame, Dead
     return step;
 }
 
-// Return the loan from the channel that contains one of the frame's buffers, which is at `at`.
+// Return the loan from this channel that contains one of the frame's buffers; `at` is set to that buffer.
 std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void*& at) {
     nb::object self = nb::find(ch);
-    nb::ft_object_guard guard(self);  // of `loans`
+    nb::ft_object_guard guard(self);  // guards `loans`
     std::shared_ptr<Block> loan;
-    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)  // 0 is the table and 1 the pickle
+    for (size_t i = 2; !loan && i < frame.pieces.size(); ++i)  // piece 0 is the table, and piece 1 the pickle
         loan = loan_with(ch.loans, at = frame.pieces[i].at);
     return loan;
 }
 
-// Put an item whose large buffer was filled in place. Wait: the item must be copied like any other. This
-// applies to memory that a forked child inherited, because it is on loan to the parent. It also applies to an
-// item that arrived where an earlier loan was put. `put` is set first, so that two threads cannot put the
-// same memory twice.
+// Put an item whose large buffer was filled in place. Wait: the item must be copied like any other. This is
+// the case for memory that a forked child inherited, because that memory is on loan to the parent. It is also
+// the case for an item that was received where an earlier loan was put. `put` is set first, so that two
+// threads cannot put the same memory twice.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
     std::shared_ptr<Block> loan = loan_of(ch, frame, at);
@@ -117,7 +120,7 @@ Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline 
     if (loan->put.exchange(true)) {
         if (is_in_view(ring, at)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
-                                  " and was put already; call loan again for each put");
+                                  " and has already been put; call loan again for each put");
         return Step::Interrupted;
     }
     if (!lay_into(frame, *loan)) {
@@ -159,7 +162,7 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 PyObject* py_not_put = nullptr;
 
-// Report that an encoded item was not put, so that the channels in it need not be kept for it.
+// Report that an encoded item was not put, so that the channels in it are no longer kept because of it.
 void report_not_put(PyObject* packed) {
     nb::error_scope kept;
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);
@@ -246,8 +249,8 @@ static nb::object lend(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadlin
     return view;
 }
 
-// Lend memory of the channel for `size` bytes, waiting until there is some. The caller fills it and then puts
-// it.
+// Lend `size` bytes of the channel's memory, and wait until they are available. The caller fills and then
+// puts them.
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout) {
     Deadline deadline;
     if (!ch.usable() || !parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -286,7 +289,7 @@ PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline) {
     }
     Py_DECREF(iterator);
     if (!PyErr_Occurred()) Py_RETURN_NONE;
-    // `items_put` of the error counts the items that were put, so that the caller can continue after them.
+    // The error's `items_put` counts the items that were put, so that the caller can continue after them.
     add_to_error("items_put", PyLong_FromSsize_t(done));
     return nullptr;
 }

@@ -1,4 +1,4 @@
-// Errors of calls on channels, and the storage of the cause of a break.
+// Errors of calls on channels, and storage of the cause for which a channel broke.
 #include "raising.hpp"
 #include "wire.hpp"
 
@@ -19,7 +19,7 @@ PyObject* kept_class(const char* name) {
     return error_class(name);
 }
 
-// Raise Broken with the cause given to abort(), which may be null.
+// Raise Broken with the cause that was passed to abort(), which may be null.
 void raise_broken(const std::string& message, PyObject* cause) {
     PyObject* cls = error_class("Broken");
     PyObject* error = cls ? PyObject_CallFunction(cls, "s", message.c_str()) : nullptr;
@@ -37,7 +37,7 @@ std::string amount(uint64_t bytes) {
     return text;
 }
 
-// Return the cause for a channel that the death of a counted writer ended: a WorkerDied, or null.
+// Return the cause for a channel that ended because a counted writer died: a WorkerDied, or null.
 PyObject* writer_died(const std::string& description, uint64_t pid) {
     const std::string text =
         "process " + std::to_string(pid) + " ended without closing its counted writer of " + description;
@@ -48,7 +48,7 @@ PyObject* writer_died(const std::string& description, uint64_t pid) {
     return PyObject_Call(cls.ptr(), arguments.ptr(), keywords.ptr());
 }
 
-// Describe how full a channel is, and which processes hold its memory by views.
+// Describe how full a channel is, and which processes keep its memory in use.
 std::string fill(Channel& ch) {
     std::vector<Held> held;
     const Counts counts = locked(ch, [&](auto& transport, Wakes&) {
@@ -67,11 +67,11 @@ std::string fill(Channel& ch) {
     return text;
 }
 
-// Return a note for an item whose memory this process could not map now; empty if it could.
+// Return a note on an item for whose memory this process has no address space now, or "" if it has.
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";
-    // A ring that grows maps all of its blocks again.
+    // A ring that grows maps all of its blocks again, so the probe includes them.
     const uint64_t all =
         size + locked(ch, [](auto& transport, Wakes&) { return transport.counts().bytes_inside; });
     void* probe = mmap(nullptr, all, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -82,7 +82,7 @@ std::string address_space_note(Channel& ch, uint64_t size) {
 
 std::string seconds(Deadline deadline) { return deadline.now_only() ? "now" : "within the timeout"; }
 
-// Return the cause of Broken: for `threads` the exception itself, for `processes` the decoded pickle.
+// Return the cause for Broken: for `threads` the exception itself, for `processes` the decoded pickle.
 PyObject* stored_cause(LocalQueue& queue) { return Py_XNewRef(queue.cause); }
 
 PyObject* stored_cause(Ring& ring) {
@@ -96,11 +96,11 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// Faults of a channel in addition to its state. Channels of threads have none.
+// Faults of a channel that its state does not show. Channels for threads have none.
 struct Fault {
-    uint64_t cut_off = 0;  // the process whose death ended it
+    uint64_t cut_off = 0;  // id of the process whose death ended the channel
     bool damaged = false;
-    bool map_incomplete = false;  // this process cannot map all of it
+    bool map_incomplete = false;  // whether this process cannot map the whole channel
 };
 
 Fault fault(Channel& ch) {
@@ -126,10 +126,9 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process has no socket of the channel; send the channel by fork, as an argument of a "
-            "process "
-            "or through a channel, with AF_UNIX sockets allowed";
-    if (error == E2BIG) why = "an item must have at most 126 of them; put several items";
+            "this process does not have the channel's socket; pass the channel by fork, as an argument of a "
+            "process, or through a channel, with AF_UNIX sockets allowed";
+    if (error == E2BIG) why = "an item can carry at most 126 of them; split it into several items";
     if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =
@@ -141,20 +140,20 @@ void raise_refused(Channel& ch, int error) {
 void raise_not_transferable(Channel& ch, PyObject* item) {
     PyErr_Format(PyExc_TypeError,
                  "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
-                 "of one machine can share; put a channel across='hosts' or tensor.clone() instead",
+                 "on one machine can share; put a channel across='hosts' or tensor.clone() instead",
                  ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 
 namespace {
 
-// Return the kind, then the payload; "" if the exception cannot cross.
+// Return the kind followed by the payload, or "" if the exception cannot be sent.
 std::string pickled(PyObject* exception) {
     ObjectFrame frame;
-    frame.leaves = true;  // no slot keeps memory on a device alive
+    frame.leaves = true;  // because no slot would keep memory on a device alive
     const bool is_encoded = exception && encode(exception, frame);
     PyErr_Clear();
     if (!is_encoded || frame.bundle || frame.size >= MOST_CAUSE)
-        return "";  // descriptors travel only with items
+        return "";  // descriptors are sent only with items
     std::string all(1 + frame.size, char(frame.kind));
     frame.write(all.data() + 1);
     return all;
@@ -187,7 +186,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                 raise("Full", description + " is full; no item could be put " + seconds(deadline) + ": " +
                                   fill(ch) + address_space_note(ch, size));
             else
-                raise("Empty", description + " is empty; no item could be got " + seconds(deadline) +
+                raise("Empty", description + " is empty; no item could be taken " + seconds(deadline) +
                                    "; the channel is " +
                                    (ch.with([](auto& transport) { return transport.seen_state(); }) == OPEN
                                         ? "not closed"
@@ -236,7 +235,7 @@ PyObject* raise_step(Channel& ch, Step step, Side side, uint64_t size, Deadline 
                             ("this port of " + description + " was closed; open another one").c_str());
             break;
         default:
-            break;  // Interrupted: the error is set already
+            break;  // Interrupted: the error has already been set
     }
     return nullptr;
 }

@@ -5,14 +5,14 @@
 // - ring_sessions.cpp: the participants
 // - ring_memory.cpp: slots, blocks and views
 // - ring_items.cpp: puts and gets
-// - ring_runs.cpp: puts and gets of several items
-// - ring_leases.cpp: the items that readers hold
+// - ring_runs.cpp: puts and gets of several items at once
+// - ring_leases.cpp: the items that readers have on lease
 // - ring_turns.cpp: the order of outputs
-// - ring_fd_bundles.cpp: descriptors that travel with items
+// - ring_fd_bundles.cpp: descriptors that are sent with items
 //
-// Nothing here touches a Python object, so all of it may run with or without the GIL. Two rules keep threads
-// from deadlocking. A thread never waits for the GIL while it holds the lock, and no code that can call
-// Python runs under the lock.
+// None of this touches Python objects, so all of it may run with or without the GIL. Two rules prevent
+// deadlocks between threads. A thread never waits for the GIL while it holds the lock, and no code that may
+// call Python runs under the lock.
 #pragma once
 
 #include <algorithm>
@@ -34,40 +34,40 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
-// Orders of a supervisor to a reader, as bits. The reader obeys when it holds no item.
+// Orders from a supervisor to a reader, as bits. The reader obeys them when it has no item on lease.
 enum Orders : uint32_t {
     RETIRE = 1,      // the channel counts as drained, for this port only
-    KEEP_TURNS = 2,  // its outputs keep turns from now on, because its stage gets more workers
+    KEEP_TURNS = 2,  // the port's outputs keep turns from now on, because its stage is getting more workers
 };
 
-// State of a port between two operations. State that must survive the process is in Session.
+// State that a port keeps between two operations. State that must survive the process is in Session.
 struct ReaderState {
     uint32_t session = 0;
     mutable PortClock clock;  // for threads; a ring keeps it in the session
-    // of the first leased item, or of the last one before; UINT64_MAX before the first lease
+    // number of the first leased item, or of the last one before it; UINT64_MAX before the first lease
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
     uint32_t orders = 0;       // for threads, see Orders; a ring keeps them in Session
-    bool keeps_turns = false;  // it has obeyed KEEP_TURNS
-    bool lazy = false;         // a stage's reader: it wakes writers only when a quarter of the places is free
-    // (its next item is more urgent than the writer's, and the writers' slices bound the delay)
-    bool alone =
-        // it never gets an item back that others lease, so it does not wait for their leases at the end
-        false;
-    bool once =
-        false;  // nothing starts twice: a death counts against the leased item until the item is finished,
-                // not only while user code runs
+    bool keeps_turns = false;  // the reader has obeyed KEEP_TURNS
+    // A stage's reader wakes writers only when a quarter of the places is free. Its next item is more urgent
+    // than the writer's, and the writers' time slices limit the delay.
+    bool lazy = false;
+    // It never receives an item that another reader gives back, so at the end it does not wait for others.
+    bool alone = false;
+    // Nothing may start twice: a death counts against the leased item until the item is finished, and not
+    // only while user code is running.
+    bool once = false;
 };
 struct WriterState {
     uint32_t session = 0;
     mutable PortClock clock;  // for threads, as in ReaderState
-    bool ordered = false;     // outputs of item i wait for i's turn
+    bool ordered = false;     // the outputs for item i wait for i's turn
     bool single = false;      // each item has exactly one output, so the output also completes the item
     // outputs belong to the item `number`, as numbered by the reader that this writer follows
     bool keyed = false;
     uint64_t number = 0;
     uint64_t count = 0;  // outputs made for the item so far, including skipped ones
-    uint64_t skip = 0;   // how many of them a dead predecessor has already put
+    uint64_t skip = 0;   // how many outputs a dead predecessor has already put for the item
 
     // Count one more output. Return whether to skip it because a predecessor has already put it.
     bool skips() {
@@ -75,19 +75,21 @@ struct WriterState {
         count += 1;
         return true;
     }
-    // Return whether the item's only output has already completed it (`single`).
+    // Return whether the item's only output has already completed the item (`single`).
     bool has_passed(uint64_t item) const { return !keyed && count > 0 && number == item; }
 };
 
-// An item that was taken: either copied to `local`, or still in shared memory until `release` frees it.
+// An item that was taken. It is either copied to `local`, or stays in shared memory until `release` frees it.
 struct Taken {
     static constexpr uint64_t LOCAL = 4096;
     uint64_t kind = 0;
     uint64_t size = 0;
-    uint64_t deaths = 0;  // workers that died while they held the item, in user code or while unpickling it
-    bool died_unpickling = false;  // the last of them was unpickling the item when it died
+    // number of workers that died while they held the item, in user code or while unpickling it
+    uint64_t deaths = 0;
+    bool died_unpickling = false;  // whether the last of these workers was unpickling the item when it died
     uint64_t number = 0;
-    uint64_t made_for = 0;  // the input item of its writer that it is an output of, or Slot::KEYLESS
+    // if the item is an output: the input item for which its writer made it; otherwise Slot::KEYLESS
+    uint64_t made_for = 0;
     const char* at = nullptr;
     Slot* held = nullptr;  // plain get of a large item: call release() after reading
     bool viewed = false;   // the session is now the viewer of `slot`: call unview() later
@@ -95,8 +97,8 @@ struct Taken {
     char local[LOCAL];
 };
 
-// Descriptors with which a process maps a ring of another process. No descriptors can travel through the ring
-// without the socket.
+// Descriptors with which a process maps another process's ring. Without the socket, no descriptors can be
+// sent through the ring.
 struct RingHandle {
     int fd;
     int socket = -1;
@@ -104,8 +106,8 @@ struct RingHandle {
 
 class Ring : public std::enable_shared_from_this<Ring> {
   public:
-    Ring(uint64_t capacity, uint64_t max_bytes);  // creates; throws std::system_error, std::bad_alloc
-    // maps a ring of another process and takes ownership of the descriptors
+    Ring(uint64_t capacity, uint64_t max_bytes);  // creates a ring; throws std::system_error, std::bad_alloc
+    // maps another process's ring, and takes ownership of the descriptors
     explicit Ring(RingHandle handle);
     ~Ring();
     Ring(const Ring&) = delete;
@@ -114,7 +116,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     int socket() const { return socket_; }
     uint64_t offset_of_payload(const void* p) const {
         return windows_.offset_in_window(p);
-    }  // also without the lock
+    }  // may also be called without the lock
     Slot* slot_at(uint64_t offset) const { return at<Slot>(offset); }
     Header& header() { return *h_; }
     std::span<Session> sessions() { return h_->sessions(); }
@@ -137,12 +139,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- items; all under the lock ---
     Step try_put(const Frame& frame, WriterState* writer, Wakes& wakes);
-    Step claim(const Frame& frame, WriterState* writer, uint32_t session,
-               Slot*& slot);  // large put, first half
-    Step publish(const Frame& frame, Slot* slot, WriterState* writer,
-                 Wakes& wakes);  // large put, second half
+    // `claim` is the first half of a large put, and `publish` the second.
+    Step claim(const Frame& frame, WriterState* writer, uint32_t session, Slot*& slot);
+    Step publish(const Frame& frame, Slot* slot, WriterState* writer, Wakes& wakes);
     void unclaim(Slot* slot, Wakes& wakes);
-    void write(const Frame& frame, Slot* slot) {  // between the halves, unlocked
+    void write(const Frame& frame, Slot* slot) {  // copies between the two halves, without the lock
         if (slot->size == frame.size && payload_exists(slot)) frame.write(payload(slot));
     }
     Step try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& wakes);
@@ -157,51 +158,53 @@ class Ring : public std::enable_shared_from_this<Ring> {
     uint64_t put_run(const Small* items, uint64_t count, Wakes& wakes);  // puts several items at once
     uint64_t take_run(ReaderState& reader, InRun* run, uint64_t count, uint64_t most_bytes, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
-    void put_back(Taken& taken, ReaderState* reader,
-                  Wakes& wakes);            // returns the item taken last, because it cannot be received now
-    void unview(Slot* slot, Wakes& wakes);  // for a viewer that no longer uses the block
-    Step loan(uint64_t size, uint32_t session,
-              Slot*& slot);  // memory to be filled in place, outside the FIFO
+    // gives back the item taken last, because it cannot be received now
+    void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
+    void unview(Slot* slot, Wakes& wakes);  // called for a viewer that no longer uses the block
+    // lends memory that is filled in place, outside the FIFO
+    Step loan(uint64_t size, uint32_t session, Slot*& slot);
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    int open_bundle(uint64_t id,
-                    // appends its descriptors, which this process then owns; returns 0 or an errno
-                    std::vector<int>& descriptors);
+    // appends the bundle's descriptors, which this process then owns; returns 0 or an errno
+    int open_bundle(uint64_t id, std::vector<int>& descriptors);
     void drop_bundles();  // drops the bundles at the front whose items no longer exist
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
-    // Return whether the next item to take was given back and precedes item `number`.
+    // Return whether the next item to be taken was given back and precedes item `number`.
     bool is_next_before(uint64_t number) const {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
-    // removes the items that were put and never taken; returns their number
+    // removes the items that were put but never taken, and returns their number
     uint64_t take_back(Wakes& wakes);
-    Step item_done(WriterState& writer, Wakes& wakes);      // no more outputs for writer.number
-    void begin_item(WriterState& writer, uint64_t number);  // before the first output for the item
+    Step item_done(WriterState& writer, Wakes& wakes);  // marks item writer.number as having no more outputs
+    void begin_item(WriterState& writer, uint64_t number);  // must precede the first output for the item
     void wake_all_writers(Wakes& wakes);
-    // returns the present value of its futex word
+    // returns the current value of the session's futex word
     uint32_t await_turn(Session& s, uint64_t number, bool again);
-    void end_turn_wait(Session& s);                      // ends the wait for a turn
-    void wake_turns(Wakes& wakes);                       // wakes the writers whose turn has come
-    void start_turns_at(uint64_t number, Wakes& wakes);  // no item before that one has outputs to come
-    uint64_t first_unfinished() const;                   // among the taken items and the coming ones
+    void end_turn_wait(Session& s);  // ends the wait for a turn
+    void wake_turns(Wakes& wakes);   // wakes the writers whose turn has come
+    // promises that no item before `number` will have more outputs
+    void start_turns_at(uint64_t number, Wakes& wakes);
+    // the lowest number of an unfinished item, whether it was taken or not
+    uint64_t first_unfinished() const;
     void order(uint32_t session, Orders what, Wakes& wakes);
     bool has_room(uint64_t size) const {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    // Limit the puts through this object to `puts` items in total, as the other side of a link allows, and
-    // wake the writers if the limit has risen. put_limit_ is one more than the limit, or 0 for no limit.
+    // Limit the puts through this object to `puts` items in total, which is what the other side of a link
+    // allows. Wake the writers if the limit has risen. put_limit_ is the limit plus one, or 0 if there is no
+    // limit.
     void allow(uint64_t puts, Wakes& wakes);
     bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
     bool is_withheld() const {
         const uint64_t limit = put_limit_.load(std::memory_order_relaxed);
         return limit && h_->puts + h_->parked + h_->claimed + 1 >= limit;
     }
-    // Return whether a writer waits because of the limit.
+    // Return whether a writer is waiting because of the limit.
     bool wants_more() const { return is_withheld() && h_->state == OPEN && h_->writer_queue.waiting > 0; }
     uint64_t free_places() const {
         const uint64_t all = h_->puts - h_->takes + h_->parked + h_->claimed;
@@ -209,19 +212,19 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     uint64_t most_inside() const {
         return h_->share ? std::min(h_->share, max_bytes_) : max_bytes_;
-    }  // a larger item passes alone
+    }  // a larger item passes only when the ring is empty
     bool fits(uint64_t size) const { return size <= max_bytes_; }
-    // Return whether an item of this size would need memory that was never used, while readers are about to
-    // free memory. `late`: the put has already waited for recycled memory as long as it is worth.
+    // Return whether an item of this size would need memory that was never used before, although readers are
+    // about to free some. `late`: the put has already waited for recycled memory as long as is worthwhile.
     bool lacks_warm_memory(uint64_t size, bool late);
-    // A plain get of a remote channel reads a ring that a link fills. Until an item is decoded, the link must
-    // not report it as finished. If this process dies, the owner still has the item.
+    // Return whether a link fills this ring, for the plain gets of a remote channel. The link must not report
+    // an item as finished before it is decoded, so that the owner still has it if this process dies.
     bool is_filled_by_link() const { return h_->notify_writer; }
     void begin_decoding(uint64_t number) {
         if (is_filled_by_link()) decoding_.push_back(number);
     }
     void end_decoding(uint64_t number, Wakes& wakes);
-    uint64_t first_undecoded();  // also the item at the front, if it was put back; UINT64_MAX: none
+    uint64_t first_undecoded();  // includes the item at the front if it was put back; UINT64_MAX: none
     bool at_end() const { return h_->state == CLOSED && h_->leased == 0 && is_exhausted(); }
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
@@ -232,9 +235,9 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause, used if memory does not suffice for the whole cause.
+    // `in_short`: a shorter cause to use if there is not enough memory for the whole cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
-    // turns broken into closed for the only user of the ring, so that the items inside can be taken
+    // changes the state from broken to closed for the ring's only user, so that the items inside can be taken
     void unbreak();
     std::string cause() const;
 
@@ -244,10 +247,10 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void adopt(uint32_t session);  // moves the session to the calling process
     void end_session(uint32_t session, bool finished, Wakes& wakes, bool died = false);
     uint64_t seen_state() const {
-        return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // without the lock
+        return std::atomic_ref(h_->state).load(std::memory_order_acquire);  // may be called without the lock
     }
-    // End unsupervised sessions of dead processes unless another user did so lately. `is_sweep_due` is the
-    // hint, read without the lock, that it is time to.
+    // End unsupervised sessions of dead processes, unless another user has done so recently. `is_sweep_due`
+    // is a hint, read without the lock, that a sweep is due.
     void sweep(Wakes& wakes);
     bool is_sweep_due() const {
         const int64_t ago = coarse_now_ns() - int64_t(h_->swept_ns.load(std::memory_order_relaxed));
@@ -257,15 +260,16 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void reserve_for(uint32_t from, uint32_t to, bool all = false, bool blame = true);
     std::vector<Slot*> leased_slots(
         uint32_t session) const;  // the items that a reader has on lease, oldest first
-    // the numbers of the items that only this reader may take again
+    // the numbers of the items that are reserved for this reader
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
-    // End the session of a writer that died. If it had put outputs for one of `items`, which are processed
-    // again, the ring remembers their count, so that they are not put twice.
+    // End the session of a writer that died. `items` will be processed again. If the writer had put outputs
+    // for one of them, the ring remembers how many, so that these outputs are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    bool is_map_incomplete() const { return map_incomplete_; }  // this process cannot map the whole channel
+    // whether this process cannot map the whole channel
+    bool is_map_incomplete() const { return map_incomplete_; }
 
     Spin spin;
     TurnTaking turn_taking;
@@ -276,24 +280,25 @@ class Ring : public std::enable_shared_from_this<Ring> {
     SharedLock lock_;
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
-    std::vector<uint64_t> decoding_;       // numbers of the items that plain gets of this process decode
-    bool decoding_seen_ = false;           // the link has seen that there were some
-    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; a hint without it
+    std::vector<uint64_t> decoding_;  // numbers of the items that plain gets of this process are decoding
+    bool decoding_seen_ = false;      // whether the link has seen such items
+    std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; without the lock, only a hint
     Peers peers_;
-    // Copies of the constants from when this process first mapped the header. Damage to the header does not
-    // reach them.
+    // Copies of the constants, made when this process first mapped the header, so that damage to the header
+    // does not affect them.
     uint64_t length_ = 0, capacity_ = 0, max_bytes_ = 0, groups_ = 1, groups_at_ = 0, blocks_at_ = 0,
              blocks_end_ = 0;
+    // Return the object at this offset, which is that of a slot.
     template <class T>
     T* at(uint64_t offset) const {
         return reinterpret_cast<T*>(windows_.slots() + offset);
-    }  // of a slot
+    }
     uint64_t offset(const void* p) const { return windows_.offset(p); }
     Group& group(uint64_t number) {
         return reinterpret_cast<Group*>(windows_.header() + groups_at_)[number % groups_];
     }
     uint64_t finished() const { return h_->takes - std::min(h_->leased, h_->takes); }
-    uint64_t finished_before_wait_ = 0;  // when a put waited in vain for memory
+    uint64_t finished_before_wait_ = 0;  // value of finished() when a put waited in vain for memory
     bool is_exhausted() const { return h_->head == 0 && h_->parked == 0 && h_->claimed == 0; }
     Step end() const { return h_->cut_off ? Step::Broken : Step::Drained; }
     void sweep_now(Wakes& wakes);
@@ -345,7 +350,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void count_output(WriterState* writer, Change& change);
     void link_front(Slot* slot, Change& change);
     void advance(Wakes& wakes);
-    static bool is_leased(const Slot* slot) {  // Inside: a process died while it gave the slot back
+    static bool is_leased(const Slot* slot) {  // Inside: a process died while it was giving the slot back
         return slot->place() == SlotState::Leased || slot->place() == SlotState::Inside;
     }
     bool head_is_valid(const Session* session) const;

@@ -1,11 +1,11 @@
 // Puts and gets of a ring's items.
 //
 // The states of an item:
-//   claim -> FILLING -> publish        (large: the copy is made outside the lock)
+//   claim -> FILLING -> publish        (large item: copied without holding the lock)
 //   put -> INSIDE, or PARKED until its turn -> INSIDE
 //   take -> LEASED -> acknowledged, or given back to the front
-//   take -> copied and freed; large: HELD until it is copied or its last view is gone
-//   take -> put back to the front, when it cannot be received now
+//   take -> copied and freed; large item: HELD until it is copied or its last view is gone
+//   take -> put back to the front, if it cannot be received now
 //   loan -> HELD until it is put
 #include <algorithm>
 #include <utility>
@@ -24,8 +24,8 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item larger than the remaining bytes waits, but the worker of `turn` never waits for parked bytes:
-    // only it can free them.
+    // An item that is larger than the remaining bytes must wait. But the worker whose turn it is never waits
+    // for bytes of parked items, because only that worker can free them.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -143,7 +143,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
 
 // --- take ---
 
-// Return whether the slot at the head, and the last slot that the session leases, are valid.
+// Return whether the slot at the head is valid, as well as the last slot that the session has on lease.
 [[gnu::always_inline]] inline bool Ring::head_is_valid(const Session* session) const {
     const Slot* slot = at<Slot>(h_->head);
     if (!slot_exists(h_->head) || !payload_exists(slot)) return false;
@@ -151,7 +151,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     return !session || !session->lease_head || slot_exists(session->lease_tail);
 }
 
-// Fill in the description of the slot at the head, except where its payload is.
+// Fill in the description of the slot at the head, except the position of its payload.
 [[gnu::always_inline]] inline void Ring::describe(Taken& taken, Slot* slot) const {
     taken.kind = slot->kind;
     taken.size = slot->size;
@@ -162,7 +162,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.viewed = may_view(slot);
 }
 
-// Lease the slot, which was at the head.
+// Lease the slot that was at the head.
 [[gnu::always_inline]] inline void Ring::lease(Slot* slot, uint64_t number, uint64_t state, Session& session,
                                                Change& change) {
     change.set(slot->next, 0);
@@ -174,7 +174,8 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->leased, h_->leased + 1);
 }
 
-// Take the slot at the head, which is valid. ``leases``: the session that leases it, if any.
+// Take the slot at the head, which is known to be valid. ``leases``: the session that gets it on lease, if
+// any.
 [[gnu::always_inline]] inline void Ring::take_head(Taken& taken, ReaderState* reader, Session* leases,
                                                    uint32_t session, Wakes& wakes) {
     Slot* slot = at<Slot>(h_->head);
@@ -219,9 +220,11 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     const uint64_t orders = reader && !reader->leases ? leases->orders : 0;
     if (orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
     if (leases && leases->reserved_head) return take_reserved(taken, *reader);
-    // It still takes items that were given back: all others may wait behind them for their turns.
+    // A retired reader still takes items that were given back, because all other workers may be waiting
+    // behind them for their turns.
     if (orders & RETIRE && !is_next_before(UINT64_MAX)) {
-        if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);  // it may have been woken for that item
+        // this reader may have been woken for that item
+        if (h_->head) h_->reader_queue.wake_by_rank(1, wakes);
         return Step::Drained;
     }
     if (h_->head == 0) return at_end_for(reader) ? end() : Step::Wait;
@@ -239,9 +242,9 @@ void Ring::link_front(Slot* slot, Change& change) {
     change.set(h_->bytes_out, h_->bytes_out - slot->size);
 }
 
-// Return an item to the front, with its old number and its deaths, even over the capacity. Do nothing if the
-// item is not this reader's any more, or is lost anyway because the channel is broken. (A small item that a
-// plain reader took was freed, and gets a new slot.)
+// Return an item to the front, with its old number and its deaths, even if this exceeds the capacity. Do
+// nothing if the item no longer belongs to this reader, or if it is lost anyway because the channel is
+// broken. (A small item that a plain reader took has been freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -285,7 +288,8 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {
     if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
-    wakes.writers += h_->writer_queue.call(1);  // the link has looked too early
+    // the link checked first_undecoded() too early; let it check again
+    wakes.writers += h_->writer_queue.call(1);
 }
 
 uint64_t Ring::first_undecoded() {
@@ -306,15 +310,15 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 
 // --- the end ---
 
-// Return whether no more items can come for this reader. Other readers may still give back their leased
-// items, so a reader without leases waits for them unless it would not get them. A reader with leases does
-// not wait: two readers that gather (get_more) would wait for each other.
+// Return whether no more items can come for this reader. Other readers may still give back leased items, so a
+// reader without leases waits for those, unless it would not get them. A reader with leases does not wait,
+// because two readers that gather items (get_more) would then wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);
 }
 
-// Wake all readers when the last item may have gone: for some of them the end has come.
+// If the last item may be gone, wake all readers: some of them can now see the end.
 void Ring::wake_at_end(Wakes& wakes) {
     if (h_->state == CLOSED && is_exhausted()) wakes.readers += h_->reader_queue.call_all();
 }

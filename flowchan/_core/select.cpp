@@ -1,9 +1,9 @@
 // Select: a wait in several wait queues at once.
 //
-// Algorithm. Enter every wait queue first, then try the operations, then sleep on all the queues' words
-// (sleeping.hpp). Because entering comes before trying, an operation that becomes possible later changes a
-// watched word. A caller that leaves a queue without an operation there passes the wake-up on, because it may
-// have been the woken waiter.
+// Algorithm. Enter every wait queue first, then try the operations, then sleep on the words of all the queues
+// (sleeping.hpp). Because the queues are entered before the operations are tried, an operation that becomes
+// possible later changes a watched word. A caller that leaves a queue without doing the operation there must
+// pass a wake-up on, because it may have been the waiter that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -20,9 +20,9 @@ namespace {
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
 constexpr size_t MOST_RECALLS = 8;
-constexpr size_t MOST_ROUNDS = 100;  // while other processes move remote items all the time
+constexpr size_t MOST_ROUNDS = 100;  // for the case that other processes move remote items all the time
 
-// All places of one wait; leaves them at its end.
+// All places of one wait, which are left when it ends.
 class WaitQueues {
   public:
     WaitQueues(std::deque<Place>& places, bool again) : places_(places) {
@@ -31,11 +31,11 @@ class WaitQueues {
             words_.push_back(p.waited());
         }
     }
-    // `used`: the place whose operation was done, so its wake-up is not passed on.
+    // `used`: the place whose operation succeeded, so that its wake-up is not passed on.
     void leave_all(size_t used) {
         for (size_t i = 0; i < places_.size(); ++i) places_[i].leave(i != used);
     }
-    // Sleep until a word changes or `ns` are over. Return true when the time ran out.
+    // Sleep until a word changes or `ns` have passed. Return true if the time ran out.
     bool sleep(int64_t ns) {
         WithoutGil without;
         return sleep_on_any(words_, now_ns() + ns);
@@ -52,10 +52,10 @@ struct Operation {
     uint32_t session;
     In* in;
     Out* out;
-    PyObject* item;                  // of a put, borrowed
+    PyObject* item;                  // the item of a put, borrowed
     nb::handle target;               // the channel or the port
-    bool checks_only = false;        // a get that takes nothing: done when a get would not wait
-    Channel* owner_asked = nullptr;  // a remote channel, whose owner may be asked
+    bool checks_only = false;        // takes no item; done as soon as a get would not wait
+    Channel* owner_asked = nullptr;  // the remote channel whose owner may be asked, or null
 
     Caller caller() const {
         Caller caller = side == Side::Writer ? writing(*ch, out, 0, false) : Caller{Side::Reader, in};
@@ -65,7 +65,7 @@ struct Operation {
     }
 };
 
-// Return the operation on a channel or port that the caller named.
+// Return the operation for a channel or port that the caller passed.
 Operation parse(nb::handle target, Side side, PyObject* item) {
     Operation op{nullptr, side, 0, nullptr, nullptr, item, target};
     if (nb::isinstance<Channel>(target)) {
@@ -84,8 +84,8 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
         op.session = op.out->state.session;
     } else {
         PyErr_Format(PyExc_TypeError,
-                     side == Side::Reader ? "select: gets must be channels and In ports, got %R"
-                                          : "select: puts must go to channels and Out ports, got %R",
+                     side == Side::Reader ? "select: gets must be channels or In ports, got %R"
+                                          : "select: puts must go to channels or Out ports, got %R",
                      target.ptr());
         throw nb::python_error();
     }
@@ -94,7 +94,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-// Return whether a get would not wait, because an item is inside or the channel is drained.
+// Return whether a get would not wait, because there is an item inside or the channel is drained.
 Step check_ready(Channel& ch) {
     ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
@@ -114,8 +114,8 @@ Step try_once(const Operation& op, PyObject*& item) {
 
 }  // namespace
 
-// Try each operation once, in a random order. Return (index, item) of the first that succeeds; index -1 when
-// all must wait, -2 when all channels are drained. Raise the error of an operation that fails.
+// Try each operation once, in random order. Return (index, item) for the first that succeeds. The index is -1
+// if all must wait, and -2 if all channels are drained. Raise the error of an operation that fails.
 static nb::object try_each(const std::vector<Operation>& ops) {
     static thread_local std::minstd_rand random{std::random_device{}()};
     std::vector<size_t> order(ops.size());
@@ -137,7 +137,7 @@ static nb::object try_each(const std::vector<Operation>& ops) {
     return nb::make_tuple(drained == ops.size() ? -2 : -1, nb::none());
 }
 
-// Return how many items have entered and left each channel. While no count changes, no operation becomes
+// Return how many items have entered and left each channel. As long as no count changes, no operation becomes
 // possible.
 static std::vector<uint64_t> moves(const std::vector<Operation>& ops) {
     std::vector<uint64_t> found;
@@ -161,7 +161,8 @@ bool is_ready(const Operation& op) {
 }
 
 // Ask the owners of the remote channels whose operations would wait. Return whether an operation may be
-// possible now: an item or the end has arrived, or there is room. `moved` gets each owner's puts and gets.
+// possible now, because an item or the end has arrived, or because there is room. `moved` receives the number
+// of puts and gets at each owner.
 bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved = nullptr) {
     bool any = false;
     for (const Operation& op : ops) {
@@ -180,8 +181,8 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
     return any;
 }
 
-// Ask the owners before a choice among the operations that are possible here, so that remote channels have
-// the same chance. An owner that had nothing is asked again only after ASKED_AGAIN_NS.
+// Before a choice among the operations that are possible in this process, ask the owners, so that remote
+// channels are chosen as often. An owner that had nothing is asked again only after ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
     if (std::none_of(ops.begin(), ops.end(), is_waiting_remote)) return;
@@ -194,21 +195,21 @@ void ask_other_owners(const std::vector<Operation>& ops) {
     }
     for (const Operation& op : due) {
         if (is_ready(op) || ask_owners({op}) ||
-            is_ready(op))  // its item may arrive while another owner is asked
+            is_ready(op))  // its item may have arrived while another owner was being asked
             possible.push_back(op);
         else
             op.owner_asked->last_found_nothing = now_ns();
     }
-    // An owner recalls a prefetched item after some milliseconds, perhaps while another owner was asked.
+    // An owner recalls a prefetched item after some milliseconds, perhaps while another owner is being asked.
     for (size_t round = 0; round < MOST_RECALLS && !std::ranges::all_of(possible, is_ready); ++round)
         std::erase_if(possible, [](const Operation& op) { return !is_ready(op) && !ask_owners({op}); });
 }
 
 }  // namespace
 
-// Do the same for one moment, so that it does not miss an item that moves between the channels while they are
-// tried. If nothing moved between the first try and the last, all operations had to wait at once (a double
-// collect). Owners count the moves of remote channels. A round trip is slow, so the rounds are limited.
+// Try the operations as of a single moment, so that an item moving between the channels is not missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
+// (a double collect). The owners count the moves of remote channels. The number of rounds is limited, because
+// each takes a slow round trip.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {
@@ -236,7 +237,8 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
-        PyErr_Format(PyExc_ValueError, "select takes 1 to %zu operations, got %zu", MOST, ops.size());
+        PyErr_Format(PyExc_ValueError, "select: there must be 1 to %zu operations, got %zu", MOST,
+                     ops.size());
         throw nb::python_error();
     }
     ask_other_owners(ops);

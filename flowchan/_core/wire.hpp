@@ -1,12 +1,12 @@
-// The frames that two hosts exchange over a link, after both have proved that they know the run's secret.
+// The frames that two hosts exchange over a link, once both have proved that they know the run's secret.
 //
-// A connection is a sequence of frames: a head, and for some types a payload behind it. A frame belongs to
-// one port of one stream (link.hpp). Input ports carry items to a worker, and output ports its outputs. All
-// types except ITEM and OUT are absolute state. So only the latest frame counts, and a new connection needs
-// no log of the old one.
+// A connection is a sequence of frames: each has a head and, for some types, a payload after it. A frame
+// belongs to one port of one stream (link.hpp). Input ports carry items to a worker, and output ports carry
+// its outputs. Every type except ITEM and OUT carries absolute state: only the latest frame counts, so a new
+// connection needs no log of the old one.
 //
-// All numbers are little-endian. Data from the other side is checked before use: the other side may have
-// another version, or be hostile.
+// All numbers are little-endian. Data from the other side is checked before it is used, because the other
+// side may run another version or be hostile.
 #pragma once
 
 #include <cstdint>
@@ -15,41 +15,42 @@
 namespace flowchan {
 
 enum class FrameType : uint8_t {
-    // from the worker side: the stream is open; the owner side answers with the state of all its ports
+    // from the worker side: the stream is open; the owner side replies with the state of all of its ports
     OPEN = 1,
     ITEM = 2,   // owner side -> worker side, input port: item n of the stream
-    OUT = 3,    // worker side -> owner side, output port: an output made for item n, or for none (KEYLESS)
+    OUT = 3,    // worker side -> owner side, output port: an output made for item n, or for no item (KEYLESS)
     INPUT = 4,  // worker side -> owner side, of an input port: a = got, b = done, n = leased, flags
-    // owner side -> worker side, of an output port: a = got, b = used, n = total puts granted (only for limited
-    // streams), flags; when BROKEN with the cause
+    // owner side -> worker side, of an output port: a = got, b = used, n = total puts granted (only for
+    // limited streams), flags; with BREAK, the payload is the cause
     OUTPUT = 5,
-    END = 6,   // from the items' sender to their receiver: no more will come; BROKEN with the cause
-    PING = 7,  // n = the sender's clock
-    PONG = 8,  // n as received
-    // owner side -> worker side, of an input port: return the items that the worker has not taken
+    // from the items' sender to their receiver: no more items will come; with BREAK, the payload is the cause
+    END = 6,
+    PING = 7,  // n = time on the sender's clock
+    PONG = 8,  // n = the value from the PING
+    // owner side -> worker side, of an input port: give back the items that the worker has not taken
     RECALL = 9,
-    // worker side -> owner side, of an output port: n = 1 while a writer waits for more room, else 0
+    // worker side -> owner side, of an output port: n = 1 while a writer is waiting for more room, else 0
     WANT = 10,
 };
 
 enum Flag : uint8_t {
-    STARVED = 1,     // INPUT: the worker waits, and has no item left
-    USERS = 2,       // INPUT: user code runs for the leased items (R10)
+    STARVED = 1,     // INPUT: the worker is waiting and has no items left
+    USERS = 2,       // INPUT: user code is running for the leased items (R10)
     UNPICKLED = 4,   // INPUT: an item is being unpickled
-    NO_MORE = 8,     // INPUT, OUTPUT: no reader takes items there any more
+    NO_MORE = 8,     // INPUT, OUTPUT: no reader is left to take items there
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is its cause
-    IS_OUTPUT = 32,  // END: of an output port
-    RECALLED = 64,   // INPUT: the answer to RECALL; `got` counts only items that the worker has taken
+    IS_OUTPUT = 32,  // END: the end of an output port
+    RECALLED = 64,   // INPUT: the reply to RECALL; `got` counts only items that the worker has taken
 };
 
 struct Head {
-    uint64_t size;  // of the payload
+    uint64_t size;  // size of the payload
     uint64_t n;
     uint32_t stream;
     uint16_t port;
     FrameType type;
-    uint8_t flags;   // ITEM and OUT: the kind of the item (frame.hpp), and its deaths << 3
-    uint64_t a = 0;  // not sent with ITEM and OUT
+    uint8_t flags;   // ITEM and OUT: the item's kind (frame.hpp), plus its deaths << 3
+    uint64_t a = 0;  // ITEM and OUT frames lack `a` and `b`
     uint64_t b = 0;
 
     static constexpr uint64_t SHORT = 24, LONG = 40;
@@ -62,10 +63,10 @@ struct Head {
 };
 static_assert(sizeof(Head) == Head::LONG && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 
-constexpr uint64_t MOST_CAUSE = 1 << 24;  // bytes of a cause
+constexpr uint64_t MOST_CAUSE = 1 << 24;  // largest size of a cause, in bytes
 constexpr uint64_t MOST_ITEM = uint64_t(1) << 46;
 
-// Return whether a head is valid, without its context.
+// Return whether a head is valid in any context.
 inline bool is_valid(const Head& head) {
     switch (head.type) {
         case FrameType::ITEM:

@@ -2,9 +2,9 @@
 
 A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
 with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
-tells the loop which of them have changed. The coroutine then tries its operation again. So a wait does not
-cost a thread. Items are taken only in the loop, in the same step that returns them. So a cancelled call
-has not taken one.
+tells the loop which waits have been woken. The coroutines then try their operations again. A wait therefore
+does not need a separate thread. Items are taken only in the loop's thread, in the same step that returns
+them, so a cancelled call has not taken an item.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 
 if TYPE_CHECKING:
-    import asyncio  # slow to import; a program that awaits has loaded it already
+    import asyncio  # slow to import; a program that uses await has already imported it
 
 T = TypeVar("T")
 
-MOST = 127  # waits of one thread: the limit of futex_waitv, less one for the watcher's own wake-up
+MOST = 127  # waits per thread: the limit of futex_waitv, minus one for waking the watcher itself
 SLICE = 0.1
-"""Seconds after which a watcher checks whether a process that should wake a waiter has died, or whether its
-loop has ended."""
+"""Seconds after which a watcher checks whether its loop has ended, or whether a process that should have
+woken a waiter has died."""
 LONG = 1.0
-"""The same if only threads of this process use the channel."""
+"""Seconds between these checks if only threads of this process use the channels."""
 
 
 class Watcher:
-    """Sleep on up to ``MOST`` waits of one event loop.
+    """Thread that sleeps on up to ``MOST`` waits of one event loop.
 
     The thread ends when it has had no waits for ``IDLE`` seconds, when the loop is closed, or when
     :meth:`end` is called.
@@ -41,7 +41,7 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # a weak reference, because the future of each wait already keeps the loop alive
+        # weak, so that an idle watcher does not keep the loop alive; the future of a wait does
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
@@ -54,7 +54,7 @@ class Watcher:
         return len(self._waits) < MOST
 
     def add(self, future: asyncio.Future[None], wait: Await) -> None:
-        """Set the result of ``future`` once the channel may let ``wait`` continue."""
+        """Set the result of ``future`` when ``wait`` is woken."""
         from asyncio import current_task
 
         with self._lock:
@@ -66,13 +66,13 @@ class Watcher:
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
-        """Forget the wait of ``future``."""
+        """Remove the wait that belongs to ``future``."""
         with self._lock:
             self._waits.pop(future, None)
         self._watch.ring()
 
     def end(self) -> None:
-        """End the thread now. There must not be any waits left."""
+        """End the thread now. No wait may be left."""
         self._over = True
         self._watch.ring()
         thread = self._thread
@@ -80,7 +80,7 @@ class Watcher:
             thread.join()
 
     def waits(self) -> list[tuple[asyncio.Task[Any] | None, Any]]:
-        """Return the waits as pairs of the task, if any, and its channel."""
+        """Return a pair for each wait: its task, if any, and its channel."""
         with self._lock:
             return [(task, wait.channel) for wait, task in self._waits.values()]
 
@@ -105,22 +105,22 @@ class Watcher:
                     loop.call_soon_threadsafe(_tell, futures)
                 except RuntimeError:
                     break  # the loop was closed
-            del loop, waits, futures  # keeps no finished future alive during the sleep
+            del loop, waits, futures  # so that no finished future stays alive during the sleep
         with self._lock:
             left = [wait for wait, _ in self._waits.values()]
-            self._waits.clear()  # they keep the loop alive, and will not be completed
+            self._waits.clear()  # the waits keep the loop alive, and nothing will complete them
         for wait in left:
             wait.leave(True)
 
     def _take(self, changed: list[tuple[asyncio.Future[None], Await]]) -> list[asyncio.Future[None]]:
-        """Remove the waits that have changed, and return the futures of those that were not cancelled."""
+        """Remove the woken waits, and return the futures of those that have not been cancelled."""
         futures = []
         with self._lock:
             for future, wait in changed:
                 if self._waits.pop(future, None) is not None:
                     futures.append(future)
                 else:
-                    wait.leave(True)  # its call was cancelled in the meantime
+                    wait.leave(True)  # the call was cancelled in the meantime
         return futures
 
 
@@ -140,13 +140,13 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def end_waits() -> None:
-    """End the watchers of the running loop, which is about to close and has no more waits."""
+    """End the running loop's watchers, because the loop is about to close and has no waits left."""
     for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 
 
 def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
-    """Return a watcher of the loop that has room for one more wait."""
+    """Return one of the loop's watchers with room for another wait."""
     watchers = _watchers.setdefault(loop, [])
     watcher = next((watcher for watcher in watchers if watcher.has_room()), None)
     if watcher is None:
@@ -156,10 +156,7 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Wait until the channel may let ``wait`` continue.
-
-    The wait has left the queue of the channel by then.
-    """
+    """Sleep until ``wait`` is woken; it has then left the channel's wait queue."""
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
@@ -168,7 +165,7 @@ async def _changed(wait: Await) -> None:
         await future
     except BaseException:
         watcher.remove(future)
-        wait.leave(True)  # the wake-up may have been meant for this call
+        wait.leave(True)  # passes on a wake-up that this call may have received
         raise
 
 
@@ -199,7 +196,7 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         pass
     again = False
     while True:
-        wait = Await(self, False, again)  # before the next try, so that a change after the try wakes it
+        wait = Await(self, False, again)  # before the next try, so that a later change wakes it
         try:
             self.put_nowait(item)
         except Full:
@@ -253,7 +250,7 @@ async def aget(self: Readable[T]) -> T:
 
 
 async def anext_item(self: Readable[T]) -> T:
-    """Return the next item of ``async for``."""
+    """Return the next item for ``async for``."""
     try:
         return await aget(self)
     except Drained:
@@ -261,14 +258,14 @@ async def anext_item(self: Readable[T]) -> T:
 
 
 def aiter_items(self: T) -> T:
-    """Return the iterator of ``async for item in channel``, which ends when the channel is drained."""
+    """Return the iterator for ``async for item in channel``, which ends when the channel is drained."""
     return self
 
 
 def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, list[tuple[asyncio.Task[Any] | None, Any]]]]:
-    """Return each event loop that has awaited a channel, with its current waits.
+    """Return each event loop in which a channel has been awaited, with the loop's current waits.
 
-    A wait is a pair of the task, if any, and its channel.
+    Each wait is given as a pair: its task, if any, and its channel.
     """
     return [
         (loop, [wait for watcher in watchers for wait in watcher.waits()])

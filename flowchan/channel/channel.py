@@ -1,8 +1,8 @@
 """The channel: a bounded, closable FIFO with one contract on every transport.
 
 The contract, C1 to C16, is in docs/explanation/contract.md; ``tests/contract/`` tests each clause. Methods
-like ``put`` and ``get`` are native and inherited from the core. This file checks the arguments of the
-constructor, makes the statistics, and moves a channel to another process.
+such as ``put`` and ``get`` are native and inherited from the core. This module checks the constructor's
+arguments, builds the statistics, and moves channels to other processes.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ __all__ = ["Channel", "ChannelStats", "Holder", "In", "Out"]
 T = TypeVar("T")
 
 hears_aborts: ContextVar[Callable[[Channel[Any], BaseException | None], None] | None]
-"""Called before a channel is aborted in this thread or task. The runner of a stage sets it."""
+"""Function to call before a channel is aborted in this thread or task; set by the runner of a stage."""
 hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
-_UNBOUNDED = 2 * LARGEST  # more than memory holds, and more than a caller may give
+_UNBOUNDED = 2 * LARGEST  # more than fits into memory, and more than a caller may pass
 _MOST_BY_DEFAULT = 16 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process that keeps memory of a channel by its arrays, tensors and memory views.
+    """Process that keeps a channel's memory in use through arrays, tensors or memory views.
 
-    The process has received these and still refers to them, or it has them on loan.
+    The process has received these objects and still refers to them, or it has them on loan.
 
     Attributes:
-        pid: Number of the process.
-        blocks: Number of memory blocks that it keeps.
+        pid: ID of the process.
+        blocks: Number of memory blocks that the process keeps in use.
         bytes: Total size of these blocks.
 
     Example:
@@ -79,30 +79,30 @@ class Holder:
 class ChannelStats:
     """Statistics of a channel at one moment (C15).
 
-    Times are in seconds. The waiting times are sums over all readers, or all writers, of the channel,
-    including those that wait now.
+    Times are in seconds. ``read_wait`` and ``write_wait`` are sums over all readers and all writers of the
+    channel, including those that are waiting now.
 
     Attributes:
         items_in: Items put since the channel was created.
-        items_out: Items taken since then.
-        bytes_in: Bytes put since then.
+        items_out: Items taken since the channel was created.
+        bytes_in: Bytes put since the channel was created.
         inside: Items inside now.
-        leased: Items that a stage has taken and not yet finished.
-        waiting_readers: Readers that wait now.
-        waiting_writers: Writers that wait now.
+        leased: Items that have been taken through a port but are not finished.
+        waiting_readers: Readers that are waiting now.
+        waiting_writers: Writers that are waiting now.
         readers: Open reading ends.
         writers: Open writing ends.
         read_wait: Time that readers have spent waiting.
         write_wait: Time that writers have spent waiting.
         turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn at an empty channel.
         readers_waiting_for: Time for which at least one reader has been waiting without a break.
-        writers_waiting_for: The same for writers.
-        selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
-        woken: Waiters that have been signalled and do not run yet.
-        awaiting: Those of ``selecting`` that are coroutines of this process.
+        writers_waiting_for: Time for which at least one writer has been waiting without a break.
+        selecting: Waiters that something else may also wake (``select``, ``await``, a timeout).
+        woken: Waiters that have been signalled but are not running yet.
+        awaiting: Waiters in ``selecting`` that are coroutines in this process.
         bytes_inside: Bytes that count against ``max_bytes``.
-        short_of_bytes: Whether a writer waits because of ``max_bytes``, and not because of ``capacity``.
-        holders: Processes that keep blocks of the channel's memory.
+        short_of_bytes: Whether a writer is waiting because of ``max_bytes`` rather than ``capacity``.
+        holders: Processes that keep blocks of the channel's memory in use.
 
     Example:
         >>> from flowchan import Channel
@@ -136,7 +136,7 @@ class ChannelStats:
 
 
 class Reached(Protocol):
-    """Address and secret of a channel across hosts, and what pickle stores for it."""
+    """Access to a channel across hosts: its address, its secret and its pickled form."""
 
     address: str
     secret: bytes
@@ -149,30 +149,30 @@ class Reached(Protocol):
 
 
 def most_bytes() -> int:
-    """Return the default of ``max_bytes`` for a channel between processes."""
+    """Return the default ``max_bytes`` of a channel between processes."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
 class Channel(_core.Channel[T]):
     """A bounded FIFO of items with any number of writers and readers.
 
-    A channel is open, then closed, then drained; or it is broken. All transports keep the same contract
-    (docs/explanation/contract.md).
+    A channel is first open, then closed, and finally drained; or it is broken. All transports keep the same
+    contract (docs/explanation/contract.md).
 
     Args:
-        capacity: Number of items at which ``put`` waits (default 64). ``None``, only for threads, sets no
-            bound.
+        capacity: Number of items at which ``put`` waits (default 64). ``None`` sets no limit and is allowed
+            only for threads.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
-            copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can open the
-            channel (docs/hosts.md).
-        max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; else half of the
-            machine's memory, at most 16 GiB). Memory is allocated on demand.
+            copies through shared memory. ``"hosts"`` does the same, and programs on other hosts can also open
+            the channel (docs/hosts.md).
+        max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of
+            the machine's memory, but at most 16 GiB). Memory is allocated on demand.
 
     Raises:
         ValueError: An argument is out of range, or ``across`` is unknown.
         TypeError: An argument has the wrong type or a misspelt name.
         OSError: The machine lacks memory or descriptors.
-        RuntimeError: gevent or eventlet has replaced the threads.
+        RuntimeError: gevent or eventlet has replaced Python's threads.
 
     Example:
         >>> from flowchan import Channel
@@ -217,7 +217,7 @@ class Channel(_core.Channel[T]):
         """Return the address at which ``flowchan.hosts.open_channel`` opens a channel across hosts.
 
         Returns:
-            The text that ``open_channel`` takes.
+            The string to pass to ``open_channel``.
 
         Raises:
             ChannelError: The channel is not across hosts.
@@ -234,11 +234,11 @@ class Channel(_core.Channel[T]):
     def secret(self) -> bytes:
         """Return the secret that programs on other hosts need to open the channel.
 
-        A program that knows the secret can run code in this process. Keep it out of command lines and
-        environment variables.
+        A program that knows the secret can run code in this process. Keep the secret out of command lines
+        and environment variables.
 
         Returns:
-            The bytes that ``open_channel`` takes.
+            The bytes to pass to ``open_channel``.
 
         Raises:
             ChannelError: The channel is not across hosts.
@@ -251,7 +251,7 @@ class Channel(_core.Channel[T]):
         return self._reached
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel with the same transport and the same owner."""
+        """Return a new channel with the same transport and the same owner as this one."""
         if self.transport.reached_by:
             return self._reached.another(capacity)
         return Channel(capacity, across=self.across)
@@ -262,7 +262,7 @@ class Channel(_core.Channel[T]):
         When the last reading end is closed, puts raise ``Closed``.
 
         Returns:
-            The end, which closes when its ``with`` block is left.
+            The end; leaving its ``with`` block closes it.
 
         Example:
             >>> from flowchan import Channel
@@ -280,7 +280,7 @@ class Channel(_core.Channel[T]):
         When the last writing end is closed, the channel is closed.
 
         Returns:
-            The end, which closes when its ``with`` block is left.
+            The end; leaving its ``with`` block closes it.
 
         Example:
             >>> from flowchan import Channel
@@ -295,11 +295,11 @@ class Channel(_core.Channel[T]):
     def abort(self, cause: BaseException | None = None) -> None:
         """Break the channel, and discard the items inside.
 
-        Every waiting or later call raises ``Broken`` from ``cause``. In a stage of a graph, this also ends
-        the run with the same cause.
+        Every call that is waiting, and every later call, raises ``Broken`` from ``cause``. If a stage of a
+        graph calls this, the run also ends, with the same cause.
 
         Args:
-            cause: The cause of the ``Broken`` errors. Default: none.
+            cause: The cause of the ``Broken`` errors (default: none).
 
         Raises:
             TypeError: ``cause`` is not an exception.
@@ -323,8 +323,8 @@ class Channel(_core.Channel[T]):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the owner of a remote channel has every item that this process has put.
 
-        A remote channel (``flowchan.hosts.open_channel``) sends items while the program continues. On a local
-        channel, ``flush`` returns immediately, because ``put`` returns when the item is in the channel.
+        A remote channel (``flowchan.hosts.open_channel``) sends items in the background. On a local channel,
+        ``flush`` returns immediately, because each ``put`` has already put its item into the channel.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -352,12 +352,12 @@ class Channel(_core.Channel[T]):
     __anext__ = awaiting.anext_item
 
     def stats(self) -> ChannelStats:
-        """Return the statistics of this moment.
+        """Return the channel's current statistics.
 
-        They are taken under the channel's lock, so they are consistent.
+        They are read under the channel's lock, so they are consistent with each other.
 
         Returns:
-            Counts of items, bytes and waiting users, and the waiting times.
+            The numbers of items, bytes and waiting readers and writers, and the waiting times.
 
         Example:
             >>> from flowchan import Channel
@@ -388,7 +388,7 @@ class Channel(_core.Channel[T]):
 
 
 def _places(capacity: int | None, transport: Transport) -> int:
-    """Check ``capacity`` and return the number of items that the queue has room for."""
+    """Check ``capacity``, and return the number of items for which the queue has room."""
     if capacity is None:
         if transport.copies:
             raise ValueError(
@@ -404,13 +404,14 @@ def _places(capacity: int | None, transport: Transport) -> int:
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
 
-# The channels of this process by the inode of their memory. A channel that arrives again is the same object.
+# The channels of this process, by the inode of their memory. A channel that is received again is the same
+# object.
 _known: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
 
 
 def _arrive(handle: Handle, name: str) -> Channel[Any]:
     if not isinstance(handle, Inherited) and (known := _known.get(handle.inode)) is not None:
-        return known  # the descriptors are not needed
+        return known  # the descriptors in the item are not needed
     if isinstance(handle, Beside):
         return _from_beside(handle.place, name)
     try:
@@ -439,10 +440,10 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 
 
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
-    """Store a channel across hosts next to the packed value, and return what to pickle in its place.
+    """Keep a cross-host channel next to the packed value, and return what to pickle in its place.
 
-    The channel then lives as long as the packed value, which can be unpacked any number of times. Returns
-    None if the value is not packed in this way.
+    The channel then lives as long as the packed value, which can be unpacked any number of times. Return
+    None if the current value is not packed in this way.
     """
     if now.packing is None or not now.packing.keeps_far:
         return None

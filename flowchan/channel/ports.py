@@ -16,7 +16,10 @@ T_contra = TypeVar("T_contra", contravariant=True)
 
 
 Request = Callable[[Any, BaseException | None], bool]
-"""Decides whether a port closes. Gets the port and the error, if any, that leaves its ``with`` block."""
+"""Function that decides whether a port closes.
+
+Its arguments are the port and the error, if any, that is leaving the port's ``with`` block.
+"""
 
 
 def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
@@ -27,7 +30,7 @@ def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
 class In(_core.In[T_co]):
     """Reading end of a channel.
 
-    Taking the next item ends the lease of the previous one. Leaving a ``with`` block closes the end. If an
+    Taking the next item ends the lease of the previous one. Leaving the ``with`` block closes the end. If an
     error leaves the block, the unfinished items go back into the channel.
 
     Example:
@@ -42,11 +45,11 @@ class In(_core.In[T_co]):
         b
     """
 
-    __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
+    __slots__ = ("_may_close",)  # set by a stage's runner, which decides whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
-        """Close the reading end, and finish the items that it has taken.
+        """Close the reading end. The items that it has taken count as finished.
 
         Example:
             >>> from flowchan import Channel
@@ -71,7 +74,7 @@ class In(_core.In[T_co]):
 
 
 class Out(_core.Out[T_contra]):
-    """Writing end of a channel. Leaving a ``with`` block closes it.
+    """Writing end of a channel. Leaving the ``with`` block closes the end.
 
     Example:
         >>> from flowchan import Channel
@@ -82,13 +85,13 @@ class Out(_core.Out[T_contra]):
         ['a']
     """
 
-    __slots__ = ("_may_close",)  # the runner of a stage sets it, to decide whether the port may close
+    __slots__ = ("_may_close",)  # set by a stage's runner, which decides whether the port may close
     _may_close: Request | None
 
     def close(self) -> None:
         """Close the writing end.
 
-        When the last one is closed, the channel is closed.
+        When the last writing end is closed, the channel is closed.
 
         Example:
             >>> from flowchan import Channel
@@ -111,7 +114,7 @@ class Out(_core.Out[T_contra]):
             super().__exit__(type, error, traceback)
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner of the channel has every item of this port; see ``Channel.flush``.
+        """Wait until the channel's owner has every item put through this port; see ``Channel.flush``.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -136,13 +139,13 @@ class Out(_core.Out[T_contra]):
 
 
 def moved(port: In[Any] | Out[Any]) -> tuple[Any, ...]:
-    """Return the values that pickle stores for a port, which moves with its session.
+    """Return what pickle stores for a port, so that the port moves to another process.
 
     Args:
         port: The port.
 
     Returns:
-        The port's class and the arguments that make it in the other process.
+        The port's class, and the arguments with which the other process creates the port.
 
     Raises:
         TypeError: The channel is across hosts, so its ports cannot move.

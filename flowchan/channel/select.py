@@ -1,4 +1,4 @@
-"""``select``: do exactly one of several operations on channels, as soon as one is possible (C10)."""
+"""``select``: perform exactly one of several operations on channels, as soon as one is possible (C10)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Selected(Generic[T_co]):
 
     Attributes:
         channel: The channel or port of the operation.
-        item: The item that was taken or put; None for a channel of ``ready``.
+        item: The item that was taken or put; None if ``channel`` is one of ``ready``.
         put: Whether the operation was a put.
 
     Example:
@@ -40,7 +40,7 @@ class Selected(Generic[T_co]):
 
 
 class NothingReady(Empty, Full):
-    """None of the operations of a ``select`` was possible now, or within ``timeout`` seconds.
+    """None of a ``select``'s operations was possible within ``timeout`` seconds.
 
     Example:
         >>> from flowchan import Channel, NothingReady, select
@@ -61,7 +61,7 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-def select(  # mypy infers one type for a list, and only this overload accepts a list of different channels
+def select(  # the only overload for a list of channels of different types, for which mypy infers one type
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,
@@ -80,7 +80,7 @@ def select(
     timeout: float | None = None,
     ready: Iterable[Channel[Any]] = (),
 ) -> Selected[Any]:
-    """Do exactly one of several operations, as soon as one is possible.
+    """Perform exactly one of several operations, as soon as one is possible.
 
     If several operations are possible, ``select`` chooses one at random. The channels and ports may have
     different transports.
@@ -89,17 +89,19 @@ def select(
         gets: Channels or ports from which an item may be taken. Drained ones are ignored.
         puts: Pairs of a channel or port and an item to put.
         timeout: Seconds to wait. Default: no limit.
-        ready: Channels from which no item is taken. One is chosen if a get would not wait, because it has
-            an item or is drained. So closing an empty channel ends all selects that wait for it.
+        ready: Channels to wait for without taking an item. A channel is ready when a get would not wait,
+            because the channel has an item or is drained. Closing an empty channel therefore ends all selects
+            that are waiting for it.
 
     Returns:
-        The operation that was done, as a :class:`Selected`.
+        The operation that was performed, as a :class:`Selected`.
 
     Raises:
         Drained: All channels of ``gets`` are drained, and ``puts`` and ``ready`` are empty.
-        NothingReady: No operation was possible within ``timeout`` seconds. It is an ``Empty`` and a ``Full``.
-        Closed: The chosen put found its channel closed.
-        Broken: The chosen channel is broken.
+        NothingReady: No operation was possible within ``timeout`` seconds. The error is an ``Empty`` and a
+            ``Full``.
+        Closed: ``select`` chose a put whose channel is closed.
+        Broken: ``select`` chose an operation whose channel is broken.
         TypeError: ``gets`` or ``ready`` is not a list of channels, or ``puts`` is not a list of pairs.
 
     Example:
@@ -116,10 +118,10 @@ def select(
     writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
-        raise Drained("select: every channel to get from is drained")
+        raise Drained("select: all channels in gets are drained")
     if index < 0:
         raise NothingReady(
-            f"select: none of {len(reading) + len(writing) + len(looking)} operations could be done within "
+            f"select: none of {len(reading) + len(writing) + len(looking)} operations was possible within "
             f"{timeout} s"
         )
     if index < len(reading):
@@ -144,9 +146,9 @@ def _pair(pair: Any) -> tuple[Writable[Any], Any]:
 
 
 def _channels(ready: Iterable[Channel[Any]]) -> list[Channel[Any]]:
-    """Check ``ready`` and return its channels.
+    """Check ``ready`` and return its channels as a list.
 
-    Ports are refused, because a get from a port also finishes the previous item.
+    Ports are rejected, because a get from a port also finishes the previous item.
     """
     looking: list[Channel[Any]] = [] if isinstance(ready, Channel | In) else list(ready)
     if isinstance(ready, Channel | In) or not all(isinstance(channel, Channel) for channel in looking):

@@ -1,11 +1,11 @@
-"""Serialisation of items that the direct encoding of the core does not cover.
+"""Serialisation of items that the core's direct encoding does not cover.
 
-It is pickle protocol 5. The contents of arrays and tensors travel next to the pickle, as buffers
+The format is pickle protocol 5. The contents of arrays and tensors are sent next to the pickle, as buffers
 (``arrays.py``), so they are written once and read in place.
 
-Functions and classes of ``__main__``, and of a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle (``main_code.py``). Another process may have another ``__main__``. Everything importable is
-pickled by reference. cloudpickle also takes over where plain pickle fails.
+Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
+with cloudpickle (``main_code.py``): another process may have another ``__main__``. Everything importable is
+pickled by reference. cloudpickle is also used for values that plain pickle can't handle.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """Serialise a value as a channel between processes does, so that it can be sent in the value's place.
+    """Serialise a value in the way of a channel between processes, so that it can be sent packed.
 
-    :func:`unpack` makes the value. So a receiver can keep the packed item before it makes any part of the
-    value, and decide what to do if this fails.
+    :func:`unpack` restores the value. A receiver can therefore hold the packed item before any part of the
+    value is unpickled, and decide what to do if unpacking fails.
 
     Args:
-        value: Any value that can be an item.
+        value: Any value that can be sent as an item.
 
     Returns:
         Bytes, or a list of bytes, buffers and channels. A put into a channel between processes copies the
@@ -64,14 +64,14 @@ def pack(value: object) -> Packed:
 def pack_to_pass_on(value: object) -> tuple[Packed, Callable[[], None]]:
     """Serialise a value for a process that passes it on without unpacking it.
 
-    Returns the packed value, and a function to call if the value is not sent.
+    Return the packed value, and a function to call if the packed value is not sent.
     """
     packed, companions = _pack_with(value, descriptors.Unopened())
     return _with_companions(packed, companions), companions.take_back
 
 
 def pack_away(value: object) -> Packed:
-    """Serialise a value for another host, with copies of the memory that processes share."""
+    """Serialise a value for another host; memory that processes share is copied into the result."""
     return _with_companions(*_pack_with(value, descriptors.DuplicatedDescriptors()))
 
 
@@ -112,7 +112,7 @@ def _pack(value: object) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Make the value that was given to :func:`pack`.
+    """Restore the value that was passed to :func:`pack`.
 
     Args:
         packed: The return value of :func:`pack`.
@@ -146,13 +146,13 @@ Kept = tuple[int, list[Any], Callable[[Any], None] | None, int, tuple[int, ...],
 def dumps(item: object, leaves: bool = False) -> Packed | Kept:
     """Serialise an item for the core.
 
-    A PINNED or PARCEL item returns a tuple with these parts:
+    For a PINNED or PARCEL item, the result is a tuple with these parts:
 
     - the id of the device memory, or 0
     - the pickle and its buffers
-    - a function to call with the channel once the item is inside, or None
+    - a function to call with the channel once the item is in it, or None
     - the id of the fd bundle, or 0
-    - the descriptors of the bundle
+    - the bundle's descriptors
     - the objects that keep the descriptors open
 
     Args:
@@ -184,9 +184,9 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """The last item with channels that this thread serialized for another host.
+    """The last item with channels that this thread serialised for another host.
 
-    ``dumped`` holds the ``id`` of its serialized form and the callbacks that release its channels.
+    ``dumped`` holds the ``id`` of the item's serialised form and the callbacks that release its channels.
     """
 
     dumped: tuple[int, list[Callable[[], None]]] | None = None
@@ -196,7 +196,7 @@ _last = _Last()
 
 
 def not_put(dumped: object) -> None:
-    """Release the channels in the result of :func:`dumps`, because it was not put."""
+    """Release the channels in a result of :func:`dumps`, because that result was not put."""
     last, _last.dumped = _last.dumped, None
     if last is not None and last[0] == id(dumped):
         for call in last[1]:
@@ -204,13 +204,13 @@ def not_put(dumped: object) -> None:
 
 
 _NAMES_SOMETHING = pickle.STACK_GLOBAL
-"""Protocol 5 has this byte before each reference to a function or a class. A search for one byte is quick."""
+"""Protocol 5 writes this byte for each reference to a function or a class. Searching for one byte is fast."""
 
 
 def _names_local_objects(data: bytes) -> bool:
     if _NAMES_SOMETHING not in data:
         return False
-    for name in by_value_modules:  # noqa: SIM110  # quicker than any(), and done for each item
+    for name in by_value_modules:  # noqa: SIM110  # faster than any(), and runs for each item
         if name.encode() in data:
             return True
     return False
@@ -227,8 +227,8 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return the pickler by value, with our reducers before its own."""
-    from flowchan.items.main_code import ByValuePickler  # slow to import, and most items do not need it
+    """Return the class that pickles by value and tries flowchan's reducers before its own."""
+    from flowchan.items.main_code import ByValuePickler  # slow to import, and not needed for most items
 
     class Pickler(ByValuePickler):
         def reducer_override(self, obj: object) -> Any:
@@ -239,7 +239,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """Serialise a value with its code for a child process. Shared tensors stay shared."""
+    """Serialise a value and its code for a child process. Shared tensors stay shared."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -261,23 +261,23 @@ def _sharing_pickler() -> Any:
 
 
 keeps_sealed: ContextVar[bool] = ContextVar("keeps_sealed", default=False)
-"""Whether items that are received in this context stay packed, as :class:`Sealed`."""
+"""Whether items received in this context stay packed, as :class:`Sealed` objects."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Sealed:
-    """Item in the packed form, for a process that passes it on without unpacking it."""
+    """Packed item, for a process that passes the item on without unpacking it."""
 
     packed: Packed
 
     def value(self) -> Any:
-        """Unpack the item."""
+        """Return the unpacked item."""
         return unpack(self.packed)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opening:
-    """Replace a packed value so that its receiver gets the value itself."""
+    """Stand-in for a packed value: its receiver gets the unpacked value."""
 
     packed: Packed
 
@@ -286,10 +286,10 @@ class Opening:
 
 
 def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) -> Any:
-    """Make the object that :func:`dumps` was given.
+    """Restore the object that was passed to :func:`dumps`.
 
-    A PINNED or PARCEL item comes as a tuple: a view that keeps the item alive, the pickle and its buffers,
-    and the fd bundle. The bundle is a pair of its descriptors and the errno of those that are missing.
+    A PINNED or PARCEL item arrives as a tuple: a view that keeps the item alive, the pickle and its buffers,
+    and the fd bundle. The bundle is a pair: its descriptors, and the errno that explains why any are missing.
     """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)
@@ -313,7 +313,7 @@ class Unreadable:
     """Item that a stage could not unpickle.
 
     Attributes:
-        data: The pickle of the item, without the arrays that travel next to it.
+        data: The pickle of the item, without the arrays that are sent next to the pickle.
 
     Example:
         >>> from flowchan import Graph, Unreadable
@@ -336,7 +336,7 @@ class Unreadable:
 def _refusal(item: object, error: BaseException) -> str:
     """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    names_culprit = reason.startswith(short(culprit))  # as flowchan's own messages do
+    names_culprit = reason.startswith(short(culprit))  # flowchan's own messages do this
     if path and names_culprit:
         reason = f"its {', '.join(path)}: {reason}"
     elif path:
@@ -350,7 +350,7 @@ _PICKLERS = {"flowchan", "cloudpickle", "pickle", "copyreg"}
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Return whether code outside the picklers took part in the error, such as a user's ``__reduce__``."""
+    """Return whether code outside the picklers, such as a user's ``__reduce__``, appears in the traceback."""
     return any(
         frame.f_globals.get("__name__", "").partition(".")[0] not in _PICKLERS
         for frame, _ in traceback.walk_tb(error.__traceback__)

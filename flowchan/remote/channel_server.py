@@ -1,12 +1,12 @@
 """Server through which other processes reach the channels that this process owns.
 
-Such a channel is an ordinary ring in the process that made it, its owner. The server listens at one address
-for all of them, and accepts clients that prove the secret. Each client process has one link and one
-:class:`ClientSession`. The server carries out the client's requests on the channel itself. A port that the
-client opens is an ordinary port here, which the link uses.
+Such a channel is an ordinary ring in the process that created it, its owner. The server listens at one
+address for all of the owner's channels, and accepts clients that prove that they know the secret. Each client
+process has one link and one :class:`ClientSession`. The server carries out the client's requests on the
+channel itself. A port that the client opens is an ordinary port in the owner's process, which the link uses.
 
-One thread runs the server's event loop, and one thread per client watches its link. They end when the last
-channel is gone.
+One thread runs the server's event loop, and one thread per client watches that client's link. All of these
+threads end when the last channel has been released.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-MAX_LOST_CLIENTS = 32  # ids of lost clients to remember, so that they learn why they are rejected
-CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner answers its forked children
+# number of lost clients whose ids are kept, so that such a client learns why it is rejected
+MAX_LOST_CLIENTS = 32
+CHILD_TIMEOUT_S = 1.0  # seconds within which an owner that is alive replies to its forked children
 
 
 class ChannelServer:
-    """Server for channels at one address, each with a number.
+    """Server at one address for several channels, each with a number.
 
-    It ends with the last channel, unless ``kept`` is true.
+    It ends when its last channel has been released, unless ``kept`` is true.
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove (default: 32 random bytes).
+        secret: Secret that clients must prove that they know (default: 32 random bytes).
         tls: Whether connections are encrypted.
         peer_timeout: Seconds without a sign of life from this process after which a client gives up.
-        kept: Whether the server stays when it has no channels.
+        kept: Whether the server continues to run when it has no channels.
 
     Raises:
         ValueError: The address is invalid.
@@ -75,16 +76,17 @@ class ChannelServer:
         self.id, self.pid = secrets.token_hex(16), os.getpid()
         self.tls, self.peer_timeout = tls, peer_timeout
         self.secret = secrets.token_bytes(32) if secret is None else secret
-        self.requests: dict[str, Callable[..., Any]] = {}  # further requests by name
+        self.requests: dict[str, Callable[..., Any]] = {}  # additional kinds of requests, by name
         # Called with each session that ends.
         self.client_left: Callable[[ClientSession], None] = lambda _: None
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
-        self._under_way: Counter[int] = Counter()  # number of unfinished items that contain each channel
-        self._dropped: deque[Orphans] = deque()  # channels that may have no user any more
+        # for each channel, the number of unfinished items that contain it
+        self._under_way: Counter[int] = Counter()
+        self._dropped: deque[Orphans] = deque()  # channels that may no longer have any user
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
-        # the garbage collector may finish an item while its thread holds the lock
+        # reentrant: while a thread holds the lock, the garbage collector may call item_done() in that thread
         self._counting = threading.RLock()
         self._numbers = 0
         self._sessions: dict[str, ClientSession] = {}
@@ -123,7 +125,7 @@ class ChannelServer:
         return number
 
     def make(self, capacity: int) -> Channel[Any]:
-        """Make a channel of this server."""
+        """Make a channel that belongs to this server."""
         before = chosen.set(self)
         try:
             return Channel(capacity, across=HOSTS.name)
@@ -131,7 +133,7 @@ class ChannelServer:
             chosen.reset(before)
 
     def send(self, number: int) -> bool:
-        """Count an item that contains the channel, which lasts until that item is finished.
+        """Count an item that contains the channel; the channel is kept until that item is finished.
 
         The process that finishes the item calls :meth:`item_done`.
 
@@ -151,7 +153,8 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                self._sent[number] = _twin(channel)  # before the count, because descriptors may be lacking
+                # Before counting, because this fails if the process has no descriptors left
+                self._sent[number] = _twin(channel)
             self._under_way[number] += 1
         return True
 
@@ -169,10 +172,10 @@ class ChannelServer:
             last = self._sent.pop(number, None)
         if last is not None:
             self.drop(number, OrphanMemory(last))
-        del last  # not under the lock: this may release the channel
+        del last  # not while holding the lock, because this may release the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
-        """Count the channels of this server in the value of a reply, by number."""
+        """Count the occurrences of each of this server's channels in a reply's value, by number."""
         found: Counter[int] = Counter()
         if self._sent:
             for packed in packed_in(value):
@@ -182,8 +185,8 @@ class ChannelServer:
     def keep(self, channel: Channel[Any], number: int) -> None:
         """Keep a channel that a forked child has received in an item.
 
-        The child opens it like a remote client. The parent may have the channel only in that item, and keeps
-        it as long as the child has it.
+        The child opens the channel like a remote client. The item may hold the parent's only reference to the
+        channel, so the parent keeps the channel as long as the child has it.
         """
         if os.getpid() == self.pid:
             return
@@ -195,7 +198,7 @@ class ChannelServer:
     def _from_child(self) -> Connection | None:
         """Return a forked child's connection to its parent, or None if the parent has ended.
 
-        The child reports channels in items like a remote client. The connection stays open.
+        Over it, the child reports the channels in its items like a remote client. The connection stays open.
         """
         try:
             os.kill(self.pid, 0)
@@ -206,7 +209,7 @@ class ChannelServer:
             return None
 
     def is_here(self, number: int) -> bool:
-        """Return whether this process has the channel; a forked child has those made before the fork."""
+        """Return whether this process has the channel; a forked child has those created before the fork."""
         return self.pid == os.getpid() or number in self._channels or number in self._sent
 
     def find(self, number: int) -> Channel[Any]:
@@ -221,57 +224,61 @@ class ChannelServer:
         Raises:
             ChannelError: The channel was released or never existed.
         """
-        with self._counting:  # several threads may search for the channel
+        with self._counting:  # several threads may look for the same channel
             found = self._channels.get(number)
             if found is None and (sent := self._sent.get(number)) is not None:
                 # A channel in transit does not keep the server alive, so it is not among the registered
                 # channels.
                 twin = _twin(sent)
-                found = self._channels.setdefault(number, twin)  # the garbage collector may have run since
+                # the garbage collector may have run since the look-up
+                found = self._channels.setdefault(number, twin)
                 if found is twin:
                     self._watch_release(found, number)
         if found is not None:
             return found
         raise ChannelError(
             f"there is no channel {number} at {self.address}: its owner has released it or never had it; "
-            "keep the channel in its owner, or in a program that has opened it, while other programs use it"
+            "keep a reference to it in its owner, or in a program that has opened it, while others use it"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Check a channel whose object is about to be released; the garbage collector may call this."""
+        """Check later whether a channel is unused, because one of its objects is about to be released.
+
+        The garbage collector may call this method.
+        """
         if os.getpid() != self.pid:
             return
-        # otherwise its items contain no channels
+        # If no channel is in transit, the items contain no channels.
         if self._sent and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
-        if self._over:  # it may have ended just now
+        if self._over:  # the server may have ended just now
             self._dropped.clear()
         self.wake()
 
     def _check_dropped(self) -> None:
-        """Release the channels in the items of channels that no process has any more."""
+        """Find unused channels, and release the channels that their items contain."""
         for _ in range(len(self._dropped)):
             try:
                 dropped = self._dropped.popleft()
-            except IndexError:  # the server has ended since
+            except IndexError:  # the server has ended in the meantime
                 return
             lives = dropped.number in self._channels or dropped.number in self._sent
             if not lives and not dropped.is_unused():
-                self._dropped.append(dropped)  # a forked child has the channel: check it again later
+                self._dropped.append(dropped)  # a forked child still has the channel: check again later
             elif not lives:
                 for number in self.sent_in(dropped.items()).elements():
                     self.item_done(number)
 
     def is_over(self) -> bool:
         """Return whether the server has ended or has no channels left."""
-        # Iterate, because a finalizer may run before the dictionary drops its entry.
+        # Iterate instead of using len(), because this may run before the dictionary has dropped its entry.
         return self._over or (not self._kept and not any(True for _ in self._channels.values()))
 
     def wake(self) -> None:
-        """Make the server check whether it has ended; the garbage collector may call this."""
+        """Make the server check whether it should end; the garbage collector may call this method."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -304,7 +311,8 @@ class ChannelServer:
     async def _serve(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept_clients)
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):  # drops silent connections once a second
+            # Continue after at most a second, to drop connections that have remained silent.
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), 1.0)
             self._changed.clear()
             self._check_dropped()
@@ -337,7 +345,7 @@ class ChannelServer:
                     session.attach(sock)
 
     def _session(self, hello: dict[str, Any]) -> ClientSession | None:
-        """Return the session for a client, or None if it was given up or has another version."""
+        """Return the session for a client, or None if the client was given up or has another version."""
         id, pid = hello.get("client"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
@@ -359,11 +367,11 @@ class ChannelServer:
 
 
 _servers: dict[str, ChannelServer] = {}
-"""Servers of this process and, in a forked child, of its parents, by their ids."""
+"""Servers of this process and, in a forked child, of its parents, by server id."""
 _ending = threading.Lock()
-"""Held while a server decides whether it has ended."""
+"""Held while a server decides whether to end."""
 chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
-"""Server of the channel that is being made (default: the one that this process has)."""
+"""Server for the channel that is being made (default: the server of this process)."""
 
 
 def _twin(channel: Channel[Any]) -> Channel[Any]:
@@ -381,12 +389,12 @@ def _dropped(server: weakref.ref[ChannelServer], number: int, memory: OrphanMemo
 
 
 def server_of(id: str) -> ChannelServer | None:
-    """Return the server with this id, of this process or of a parent."""
+    """Return the server with this id, which belongs to this process or to a parent."""
     return _servers.get(id)
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return the server at this address, if this process has it and the secret is right."""
+    """Return this process's server at ``address``, or None if there is none or the secret is wrong."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 
@@ -398,7 +406,7 @@ def _close_all() -> None:
 
 
 def _after_fork() -> None:
-    """Stop listening in a forked child, which reaches its parents' channels directly."""
+    """Stop listening in a forked child, which has direct access to its parents' channels."""
     global _ending
     _ending = threading.Lock()
     for server in _servers.values():

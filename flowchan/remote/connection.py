@@ -1,8 +1,8 @@
-"""Connections of this process to owners of remote channels.
+"""Connections from this process to the owners of remote channels.
 
-A connection consists of a link, a control stream, and one stream for each port that is open here. Two threads
-belong to it: one keeps the link connected, and one receives messages from the owner. The connection ends when
-this process uses no channel of that owner any more.
+A connection consists of a link, a control stream, and one stream for each port that is open in this process.
+It has two threads: one keeps the link connected, and the other receives messages from the owner. The
+connection ends when this process no longer uses any channel of that owner.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
 PEER_TIMEOUT_S = 10.0
-"""Seconds within which an owner that this process has no connection to must reply."""
+"""Seconds to wait for a reply from an owner to which this process is not connected yet."""
 REPLY_TIMEOUT_S = 1.0
 """Extra seconds to wait for a reply, beyond the call's timeout and two round trips."""
 EXIT_TIMEOUT_S = 2.0
-"""Seconds that an exiting process waits for its items in transit."""
+"""Seconds that an exiting process waits for its items that are in transit."""
 
 
 class RemotePort:
-    """Local side of a port that is open at the owner: a ring, the user's end and the link's end.
+    """Local side of a port that is open at the owner: a ring, its user's end and its link's end.
 
     Args:
         number: Number of the stream.
         name: Name of the ring, for error messages.
-        max_bytes: Limit of the channel for one item.
+        max_bytes: The channel's limit on the size of one item.
         reads: Whether the user reads from the ring.
-        counted: Whether the user has opened the port. Otherwise it serves the plain calls of this process,
-            and its ring accepts only as many items as the owner allows.
+        counted: Whether the user has opened the port. If not, the port serves the plain calls of this
+            process, and its ring accepts only as many items as the owner allows.
     """
 
     def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
@@ -57,7 +57,7 @@ class RemotePort:
         self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
         self.ring._name, self.ring._hosts = name, True
         self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
-        self.arrived = 0  # items that the owner has put in total, known when the stream is finished
+        self.arrived = 0  # number of items that the owner has put; known once the stream is finished
         if not reads and not counted:
             self.ring._allow(0)
         self.finished = Latch()
@@ -75,13 +75,13 @@ class RemotePort:
             port.leave()
 
     def undelivered(self) -> int:
-        """Return how many items that were put here the owner does not have yet."""
+        """Return how many of the items put into the ring the owner does not have yet."""
         stats = self.ring.stats()
         return 0 if self.reads else stats.inside + stats.leased
 
 
 class Connection(Calls):
-    """Connection to one owner; see the module.
+    """Connection to one owner; the module docstring describes it.
 
     Args:
         address: Host and port of the owner.
@@ -96,17 +96,17 @@ class Connection(Calls):
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
         super().__init__(address)
         self.pid = os.getpid()
-        self.is_kept = False  # stay connected while the owner lives, even without channels
-        self._starting = 0  # callers that are about to use a channel
+        self.is_kept = False  # whether to stay connected while the owner is alive, even without channels
+        self._starting = 0  # number of callers that are about to use a channel
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "client": secrets.token_hex(16), "again": False}
         self._stream_numbers = 0
         self._streams: dict[int, RemotePort] = {}
-        self._users: set[object] = set()  # one token for each user
+        self._users: set[object] = set()  # one token for each object that uses a channel
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._left = False
         self._has_left = Latch()
-        sock, their_hello = self._dial(timeout, f"can't open a channel of {address}")
+        sock, their_hello = self._dial(timeout, f"can't open a channel at {address}")
         self.server_id, self._peer_timeout = their_hello["server"], float(their_hello["peer_timeout"])
         self._hello["again"] = True
         requests, replies = control_ring(), control_ring()
@@ -124,7 +124,8 @@ class Connection(Calls):
         ]
         for thread in self._threads:
             thread.start()
-        before_exit(_leave_all, 1)  # before a server of this process closes, which may own these channels
+        # before the servers of this process are closed, because one of them may own these channels
+        before_exit(_leave_all, 1)
 
     def _dial(self, within: float, why: str) -> Any:
         try:
@@ -160,10 +161,10 @@ class Connection(Calls):
 
         Args:
             channel: Number of the channel.
-            within: Seconds to wait for the reply, plus two round trips (default: no limit).
+            within: Seconds to wait for the reply, in addition to two round trips (default: no limit).
 
         Returns:
-            Its capacity, ``max_bytes`` and name.
+            The channel's capacity, ``max_bytes`` and name.
 
         Raises:
             HostError: The owner has not replied in time.
@@ -177,7 +178,7 @@ class Connection(Calls):
         try:
             return self.ask(channel, "open", late=drop, within=wait)
         except Unanswered:
-            why = f"can't open a channel of {self.address}: it has not answered for {wait:.3g} s"
+            why = f"can't open a channel at {self.address}: it has not answered for {wait:.3g} s"
             raise HostError(why, self.address) from None
 
     def send(self, channel: int) -> bool:
@@ -194,22 +195,22 @@ class Connection(Calls):
         return 2 * float(self.link.state()["round_trip"])
 
     def answered_within(self, timeout: float) -> float:
-        """Return the time in seconds after which an owner without a reply counts as unresponsive."""
+        """Return how many seconds to wait for a reply to a call with this timeout before giving up."""
         return timeout + self.two_round_trips() + REPLY_TIMEOUT_S
 
     # --- streams ---
 
     def new_stream(self, name: str, max_bytes: int | None, reads: bool, counted: bool) -> RemotePort:
-        """Return a new stream with its ring, not yet joined to a port."""
+        """Return a new stream with its ring. No port at the owner is joined to the stream yet."""
         with self._lock:
             self._stream_numbers += 1
             return RemotePort(self._stream_numbers, name, max_bytes, reads, counted)
 
     def open_stream(self, stream: RemotePort, channel: int) -> None:
-        """Join a stream to a new port of that channel; the user has the other end already."""
+        """Join a stream to a new port of the channel; the stream's user already has its local end."""
 
         def join(reply: Reply) -> None:
-            """Add the stream to the link, even for a caller that has given up.
+            """Add the stream to the link, even if the caller has given up.
 
             Otherwise the owner would never learn that the port is closed.
             """
@@ -226,7 +227,8 @@ class Connection(Calls):
             if not stream.reads and not stream.counted:
                 stream.ring._allow(room)
 
-        def enter() -> None:  # the stream may finish before the owner's reply is handled here
+        # Called before the request, because the stream may finish before this process has handled the reply.
+        def enter() -> None:
             with self._lock:
                 self._streams[stream.number] = stream
 
@@ -243,7 +245,7 @@ class Connection(Calls):
         if stream is None:
             return
         if message.broken:
-            stream.ring.abort(cause_in(message.cause))  # if the link has not aborted it yet
+            stream.ring.abort(cause_in(message.cause))  # no effect if the link has already aborted the ring
         stream.end.close()
         stream.arrived = message.used
         stream.finished.set()
@@ -253,25 +255,26 @@ class Connection(Calls):
 
         Args:
             stream: The stream.
-            count: Number of items since the stream was opened.
+            count: Number of items, counted from the opening of the stream.
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            True if it has, False if it never will, and None if ``timeout`` seconds have passed.
+            True if the owner has put them, False if it never will, and None if ``timeout`` seconds have
+            passed.
         """
         if not stream.finished.is_set():
             used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            stream.finished.wait()  # now the owner has reported how many it has put
+            stream.finished.wait()  # from then on, `arrived` is the number that the owner has put
         return stream.arrived >= count
 
     # --- users of the connection ---
 
     def register(self, number: int, user: Any) -> Any:
-        """Register ``user`` as the object for the channel, and return the first object registered.
+        """Register ``user`` as the object for the channel, and return the first object registered for it.
 
-        Several threads may open one channel at the same time; all of them use that object.
+        Several threads may open a channel at the same time; all of them then use the same object.
         """
         token = object()
         with self._lock:
@@ -280,10 +283,11 @@ class Connection(Calls):
             return self._known.setdefault(number, user)
 
     def notify(self, what: str, number: int) -> None:
-        """Queue a notice about a channel for the owner, without waiting.
+        """Queue a notice to the owner about a channel, without waiting.
 
         Args:
-            what: "item_done" if an item that contained the channel is finished; "drop" if no object uses it.
+            what: "item_done" if an item that contained the channel is finished; "drop" if an object for the
+                channel was released.
             number: Number of the channel.
         """
         _notify(self._notices, what, number)
@@ -306,15 +310,16 @@ class Connection(Calls):
         self._leave_if_unused()
 
     def _leave_if_unused(self) -> None:
-        """Leave the owner if this process does not use it any more."""
+        """Leave the owner if this process does not use its channels any more."""
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
-            if len(self._notices):  # their notices go first, and then this runs again
+            # Queued notices are sent first; this method runs again after each of them.
+            if len(self._notices):
                 return
             if self._users or any(stream.is_open() for stream in self._streams.values()):
                 return
-            if self._streams and not self.lost:  # items that were put here are still in transit
+            if self._streams and not self.lost:  # items that this process has put are still in transit
                 return
             self._left = True
             forget(self)
@@ -328,9 +333,9 @@ class Connection(Calls):
     # --- threads ---
 
     def _keep_connected(self) -> None:
-        """Connect again when the connection breaks."""
+        """Reconnect whenever the connection breaks."""
         for event in watch(self.link, self._peer_timeout / 4):
-            # A process that is leaving also connects again: its notices must arrive first.
+            # A process that is leaving also reconnects, because the owner must get its notices first.
             if isinstance(event, LinkBroken) and not self._has_left.is_set():
                 try:
                     sock, _ = self._dial(self._peer_timeout, f"lost the owner of the channels ({event.why})")
@@ -364,9 +369,9 @@ class Connection(Calls):
     # --- ending ---
 
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
-        """Break everything that is open here, because the owner is lost.
+        """Break every open stream of this connection, because the owner is lost.
 
-        The streams in ``ended`` had ended before and are closed instead.
+        The streams in ``ended`` had already ended without a failure, so they are closed instead.
         """
         with self._lock:
             self.lost = self.lost or why
@@ -394,7 +399,7 @@ class Connection(Calls):
         _leaving.discard(self)
 
     def leave(self) -> None:
-        """Send the items of this process before it exits."""
+        """Wait until the owner has this process's items, then disconnect; called before exit."""
         give_up = time.monotonic() + EXIT_TIMEOUT_S
         for stream in list(self._streams.values()):
             if not stream.counted:
@@ -416,16 +421,16 @@ class Connection(Calls):
 _registry_lock = threading.RLock()
 _connections: dict[tuple[str, bytes], Connection] = {}
 _leaving: set[Connection] = set()
-"""Connections that have sent "leave" and wait for the reply; an exiting program waits for them."""
+"""Connections that have sent "leave" and are waiting for the reply; an exiting program waits for them."""
 _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakValueDictionary()
-"""A lock for each owner, held by the thread that connects to it."""
+"""A lock for each owner, held by the thread that is connecting to that owner."""
 
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
-    """Yield the connection of this process to an owner, and keep it connected in the block.
+    """Yield this process's connection to an owner, which stays connected inside the ``with`` block.
 
-    There is one connection for all channels of an owner.
+    One connection serves all channels of an owner.
     """
     connection = _acquire(address, secret, tls, timeout)
     try:
@@ -444,12 +449,12 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
                 connection._starting += 1
                 return connection
             dialling = _dialling.setdefault(key, threading.Lock())
-        # Not under the registry's lock: an owner that does not reply must not delay the users of other
+        # Don't hold the registry's lock here: an owner that does not reply must not delay users of other
         # owners.
         left = max(0.0, give_up - time.monotonic())
         if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise HostError(
-                f"can't open a channel of {address}: it has not answered for {timeout:g} s", address
+                f"can't open a channel at {address}: it has not answered for {timeout:g} s", address
             )
         try:
             if key not in _connections:
@@ -462,13 +467,13 @@ def _report_undelivered(address: str, count: int) -> None:
     if sys.stderr is not None:
         print(
             f"flowchan: the program ends before the channels at {address} had room for {count} of its items, "
-            "which are lost; call flush() first to wait for room",
+            "which are lost; call flush() first, which waits for room",
             file=sys.stderr,
         )
 
 
 def forget(connection: Connection) -> None:
-    """Remove a connection from the registry, because its owner is lost or left."""
+    """Remove a connection from the registry, because its owner is lost or this process leaves it."""
     for key, one in list(_connections.items()):
         if one is connection:
             del _connections[key]
@@ -480,10 +485,10 @@ def _notify(notices: Channel[tuple[str, int]], what: str, number: int) -> None:
 
 
 def _dropped(users: set[object], token: object, notices: Channel[tuple[str, int]], number: int) -> None:
-    """Notify the owner that the user of a channel is gone.
+    """Notify the owner that an object for a channel was released.
 
-    The user must have been removed before the notice is handled, in whatever order the garbage collector runs
-    the finalizers.
+    The token is removed before the notice is queued, so the order in which the garbage collector runs the
+    finalizers does not matter.
     """
     users.discard(token)
     _notify(notices, "drop", number)
@@ -496,7 +501,7 @@ def _leave_all() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's connections in a forked child, which has none of their threads."""
+    """Forget the parent's connections in a forked child, because the child does not have their threads."""
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()

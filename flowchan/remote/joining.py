@@ -1,4 +1,4 @@
-"""Clients of a :class:`Server`, each with two channels that the server owns: one for each direction."""
+"""Clients of a :class:`Server`. For each client, the server owns two channels, one for each direction."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flowchan.remote.session import ClientSession
 from flowchan.transport.tcp import split
 
 POLL_INTERVAL_S = 0.005
-"""Seconds between two checks whether the clients have read everything."""
+"""Seconds between checks of whether the clients have read everything."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinedClient:
-    """A client, as its server sees it.
+    """A client as its server sees it.
 
     Args:
         id: Number of the client, from 1.
-        tag: The tag that it gave.
-        inbox: Reads what the client sends.
-        outbox: Writes what the client receives.
+        tag: The tag that the client chose.
+        inbox: Port that reads the client's messages.
+        outbox: Port that writes messages to the client.
         link: Link to the client.
     """
 
@@ -46,7 +46,7 @@ class Clients:
 
     Args:
         address: Address to listen at.
-        secret: Secret that clients must prove (default: 32 random bytes).
+        secret: Secret that clients must prove that they know (default: 32 random bytes).
         tls: Whether to encrypt the connections.
         capacity: Capacity of each channel.
         on_join: Called with each client that joins.
@@ -77,7 +77,7 @@ class Clients:
         self._number = 0
 
     def _join(self, session: ClientSession, tag: str) -> tuple[int, str, str]:
-        """Make the two channels of a new client, in the thread of the channel server."""
+        """Make the two channels for a new client. The channel server's thread calls this."""
         if self._closed:
             raise Closed(f"the server at {self.address} was closed")
         up: Channel[Any] = self._server.make(self._capacity)
@@ -92,9 +92,9 @@ class Clients:
         return self._number, up.address, down.address
 
     def _left(self, session: ClientSession) -> None:
-        """Abort the channel from a client that left before it opened its end.
+        """Abort a client's inbound channel if the client left before it opened its end.
 
-        No port of the client exists then, so nothing else reports that it is gone.
+        In that case the client has no port whose loss would break the channel.
         """
         for one, up, _ in self._joined:
             if one is session and not up.closed:
@@ -102,10 +102,10 @@ class Clients:
         self._joined = [joined for joined in self._joined if joined[0] is not session]
 
     def close(self, timeout: float) -> None:
-        """Stop to accept clients, and wait until they have read their items.
+        """Stop accepting clients, and wait until all clients have read their items.
 
         Args:
-            timeout: Seconds to wait for clients that have not read everything and have not left.
+            timeout: Seconds to wait for clients that have neither left nor read everything.
         """
         self._closed = True
         give_up, pause = time.monotonic() + timeout, threading.Event()
@@ -130,7 +130,7 @@ def join(
         tag: Name of this client, which the server shows.
 
     Returns:
-        The number of the client, its port to read from, its port to write to, and its link.
+        The client's number, its reading port, its writing port, and its link.
     """
     split(address)
     with using(address, secret, tls, timeout) as connection:
@@ -140,5 +140,5 @@ def join(
 
 
 def sealed_once(message: Any) -> Any:
-    """Encode a message once, for many channels."""
+    """Encode a message once for several channels."""
     return for_put(sealed(message))

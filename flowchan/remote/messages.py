@@ -1,8 +1,8 @@
 """Messages between the owner of remote channels and a client process.
 
-They travel over the control stream (stream 0) of the link between the two. Both sides have proved that they
-know the secret, so the messages are pickled like items. Users' items are not among them: each port has a
-separate stream.
+The messages travel over the control stream (stream 0) of the link between the two processes. Both sides have
+proved that they know the secret, so the messages are pickled like items. They never contain items that go
+through a port, because each port has a separate stream.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from flowchan.items.shared_tensors import is_storage
 from flowchan.items.text import short
 
 PLAIN = (bool, int, float, str, bytes, type(None))
-"""Types that travel without a seal, because unpickling them runs no code of the user."""
+"""Types whose items are sent unsealed, because unpickling them does not run user code."""
 
 
 def control_ring() -> Channel[Any]:
     """Return the ring for one direction of a control stream.
 
-    It has room for every item that any channel accepts.
+    It accepts an item of any size that a channel accepts.
     """
     return Channel(1024, across="processes", max_bytes=LARGEST)
 
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """Request to do ``what`` with the channel ``channel``.
+    """Request to perform operation ``what`` on channel number ``channel``.
 
-    :class:`ClientSession` has a method for each ``what``.
+    :class:`ClientSession` implements each operation.
     """
 
     number: int
@@ -44,7 +44,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Notice that the caller no longer waits for a call, which still gets its reply."""
+    """Notice that the caller is no longer waiting for a call. The call still gets its reply."""
 
     number: int
 
@@ -55,14 +55,14 @@ class CallCancelled(ChannelError):
 
 @dataclass(frozen=True, slots=True)
 class RaisedError:
-    """Type, arguments and cause of the exception that a call raised at the owner."""
+    """Type, arguments and cause of an exception that a call raised at the owner."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]
     cause: Sealed | None
 
     def exception(self) -> BaseException:
-        """Return the exception, for the caller."""
+        """Return the exception, to be raised in the caller."""
         error = self.kind(*self.arguments)
         if self.cause is not None:
             error.__cause__ = cause_in(self.cause)
@@ -80,13 +80,13 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Notice that no item will follow through a stream, in either direction.
+    """Notice that no more items will follow through a stream, in either direction.
 
     Attributes:
         stream: Number of the stream.
         broken: Whether the channel that the stream writes to is broken.
-        cause: The cause of that.
-        used: How many items from the client the owner has put in total.
+        cause: The cause of the break, or None.
+        used: Number of items from the client that the owner has put in total.
     """
 
     stream: int
@@ -101,7 +101,7 @@ class ServerClosed:
 
     Attributes:
         why: The reason, for the message of ``Broken``.
-        ended: Streams whose channel ended without a failure.
+        ended: Numbers of the streams whose channels ended without a failure.
     """
 
     why: str
@@ -109,16 +109,16 @@ class ServerClosed:
 
 
 def sealed(item: Any) -> Any:
-    """Return ``item`` in the form in which it travels.
+    """Return ``item`` in the form in which it is sent.
 
     Args:
         item: Any item.
 
     Returns:
-        The item itself if it is of a plain type, else the packed item.
+        The item itself if it has one of the ``PLAIN`` types, else the packed item.
 
     Raises:
-        TypeError: The item can't leave its machine.
+        TypeError: The item contains something that can't leave this machine.
     """
     if type(item) in PLAIN:
         return item
@@ -127,7 +127,7 @@ def sealed(item: Any) -> Any:
         take_back()
         raise TypeError(
             f"can't send {short(item)} to another host: it holds a channel that only processes on one "
-            "machine can share; make it with across='hosts'"
+            "machine can share; make the channel with across='hosts'"
         )
     if isinstance(packed, list) and any(map(is_storage, packed)):
         take_back()
@@ -139,13 +139,14 @@ def sealed(item: Any) -> Any:
 
 
 def for_put(item: Any) -> Any:
-    """Return the object to put into the channel for an item that :func:`sealed` made."""
+    """Return the object to put into a channel for an item returned by :func:`sealed`."""
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 
 def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
-    """Return the cause in the form in which it travels, or its text if it can't be pickled."""
-    if cause is None or isinstance(cause, Sealed):  # a call whose items stay sealed gets a sealed cause
+    """Return the cause in the form in which it is sent; if it can't be pickled, its text is sent instead."""
+    # a call in which items stay sealed also raises with a sealed cause
+    if cause is None or isinstance(cause, Sealed):
         return cause
     try:
         found = sealed(cause)
@@ -171,13 +172,13 @@ def cause_in(cause: Sealed | None) -> BaseException | None:
         return None
     try:
         found = cause.value()
-    except Exception as error:  # the exception's class may raise anything
+    except Exception as error:  # code of the exception's class runs here and may raise anything
         return ChannelError(f"the cause can't be received here: {error}")
     return found if isinstance(found, BaseException) else None
 
 
 def describe_error(error: BaseException) -> RaisedError:
-    """Describe an exception for a reply."""
+    """Describe an exception so that it can be sent in a reply."""
     arguments = error.args if isinstance(error, ChannelError | ValueError | TypeError) else (str(error),)
     known = isinstance(error, CallCancelled) or type(error).__module__ in ("flowchan", "builtins")
     kind = type(error) if known else ChannelError

@@ -1,8 +1,8 @@
 """Channels that no process has open any more, although they still contain items.
 
-Other channels in these items need not be kept for them any longer. A process that drops a channel can't know
-whether it is the last user: forked children share its memory. All of them share one open file description of
-that memory. A lock on the file shows whether that description is still open.
+The owner need not keep the channels inside these items any longer. A process that drops a channel can't know
+whether it was the last user, because forked children share the channel's memory. All users of a channel share
+one open file description of that memory. A lock on the file shows whether that description is still open.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from flowchan.items.codec import keeps_sealed
 
 
 class OrphanMemory:
-    """Shared lock on a channel's memory, which all users of the channel hold.
+    """Shared lock on a channel's memory, which all users of the channel hold together.
 
-    :class:`Orphans` can thereby see whether any user is left.
+    :class:`Orphans` uses the lock to check whether the channel has any user left.
     """
 
     def __init__(self, channel: Channel[Any]) -> None:
@@ -33,8 +33,8 @@ class OrphanMemory:
     def dropped(self, number: int) -> Orphans | None:
         """Return the channel as a possible orphan, or None.
 
-        Call this before the channel's descriptor is closed. The result is None if the descriptor is closed
-        already, or if this process has no descriptors left.
+        Call this before the channel's descriptor is closed. The result is None if the descriptor has already
+        been closed, or if this process has no descriptors left.
         """
         with contextlib.suppress(OSError):
             dropped = Orphans(number, os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR))
@@ -43,7 +43,7 @@ class OrphanMemory:
 
 
 class Orphans:
-    """A channel that may have no user any more.
+    """A channel that may no longer have any user.
 
     Args:
         number: Number of the channel at its owner.
@@ -65,9 +65,9 @@ class Orphans:
         return True
 
     def items(self) -> list[Any]:
-        """Return the items of the channel, sealed.
+        """Return the items in the channel, sealed.
 
-        An aborted channel still has its items in memory, and they are returned too.
+        The memory of an aborted channel still contains its items, so they are returned as well.
         """
         return contextvars.copy_context().run(self._items)
 

@@ -1,7 +1,7 @@
 """Calls from this process to the owner of remote channels.
 
-Requests go over the control stream. Each reply is used once: by the caller, or by the call's ``late``
-function if the caller has given up.
+Requests go over the control stream. Each reply is used exactly once: by the caller or, if the caller has
+given up, by the ``late`` function of the call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Unanswered(Exception):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an item could not be decoded for a reason outside of the item.
+    """Return whether an item could not be decoded for a reason that has nothing to do with the item.
 
-    Such reasons are an interrupt, and a lack of memory or descriptors in this process.
+    Such a reason is an interrupt, or a lack of memory or descriptors in this process.
     """
     return is_interrupt(error) or lacks(error)
 
 
 class PendingCall:
-    """A call that the owner has not answered yet.
+    """A call to which the owner has not replied yet.
 
     Args:
-        late: Receives the reply if the caller has given up. If the request was never sent, the reply is an
+        late: Called with the reply if the caller has given up. If the request was never sent, the reply is an
             error.
         done: Called when the reply has arrived (default: wake :meth:`wait`).
     """
@@ -48,10 +48,10 @@ class PendingCall:
         late: Callable[[Reply], None],
         done: Callable[[], None] | None = None,
     ) -> None:
-        self.number = 0  # until it is sent
+        self.number = 0  # 0 until the request is sent
         self.late = late
         self.reply: Reply | None = None
-        self.abandoned = self.is_over = False  # over: `late` was called or is about to be
+        self.abandoned = self.is_over = False  # is_over: `late` has been called or is about to be
         self._has_reply = Latch()
         self.done: Callable[[], None] = done or self._has_reply.set
 
@@ -69,13 +69,13 @@ class PendingCall:
 
 
 class Calls:
-    """The pending calls to one owner."""
+    """The calls to one owner that are waiting for a reply."""
 
     _requests: Out[Any]
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.lost = ""  # why the owner is lost; empty while it is not
+        self.lost = ""  # why the owner is lost; empty if it is not lost
         self._lock = threading.RLock()
         self._numbers = 0
         self._pending: dict[int, PendingCall] = {}
@@ -95,15 +95,15 @@ class Calls:
         Args:
             channel: Number of the channel at the owner.
             what: Kind of request.
-            arguments: Its arguments.
-            late: Receives the reply if the caller has given up or ``take`` failed. It receives an error if
-                the request was never sent.
-            take: Converts the value.
+            arguments: Arguments of the request.
+            late: Called with the reply if the caller has given up or ``take`` failed. If the request was
+                never sent, the reply is an error.
+            take: Converts the value of the reply.
             within: Seconds to wait for the reply (default: no limit).
             first: Called before the request is sent.
 
         Returns:
-            What ``take`` returned.
+            The return value of ``take``.
 
         Raises:
             Unanswered: The owner did not reply within ``within`` seconds.
@@ -135,7 +135,7 @@ class Calls:
         return call
 
     def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
-        """Register the call, then send its request: an interrupt in between abandons the call."""
+        """Register the call, then send its request; an interrupt in between leads to :meth:`abandon`."""
         with self._lock:
             self._numbers += 1
             call.number = self._numbers
@@ -157,11 +157,11 @@ class Calls:
             self.abandon(call)
 
     def abandon(self, call: PendingCall) -> None:
-        """Give the reply to ``late``, now or when it arrives, because the caller does not use it."""
+        """Give the reply to ``late``, now or when it arrives, because the caller will not use it."""
         with self._lock:
             call.abandoned = True
             reply = call.reply
-            if reply is None and call.number not in self._pending:  # it was never sent
+            if reply is None and call.number not in self._pending:  # the request was never sent
                 reply = Reply(call.number, error=describe_error(ChannelError("cancelled")))
             late = reply is not None and not call.is_over
             call.is_over = call.is_over or late
@@ -171,7 +171,7 @@ class Calls:
             call.late(reply)
 
     def _recall(self, call: PendingCall) -> None:
-        """Ask the owner to reply now, either with the result or with ``CallCancelled``."""
+        """Ask the owner to reply now, with either the result or ``CallCancelled``."""
         with contextlib.suppress(ChannelError, ValueError):
             self._requests.put_nowait(Cancel(call.number))
 
@@ -183,7 +183,7 @@ class Calls:
             callback()
 
     def _fail_all(self) -> None:
-        """Answer all pending calls with an error, because the owner is lost."""
+        """Complete all pending calls with an error, because the owner is lost."""
         with self._lock:
             waiting, self._pending = list(self._pending.values()), {}
             callbacks = [
@@ -193,8 +193,8 @@ class Calls:
             callback()
 
     def broken(self) -> Broken:
-        """Return the error for calls after the owner was lost or left."""
-        error = Broken(f"the channels of {self.address} are broken: {self.lost or CLOSED_HERE}")
+        """Return the error for calls to an owner that is lost, or that this process has left."""
+        error = Broken(f"the channels at {self.address} are broken: {self.lost or CLOSED_HERE}")
         error.__cause__ = HostError(self.lost or CLOSED_HERE, self.address)
         return error
 
@@ -202,7 +202,7 @@ class Calls:
 def _settle(call: PendingCall, reply: Reply) -> Callable[[], None]:
     """Store the reply, and return the function to call after the lock is released.
 
-    The caller holds the lock of the calls.
+    The caller must hold the lock that protects the pending calls.
     """
     call.reply = reply
     if not call.abandoned or call.is_over:

@@ -1,16 +1,17 @@
 """Remote channels: channels across hosts that another process owns (C16).
 
-Algorithm. Items go through rings of this process. A link to the owner fills and empties these rings. Many
-items are in transit at a time, and calls do not wait for a round trip. ``reader()`` and ``writer()`` return
-ports with a ring each. The plain calls ``put``, ``get`` and ``select`` share two rings, one for each
-direction. Their ports are opened at the first use and do not count as a reader or a writer. These calls are
-native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot separate an item from its receiver.
+Algorithm. Items pass through rings in this process. A link to the owner fills and empties these rings. Many
+items can be in transit at the same time, so calls do not wait for a round trip. ``reader()`` and ``writer()``
+return ports, each with its own ring. The plain calls ``put``, ``get`` and ``select`` share two rings, one for
+each direction. The ports of these rings are opened at the first use and do not count as a reader or a writer.
+The plain calls are native and look up the ring in C++, so a ``KeyboardInterrupt`` cannot lose an item between
+the ring and its receiver.
 
-Invariants. The owner sends items only while a call waits here. It takes items back that were not taken within
-some milliseconds. It limits how many items may be put in total, according to its free room. The channel
-therefore keeps its capacity unless two processes use the same room at the same time. A call that reaches its
-timeout asks the owner once before it fails, because an item may be in transit. The page docs/hosts.md lists
-the differences from a local channel.
+Invariants. The owner sends items to the plain calls only while one of them is waiting. It takes back items
+that were not taken within some milliseconds. It grants plain puts only as far as its channel has free room.
+The channel therefore keeps its capacity unless two processes use the same room at the same time. A call that
+reaches its timeout asks the owner once before it fails, because an item may be in transit. The page
+docs/hosts.md lists the differences from a local channel.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _RemoteEnd(Generic[T]):
         return self._remote
 
     def close(self) -> None:
-        """Close the port, and return when the owner knows that and has all items that were put."""
+        """Close the port. Return once the owner has all items that were put and has closed its side."""
         self.__exit__(None, None, None)
 
     def leave(self) -> None:
@@ -70,7 +71,7 @@ class _RemoteEnd(Generic[T]):
     def __exit__(self, *how: Any) -> None:
         """Close the port like ``close``.
 
-        If an exception leaves the block of a reading end, its unfinished items return to the owner.
+        If an exception leaves the ``with`` block of a reading end, the unfinished items return to the owner.
         """
         self.is_open = False
         super().__exit__(*how)  # type: ignore[misc]
@@ -86,19 +87,20 @@ class RemoteIn(_RemoteEnd[T], In[T]):
     def get(self, timeout: float | None = None) -> T:
         """Return the next item, or raise ``Empty`` after ``timeout`` seconds.
 
-        An item that the owner has is received even if ``timeout`` is shorter than two round trips.
+        If the owner has an item, ``get`` receives it even if ``timeout`` is shorter than two round trips.
         """
         return self._in_two_round_trips(super().get, timeout)
 
     def get_many(self, max: int, timeout: float | None = None) -> list[T]:
         """Return up to ``max`` items, or raise ``Empty`` after ``timeout`` seconds.
 
-        Items that the owner has are received even if ``timeout`` is shorter than two round trips.
+        If the owner has items, ``get_many`` receives them even if ``timeout`` is shorter than two round
+        trips.
         """
         return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)
 
     def get_nowait(self) -> T:
-        """Return the next item, or raise ``Empty`` after two round trips."""
+        """Return the next item, or raise ``Empty`` if none arrives within two round trips."""
         return self.get(0)
 
     def _in_two_round_trips(self, call: Callable[[float | None], R], timeout: float | None) -> R:
@@ -130,9 +132,9 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
         count = self._stream.ring.stats().items_in
         used = self._remote._connection.await_used(self._stream, count, wait)
         if used is None:
-            raise Full(f"the channel of {self._remote.address} had no room for all items within {wait:g} s")
+            raise Full(f"the channel at {self._remote.address} had no room for all items within {wait:g} s")
         if not used:
-            self._stream.ring.put_nowait(None)  # raises the reason, because the channel has ended
+            self._stream.ring.put_nowait(None)  # the channel has ended, so this raises the reason
 
 
 class _Snapshot(NamedTuple):
@@ -144,13 +146,13 @@ class _Snapshot(NamedTuple):
 TRANSIT_TIMEOUT_S = 1.0
 """Seconds to wait for items that the owner has sent."""
 NO_STATS = Channel(1).stats()
-"""Counts of a port that is not open."""
+"""Counts for a port that is not open."""
 
 
 class RemoteChannel(Channel[T]):
     """A channel across hosts that another process owns.
 
-    ``flowchan.hosts.open_channel`` returns one, and so does an item that contains the channel.
+    ``flowchan.hosts.open_channel`` returns remote channels, and a channel in a received item is one.
     """
 
     across = HOSTS.name
@@ -160,14 +162,14 @@ class RemoteChannel(Channel[T]):
         self, at: tuple[str, bytes, bool], connection: Connection, within: float | None = None
     ) -> None:
         capacity, max_bytes, name = connection.open(number_in(at[0]), within)
-        _core.Channel.__init__(  # this ring stays empty: items go through other rings
+        _core.Channel.__init__(  # this ring stays empty, because items go through other rings
             self, capacity=capacity, processes=False, max_bytes=max_bytes or 2**64 - 1, name=name
         )
-        self._elsewhere = True  # makes native calls use the ring from `_open_port`
+        self._elsewhere = True  # makes native calls use the ring returned by `_open_port`
         self._at, self._link = at, connection  # address, secret, TLS
         self._number = number_in(at[0])
         self._opening = threading.RLock()
-        # ports of the plain calls; True: for reading
+        # ports of the plain calls; the key True is for the reading port
         self._ports: dict[bool, RemoteIn[T] | RemoteOut[T]] = {}
 
     @property
@@ -189,7 +191,7 @@ class RemoteChannel(Channel[T]):
     # --- items ---
 
     def _open_port(self, reads: bool) -> Channel[T]:
-        """Return the ring for plain calls of this process; the core calls this at the first use."""
+        """Return the ring for this process's plain calls; the core calls this at the first use."""
         connection = self._connection
         with self._opening:
             if reads not in self._ports:
@@ -201,8 +203,8 @@ class RemoteChannel(Channel[T]):
         """Ask the owner for its current state before a call gives up; the core calls this.
 
         Returns:
-            Whether there is an item (or room) or the channel has ended, and how often an item went into or
-            out of the channel at the owner.
+            Whether the call may succeed now or the channel has ended, and the owner's total number of puts
+            into and gets from the channel.
         """
         connection, stream = self._connection, self._ports[reads]._stream
         try:
@@ -218,12 +220,12 @@ class RemoteChannel(Channel[T]):
         except Unanswered:
             return False, 0
         except Broken:
-            return True, 0  # the ring is broken by now and raises the reason
+            return True, 0  # the ring is broken as well and raises the reason
 
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
         """Make the owner send up to ``most`` of its items; see ``ClientSession``.
 
-        These include items that this process has put and that are still in transit.
+        Items that this process has put and that are still in transit to the owner are among them.
         """
         connection, ports = self._connection, self._ports
         number, put = 0, 0
@@ -244,11 +246,11 @@ class RemoteChannel(Channel[T]):
                 time.sleep(0.0001)
 
     async def aput(self, item: T) -> None:
-        """Put an item, from a coroutine. A cancelled call has put nothing."""
+        """Put an item from a coroutine. If the call is cancelled, the item is not put."""
         await awaiting.aput(self._open_port(False), item)
 
     async def aget(self) -> T:
-        """Get an item, from a coroutine. A cancelled call has taken nothing."""
+        """Take an item from a coroutine. If the call is cancelled, no item is taken."""
         return await awaiting.aget(self._open_port(True))
 
     async def __anext__(self) -> T:
@@ -257,7 +259,7 @@ class RemoteChannel(Channel[T]):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the owner has all items that this process has put with plain calls.
 
-        Raises the same errors as the ``flush`` of a writing end.
+        It raises the same errors as the ``flush`` of a writing end.
         """
         _seconds(timeout)
         if (port := self._open_ports().get(False)) is not None:
@@ -265,11 +267,11 @@ class RemoteChannel(Channel[T]):
             port.flush(timeout)
 
     def _open_ports(self) -> dict[bool, RemoteIn[T] | RemoteOut[T]]:
-        """Return the ports of this process; ports of its parent are not among them."""
+        """Return this process's ports for plain calls, without those of a parent that has forked."""
         return self._ports if self._link.pid == os.getpid() else {}
 
     def loan(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ``ChannelError``, because the memory of a remote channel is on another host."""
+        """Raise ``ChannelError``, because a remote channel's memory is on another host."""
         raise ChannelError(
             f"{self!r} has its memory on another host, so it has none to lend; put an array instead"
         )
@@ -277,7 +279,7 @@ class RemoteChannel(Channel[T]):
     # --- the channel ---
 
     def close(self) -> None:
-        """Close the channel, after the owner has received all items of this process that it accepts."""
+        """Close the channel once the owner has received all items from this process that it still accepts."""
         with contextlib.suppress(Closed, Broken):
             self.flush()
         self._request("close")
@@ -285,7 +287,7 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel for all its users, with ``cause`` as the cause of their ``Broken``."""
+        """Break the channel for all of its users, whose ``Broken`` errors get ``cause`` as their cause."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
@@ -300,11 +302,11 @@ class RemoteChannel(Channel[T]):
         return self._port(RemoteIn, True, counted=True)  # type: ignore[no-any-return]
 
     def writer(self) -> Out[T]:
-        """Open a counted writing end, which sends items while the program continues."""
+        """Open a counted writing end, which sends its items in the background."""
         return self._port(RemoteOut, False, counted=True)  # type: ignore[no-any-return]
 
     def _port(self, kind: Any, reads: bool, counted: bool) -> Any:
-        name = self._name or f"of {self.address}"
+        name = self._name or f"at {self.address}"
         stream = self._connection.new_stream(name, self.max_bytes, reads, counted)
         port = kind(self if counted else weakref.proxy(self), stream)
         stream.port = weakref.ref(port)
@@ -340,7 +342,7 @@ class RemoteChannel(Channel[T]):
 
     @property
     def closed(self) -> bool:
-        """Return whether puts have ended."""
+        """Return whether the channel is closed, so that nothing more can be put."""
         return self._snapshot().closed
 
     @property
@@ -352,14 +354,14 @@ class RemoteChannel(Channel[T]):
 
     @property
     def broken(self) -> bool:
-        """Return whether the channel has ended by a failure."""
+        """Return whether the channel has ended with a failure."""
         try:
             return self._snapshot().broken
         except Broken:
             return True
 
     def stats(self) -> ChannelStats:
-        """Return the owner's current counts. Items in transit to and from this process count as inside."""
+        """Return the owner's current counts. Items in transit to or from this process count as inside."""
         return self._snapshot().stats
 
     @property
@@ -369,16 +371,16 @@ class RemoteChannel(Channel[T]):
 
     @property
     def secret(self) -> bytes:
-        """Return the secret that clients must prove."""
+        """Return the secret that clients must prove that they know."""
         return self._at[1]
 
     def __repr__(self) -> str:
-        return f"<Channel({self.capacity}, across={self.across!r}) of {self.address}>"
+        return f"<Channel({self.capacity}, across={self.across!r}) at {self.address}>"
 
     def item_done(self) -> None:
-        """Notify the owner that an item that contained the channel is finished here.
+        """Notify the owner that this process has finished an item that contained the channel.
 
-        The owner keeps the channel for that item until then.
+        Until then, the owner keeps the channel because of that item.
         """
         self._connection.notify("item_done", self._number)
 
@@ -391,8 +393,9 @@ class RemoteChannel(Channel[T]):
             return packed
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
-            with contextlib.suppress(Broken, HostError):  # the owner is lost: the receiver gets an error
-                # Before the item exists anywhere, because this process may be killed at any moment.
+            # If the owner is lost, the receiver gets an error.
+            with contextlib.suppress(Broken, HostError):
+                # Before the item is sent, because this process may be killed at any moment.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(_item_done, weakref.ref(self._link), self._number))
@@ -408,15 +411,15 @@ def _item_done(link: weakref.ref[Connection], number: int) -> None:
 def unpickle_channel(
     address: str, secret: bytes, tls: bool, server_id: str, sent: str | bool
 ) -> Channel[Any]:
-    """Return the channel with this address when it is unpickled.
+    """Return the channel with this address; pickle calls this.
 
     Args:
         address: Address of the channel.
         secret: Secret of the channel.
         tls: Whether the connection is encrypted.
         server_id: Id of the channel's server.
-        sent: Mark of an item that contained the channel, which the owner keeps until the item is finished;
-            False without an item.
+        sent: Mark that counts the item at the owner, which keeps the channel until the item is finished;
+            False if no item is counted.
 
     Returns:
         The channel; in the process that owns it, the original object.
@@ -434,9 +437,9 @@ def unpickle_channel(
             _core._when_finished(remote.item_done)
         return remote
     except FlowchanError as error:
-        raise Broken(f"the channel of {address} can't be received: {error}") from error
+        raise Broken(f"the channel at {address} can't be received: {error}") from error
     except OSError as error:
-        lacking = descriptors.shortage(f"the channel of {address}", error)
+        lacking = descriptors.shortage(f"the channel at {address}", error)
         if lacking is None:
             raise
         raise lacking from error
@@ -445,14 +448,14 @@ def unpickle_channel(
 def remote_channel(
     address: str, secret: bytes, tls: bool, timeout: float, give_up: float | None = None
 ) -> RemoteChannel[Any]:
-    """Return the object of this process for a remote channel.
+    """Return this process's object for a remote channel.
 
     Args:
         address: Address of the channel.
         secret: Secret of the channel.
         tls: Whether the connection is encrypted.
-        timeout: Seconds to connect to an owner without a connection.
-        give_up: Time at which to stop waiting for the reply of the owner (default: never).
+        timeout: Seconds to wait for a connection, if this process is not connected to the owner yet.
+        give_up: Time at which to stop waiting for the owner's reply (default: never).
 
     Returns:
         The object, which all callers in this process share.
@@ -470,7 +473,7 @@ def remote_channel(
 def make_remote(
     connection: Connection, place: str, secret: bytes, tls: bool, capacity: int
 ) -> RemoteChannel[Any]:
-    """Make a new channel at the owner of this connection."""
+    """Make a new channel at the owner to which this connection leads."""
 
     def drop(reply: Reply) -> None:
         if reply.error is None:
@@ -482,7 +485,7 @@ def make_remote(
         connection.register(number, made)
         return made
     except BaseException:
-        connection.notify("drop", number)  # the owner keeps the new channel until then
+        connection.notify("drop", number)  # until this notice, the owner keeps the new channel
         raise
 
 
@@ -493,13 +496,14 @@ def open_channel(
     """Open a channel that another program has made with ``Channel(across="hosts")``.
 
     Args:
-        address: ``channel.address`` in that program.
-        secret: ``channel.secret`` in that program.
-        tls: Whether the connection is encrypted, like ``tls`` of ``serve`` there (default: False).
+        address: The value of ``channel.address`` in that program.
+        secret: The value of ``channel.secret`` in that program.
+        tls: Whether the connection is encrypted; must equal the ``tls`` that the other program passed to
+            ``serve`` (default: False).
         timeout: Seconds to wait for the owner (default: 10); None waits without a limit.
 
     Returns:
-        The channel. All opens of one address in a process return the same object.
+        The channel. All calls with the same address in a process return the same object.
 
     Raises:
         HostError: The owner can't be reached in time, refused the secret, or has released the channel.
@@ -534,4 +538,4 @@ def _seconds(timeout: Any) -> float | None:
         return None
     if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
         return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None or a number of at least 0 seconds, got {timeout!r}")
+    raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout!r}")

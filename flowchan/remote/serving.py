@@ -1,4 +1,4 @@
-"""The channel server of this process: one for all its remote channels, at the address from ``serve``."""
+"""The server for all channels across hosts of this process, at the address from ``serve``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hosted:
     """Address of a channel that this process owns.
 
     Args:
-        server: The server of the channel.
+        server: The server to which the channel belongs.
         number: Number of the channel at that server.
     """
 
@@ -39,11 +39,11 @@ class Hosted:
 
     @property
     def secret(self) -> bytes:
-        """Secret that a client must prove."""
+        """Secret that a client must prove that it knows."""
         return self.server.secret
 
     def reduced(self) -> tuple[Any, ...]:
-        """Return the pickle of the channel, and count the item that is being packed."""
+        """Return what pickle stores for the channel. If an item is being packed, count the item."""
         parcel = descriptors.now.packing
         sent = parcel is not None and self.server.send(self.number)
         if parcel is not None and sent:
@@ -56,7 +56,7 @@ class Hosted:
         server = self.server
         if server.pid == os.getpid():
             return server.make(capacity)
-        # a forked child makes channels at its parent like any other client
+        # a forked child asks its parent for the channel, like any other client
         at = server.address, server.secret, server.tls
         with using(*at) as connection:
             return make_remote(connection, *at, capacity)
@@ -75,11 +75,11 @@ def serve(
     tls: bool = False,
     peer_timeout: float = PEER_TIMEOUT_S,
 ) -> None:
-    """Set the address of the channels across hosts that this process makes from now on.
+    """Set the address at which this process makes its channels across hosts reachable from now on.
 
     Args:
-        address: Host and port to listen at; port 0 is any free port (default: ``"127.0.0.1:0"``, which only
-            this machine reaches).
+        address: Host and port to listen at; port 0 chooses any free port (default: ``"127.0.0.1:0"``, which
+            only programs on this machine can reach).
         secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
         tls: Whether to encrypt and authenticate the traffic with TLS (default: False).
         peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:
@@ -123,7 +123,7 @@ def let_in(channel: Channel[Any]) -> Hosted:
 
 
 def _after_fork() -> None:
-    """Forget the server in a forked child, which has none of its parent's threads."""
+    """Forget the server in a forked child, because the child does not have the server's thread."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

@@ -1,4 +1,4 @@
-"""Sessions of client processes at the server of the channels that they have open."""
+"""Sessions of client processes at the server that owns the channels they have open."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 GOODBYE_TIMEOUT_S = 1.0
-"""Seconds within which a client should confirm that it knows of the server's end."""
+"""Seconds to wait for a client to disconnect when it or the server ends the session."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks whether a client on this machine has ended after its connection broke."""
+"""Seconds between checks of whether a disconnected client on this machine has ended."""
 TRANSIT_POLL_S = 0.0005
-"""Seconds between two checks for items in transit."""
+"""Seconds between checks for items in transit."""
 NO_STREAM = {"taken": 0, "used": 0, "ahead": 0, "standing": 0, "staged": 0}
 """Counts of a stream that is not open."""
 
 
 class SessionOwner(Protocol):
-    """The channel server, as its sessions see it."""
+    """The channel server as its sessions see it."""
 
     address: str
     peer_timeout: float
@@ -58,10 +58,10 @@ class SessionOwner(Protocol):
         """Return the channel with this number."""
 
     def item_done(self, number: int) -> None:
-        """Note that an item that contained the channel is finished."""
+        """Stop counting an item that contained the channel, because it is finished."""
 
     def send(self, number: int) -> bool:
-        """Note that an item contains the channel."""
+        """Count an item that contains the channel."""
 
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
@@ -73,15 +73,15 @@ class SessionOwner(Protocol):
 class ClientSession:
     """Session of one client process.
 
-    ``number`` is the number of a channel in all methods. Everything but ``_watch`` runs in the thread of the
-    server's event loop. If the process has ended or is silent for too long, the session closes its ports like
-    those of a process that died.
+    In all methods, ``number`` is the number of a channel. All methods except ``_watch`` run in the thread of
+    the server's event loop. If the process has ended, or has been silent for too long, the session closes the
+    client's ports like those of a process that died.
 
     Args:
         server: The server.
         loop: The server's event loop.
         id: Id of the client.
-        pid: Process id of the client, for the cause of a break.
+        pid: Process id of the client, reported as the cause if its channel breaks.
         process: The client's process, if it runs on this machine.
     """
 
@@ -96,17 +96,17 @@ class ClientSession:
         self.id, self.pid, self._process = id, pid, process
         self._server, self._loop = server, loop
         self._over = self._left = False
-        # the client has left and will close the connection
+        # set once the client has left; the client then closes the connection
         self._end_timer: asyncio.TimerHandle | None = None
-        self._open: dict[int, Channel[Any]] = {}  # channels that the client has open, which are kept for it
-        self._opened: Counter[int] = Counter()  # how often the client has opened each of them
-        # channels that the client has had a reading port of
+        self._open: dict[int, Channel[Any]] = {}  # channels kept because the client has them open
+        self._opened: Counter[int] = Counter()  # how often the client has opened each channel
+        # channels for which the client has opened a reading port
         self._read: weakref.WeakSet[Channel[Any]] = weakref.WeakSet()
-        self._ports: dict[int, In[Any] | Out[Any]] = {}  # by stream
-        # Streams of the client's plain calls; True: for reading.
+        self._ports: dict[int, In[Any] | Out[Any]] = {}  # by stream number
+        # Stream numbers of the ports for the client's plain calls; the key True is for the reading port.
         self._plain: weakref.WeakKeyDictionary[Channel[Any], dict[bool, int]] = weakref.WeakKeyDictionary()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._answering: set[int] = set()  # calls whose reply is being sent
+        self._answering: set[int] = set()  # numbers of the calls whose reply is being sent
         self._replies, requests = control_ring(), control_ring()
         self._requests, self._request_writer = requests.reader(), requests.writer()
         self._reply_reader = self._replies.reader()
@@ -118,7 +118,7 @@ class ClientSession:
         self._watching.start()
 
     def attach(self, sock: socket.socket) -> None:
-        """Connect the link over a socket of the client."""
+        """Connect the link through a socket that leads to the client."""
         self.link.attach(sock.detach())
 
     # --- the link ---
@@ -126,8 +126,8 @@ class ClientSession:
     def _watch(self) -> None:
         """Handle events of the link, in a separate thread.
 
-        Without a connection, the session ends after a while, or as soon as the client's process is known to
-        have ended.
+        If the connection is lost, the session ends after 1.5 times the server's ``peer_timeout``. It ends
+        earlier if the client's process is known to have ended.
         """
         limit = 1.5 * self._server.peer_timeout
         interval = limit if self._process is None else POLL_INTERVAL_S
@@ -181,8 +181,8 @@ class ClientSession:
     def _cancel(self, number: int) -> None:
         """Cancel a call, which gets a reply in any case.
 
-        Its task may not have started, and then never will. The request may never arrive, because the caller
-        was interrupted before sending it.
+        If the call's task has not started yet, it never will. If the caller was interrupted before it sent
+        the request, there is no task.
         """
         if number in self._answering:
             return
@@ -192,7 +192,7 @@ class ClientSession:
             task.add_done_callback(functools.partial(self._answer_if_unstarted, number))
 
     def _answer_if_unstarted(self, number: int, task: asyncio.Task[None]) -> None:
-        # the task never started, or it would have removed itself
+        # the task never started; a task that has started removes itself
         if self._tasks.get(number) is task and not self._over:
             self._tasks[number] = self._loop.create_task(self._answer_cancelled(number))
 
@@ -215,7 +215,7 @@ class ClientSession:
     async def _reply(self, reply: Reply) -> None:
         if self._over:
             return
-        self._tasks.pop(reply.number, None)  # from now on the call can't be cancelled
+        self._tasks.pop(reply.number, None)  # after this, the call can't be cancelled
         self._answering.add(reply.number)
         try:
             while not await self._has_replied(reply):
@@ -223,12 +223,12 @@ class ClientSession:
         except Exception as error:
             await self._has_replied(
                 Reply(reply.number, error=describe_error(error))
-            )  # the caller must not wait forever
+            )  # without any reply, the caller would wait forever
         finally:
             self._answering.discard(reply.number)
 
     async def _has_replied(self, reply: Reply) -> bool:
-        """Send the reply, or return False if this process lacks memory or descriptors for it now."""
+        """Send the reply, or return False if this process currently lacks memory or descriptors."""
         try:
             with contextlib.suppress(Closed, Broken):
                 await self._replies.aput(reply)
@@ -273,7 +273,7 @@ class ClientSession:
         return number
 
     def _drop(self, number: int) -> None:
-        """Undo one opening; a drop may arrive after the next opening."""
+        """Undo one opening. Openings are counted, because a drop may arrive after the next opening."""
         self._opened[number] -= 1
         if self._opened[number] <= 0:
             del self._opened[number]
@@ -286,7 +286,7 @@ class ClientSession:
         channel.abort(cause_in(cause))
 
     def _do_look(self, channel: Channel[Any], reads: int, writes: int) -> tuple[Any, ...]:
-        """Return the state of the channel and of this client's streams at the same moment."""
+        """Return the state of the channel and of this client's streams, all from the same moment."""
         while True:
             streams = self._streams_of(reads, writes)
             stats = channel.stats()
@@ -300,14 +300,14 @@ class ClientSession:
     async def _do_offer(
         self, channel: Channel[Any], stream: int, most: int, got: int | None, writes: int, put: int
     ) -> tuple[int, bool, int]:
-        """Send up to ``most`` of the next items now, after the client's ``put`` items of stream ``writes``.
+        """Send up to ``most`` of the next items now, once ``put`` items of stream ``writes`` have arrived.
 
-        If ``got`` is not None, the client has received that many items and would fail without another one. In
-        that case wait for items that other programs have prefetched and return.
+        If ``got`` is not None, the client has received ``got`` items and its call fails if no other item
+        comes. In that case, also wait for items that other clients have prefetched and are giving back.
 
         Returns:
-            The number of items sent to the client in total, whether the end has come, and the number of moves
-            into and out of the channel.
+            The total number of items sent to the client, whether the channel has ended, and the total number
+            of puts into and gets from it.
         """
         while (
             (mine := self._streams_of(writes)[0])["used"] < put
@@ -316,10 +316,12 @@ class ClientSession:
         ):
             await asyncio.sleep(TRANSIT_POLL_S)
         while True:
-            # Look before the offer too: an item that another client returns in between is in neither place.
+            # Check before the offer too: an item that another client gives back in between would be seen in
+            # neither place.
             prefetched, moves = self._server.has_prefetched(channel, self), _moves(channel)
             offered = self.link.offer(stream, most)
-            if offered is not None:  # else the items that this client has prefetched are on their way back
+            # If None, the items that this client has prefetched are on their way back.
+            if offered is not None:
                 sent, ended = offered
                 if got is None or ended or sent > got:
                     return sent, ended, _moves(channel)
@@ -328,9 +330,9 @@ class ClientSession:
             await asyncio.sleep(TRANSIT_POLL_S)
 
     def has_prefetched(self, channel: Channel[Any]) -> bool:
-        """Return whether the client has items of ``channel`` that it has not got yet.
+        """Return whether the client has prefetched items of ``channel`` that it has not taken yet.
 
-        A counted port may hold the items that it has begun with for long, so these do not count.
+        A counted port may hold the items that it is processing for a long time, so these do not count.
         """
         streams = self.link.state()["streams"]
         plain = self._plain.get(channel, {}).values()
@@ -341,11 +343,11 @@ class ClientSession:
         )
 
     def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
-        """Return the room for this client's items.
+        """Return how much room there is for this client's items.
 
         Returns:
-            The number of items that the client may put in total, whether the end has come, and the number of
-            moves into and out of the channel.
+            The total number of items that the client may put, whether the channel has ended, and the total
+            number of puts into and gets from it.
         """
         return *self.link.room(stream), _moves(channel)
 
@@ -365,9 +367,9 @@ class ClientSession:
             self.link.pair(streams[False], streams[True])
 
     def _do_writer(self, channel: Channel[Any], stream: int, counted: bool = True) -> int:
-        """Open a writing port, and return how many items may be put at first.
+        """Open a writing port, and return how many items the client may put at first.
 
-        A counted port ignores that number and sends ahead.
+        A counted port ignores that number and sends items ahead.
         """
         self._ports[stream] = port = (
             channel.writer() if counted else Out(channel, channel._uncounted_session())
@@ -382,7 +384,7 @@ class ClientSession:
     # --- ending ---
 
     def has_read(self, channel: Channel[Any]) -> bool:
-        """Return whether the client has read all items, except those that it is processing."""
+        """Return whether the client has read all items, not counting those that it is processing."""
         if self._over:
             return True
         streams = self.link.state()["streams"]
@@ -397,7 +399,7 @@ class ClientSession:
         return stream is None or (not len(port.channel) and stream["ahead"] <= stream["in_hand"])
 
     def _ended(self) -> tuple[int, ...]:
-        """Return the streams of this client that ended without a failure."""
+        """Return the numbers of this client's streams that ended without a failure."""
         streams = self.link.state()["streams"]
         return tuple(
             stream
@@ -408,14 +410,14 @@ class ClientSession:
         )
 
     async def notify_and_end(self, why: str) -> None:
-        """Tell the client that the server closes, wait briefly for it to disconnect, and end the session."""
+        """Tell the client that the server closes, wait briefly for the disconnect, and end the session."""
         with contextlib.suppress(Closed, Broken, Full):
             self._replies.put_nowait(ServerClosed(why, self._ended()))
         give_up = self._loop.time() + GOODBYE_TIMEOUT_S
         while self._loop.time() < give_up:
             stats = self._replies.stats()
             if not self.link.state()["connected"] or not stats.inside + stats.leased:
-                break  # a client that has received the message disconnects
+                break  # a client disconnects once it has received the message
             await asyncio.sleep(0.005)
         self._give_up()
         self._watching.join()
@@ -449,7 +451,7 @@ def _moves(channel: Channel[Any]) -> int:
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:
-    """Return the error that puts into the channel raise, if it was aborted."""
+    """Return the error that a put into the channel raises if the channel was aborted, else None."""
     if channel.broken:
         try:
             channel.put_nowait(None)  # raises, because the channel has ended

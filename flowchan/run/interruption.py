@@ -23,12 +23,12 @@ Outcome: TypeAlias = tuple[Results, str]
 
 
 class Interruption:
-    """Ends a run after Ctrl-C or SIGTERM.
+    """Ending of a run after Ctrl-C or SIGTERM.
 
     Args:
         plan: Plan of the run.
         supervisor: Supervisor of the run.
-        ports: Ports of the program.
+        ports: The run's ports in the program.
         gathering: Results of the run.
     """
 
@@ -37,14 +37,14 @@ class Interruption:
     ) -> None:
         self._plan, self._supervisor, self._ports, self._gathering = plan, supervisor, ports, gathering
         self.results: Results | None = None
-        """Results in ``Interrupted``; None until an interrupt has ended the run."""
+        """Results for ``Interrupted``; None until an interrupt has ended the run."""
 
     def end(self, number: int, again: bool = False) -> NoReturn:
         """End the run, and raise ``Interrupted`` with its results.
 
         Args:
             number: Number of the signal.
-            again: Whether the signal has already arrived twice, so that the run must be aborted.
+            again: Whether this is the second signal, so that the run must be aborted.
 
         Raises:
             Interrupted: Always.
@@ -55,7 +55,7 @@ class Interruption:
         raise self._error(lambda _: outcome, number) from self._failure()
 
     def error(self) -> Interrupted:
-        """Return the error to raise for Ctrl-C. Reading its results ends the run if it is still going on."""
+        """Return the error to raise after Ctrl-C. Reading its results ends the run if it is still active."""
         return self._error(self._tell)
 
     def _error(self, tell: Callable[[Interrupted], Outcome], number: int = signal.SIGINT) -> Interrupted:
@@ -73,7 +73,7 @@ class Interruption:
     def finish(self, number: int = signal.SIGINT, again: bool = False) -> None:
         """Stop the run and wait until everything in flight is finished.
 
-        Another interrupt aborts the run, and one more ends the wait. Each step prints a line.
+        Another interrupt aborts the run, and a third one ends the wait. Each step prints a line.
 
         Args:
             number: Number of the signal.

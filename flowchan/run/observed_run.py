@@ -1,4 +1,4 @@
-"""Methods of a run that only observe it: state, statistics, reports and probes."""
+"""Methods that only observe a run: state, statistics, reports and probes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ObservedRun(ABC):
 
     @property
     def state(self) -> RunState:
-        """Return the state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
+        """Return the run's state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
         return state_of(self._supervisor.state)
 
     @refuses_misspelt("stats")
@@ -44,9 +44,9 @@ class ObservedRun(ABC):
         """Return the current statistics of the run (R8).
 
         Args:
-            window: Seconds to which rates, shares and the cause refer (default: the whole run). The
-                ``window`` of the result is the actual length. It may be up to half a second longer, or
-                shorter if the run has not lasted that long.
+            window: Number of most recent seconds to which the rates, the shares of time and the cause of the
+                bottleneck refer (default: the whole run). The ``window`` of the result is the actual length.
+                It may be up to half a second longer, or shorter if the run started less than that ago.
 
         Returns:
             Statistics of the stages, the channels and the hosts.
@@ -80,11 +80,11 @@ class ObservedRun(ABC):
         subscriber raises, it is not called again, and the run continues.
 
         Args:
-            stats: Function that is called with the result of :meth:`stats`: at once, every ``every`` seconds,
-                and once after the run has ended.
-            events: Function that is called with each event of the run: workers that start, begin, end, fail
-                or die, retries, stops and aborts.
-            every: Seconds between two calls of ``stats``.
+            stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
+                seconds, and once after the run has ended.
+            events: Function that is called with each event of the run. Events are workers that start, begin
+                work, end, fail or die, and retries, stops and aborts.
+            every: Seconds between calls of ``stats``.
 
         Returns:
             The subscription. Close it, or leave its ``with`` block, to stop the calls.
@@ -107,7 +107,7 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Returns:
-            The bottleneck, tables of the stages and channels, and a count of each stage's items.
+            The bottleneck, tables of the stages and channels, and the number of items of each stage.
 
         Example:
             >>> from flowchan import Graph
@@ -124,8 +124,8 @@ class ObservedRun(ABC):
         """Explain what each stage is waiting for.
 
         Returns:
-            Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
-            so far and the state of the stage on the other end.
+            Text with one line for each stage. If a stage is waiting, its line gives the channel, the time
+            so far, and the state of the stage at the channel's other end.
 
         Example:
             >>> from flowchan import Graph
@@ -145,12 +145,12 @@ class ObservedRun(ABC):
             timeout: Seconds to wait; 0 does not wait (default: no limit).
 
         Returns:
-            True if all workers can take items. False if some can't after ``timeout`` seconds, or if the run
-            was stopped or has ended.
+            True if all workers can take items. False if some can't take items after ``timeout`` seconds, or
+            if the run was stopped or has ended.
 
         Raises:
             RunError: A stage failed.
-            Interrupted: Ctrl-C or SIGTERM came; it holds the results.
+            Interrupted: The run was ended by Ctrl-C or SIGTERM; the error holds the results.
 
         Example:
             >>> from flowchan import Graph
@@ -176,10 +176,10 @@ class ObservedRun(ABC):
         return ready
 
     def health(self) -> Health:
-        """Return the present health of the run: whether it is ready, its stages, and its waiting requests.
+        """Return the current health of the run: whether it is ready, its stages, and its waiting requests.
 
         Returns:
-            The health, for the probes of a service manager.
+            The health, for a service manager's probes.
 
         Example:
             >>> from flowchan import Graph

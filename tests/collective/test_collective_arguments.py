@@ -55,7 +55,7 @@ OPS = "'sum', 'mean', 'prod', 'min', 'max', 'and', 'or', 'xor'"
         (lambda g: g.broadcast(np.ones(2), 0.5), ValueError, "root must be a rank of the group, from 0 to 1"),
         (lambda g: g.broadcast(np.ones(2), 1 << 70), ValueError, "root must be a rank of the group"),
         (lambda g: g.reduce(1, 0.5), ValueError, "root must be a rank of the group, from 0 to 1, got 0.5"),
-        (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None or a number of at least 0"),
+        (lambda g: g.barrier(timeout="soon"), ValueError, "timeout must be None or at least 0 seconds"),
         (
             lambda g: g.allreduce(np.ones(2, np.longdouble)),
             TypeError,

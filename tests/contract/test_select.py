@@ -153,7 +153,7 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
 def test_select_names_an_argument_of_the_wrong_type(gets):
     """C10: the error names the argument."""
-    with pytest.raises(TypeError, match="select: gets must be channels and In ports"):
+    with pytest.raises(TypeError, match="select: gets must be channels or In ports"):
         select(gets)
 
 

@@ -1,4 +1,4 @@
-"""Test that a channel server answers random requests and keeps serving other clients."""
+"""Test that a channel server replies to random requests and keeps serving other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test channels between programs, opened by address and secret or received in an item."""
+"""Test channels between programs that are opened by address and secret, or received in an item."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_separate_program_opens_a_channel_by_address_and_secret():
     peer.result()
 
 
-def test_ports_transfer_many_items():
+def test_ports_of_remote_channels_transfer_many_items():
     there, back = make(), make()
 
     def double():
@@ -64,13 +64,13 @@ def test_ports_transfer_many_items():
     feeding.result()
 
 
-def test_wrong_secret_cannot_open_a_channel():
+def test_open_channel_rejects_a_wrong_secret():
     channel = make()
     with pytest.raises(HostError, match="secret"):
         open_channel(channel.address, secrets.token_bytes(32), timeout=1.5)
 
 
-def test_wrong_address_or_secret_raises_with_a_remedy():
+def test_open_channel_errors_name_a_remedy():
     channel = make()
     with pytest.raises(ValueError, match=r"channel\.address"):
         open_channel("127.0.0.1:1", channel.secret)
@@ -78,7 +78,7 @@ def test_wrong_address_or_secret_raises_with_a_remedy():
         open_channel(channel.address, channel.secret.hex())
     with pytest.raises(HostError, match="no channel 99"):
         open_channel(channel.address.partition("/")[0] + "/99", channel.secret)
-    expected = r"^can't open a channel of .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
+    expected = r"^can't open a channel at .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
     with pytest.raises(HostError, match=expected):
         open_channel("127.0.0.1:1/1", channel.secret, timeout=0.2)
 
@@ -103,7 +103,7 @@ def test_repr_of_a_channel_hides_its_secret():
     assert HostPeer(lambda: repr(channel.secret) not in repr(channel)).result()
 
 
-def test_remote_calls_end_like_local_calls():
+def test_remote_calls_return_and_raise_like_local_calls():
     channel = make(1)
 
     def use():
@@ -132,8 +132,8 @@ def test_remote_calls_end_like_local_calls():
     assert channel.drained
 
 
-def test_idle_remote_reader_holds_no_items():
-    """C8: another reader gets them."""
+def test_idle_remote_reader_keeps_no_items_from_other_readers():
+    """C8: other readers get the items that it has not taken."""
     channel, ready, go_on = make(), make(), make()
 
     def idle():
@@ -151,8 +151,8 @@ def test_idle_remote_reader_holds_no_items():
     assert peer.result() == [4]
 
 
-def test_polling_a_remote_port_yields_items_and_then_drained():
-    """A poll that is shorter than a round trip may find no item; a later one does."""
+def test_polling_a_remote_port_gets_items_and_then_drained():
+    """A poll that is shorter than a round trip may find no item, but a later poll finds it."""
     numbers = make()
     numbers.put_many(range(9))
     numbers.close()
@@ -174,7 +174,7 @@ def test_polling_a_remote_port_yields_items_and_then_drained():
     assert HostPeer(poll, numbers).result() == list(range(9))
 
 
-def test_coroutines_wait_on_a_remote_channel():
+def test_coroutines_can_wait_for_items_of_a_remote_channel():
     """C9: a cancelled ``aget`` has taken nothing."""
     channel, ready = make(), make()
 
@@ -216,7 +216,7 @@ def test_channel_in_an_item_keeps_its_tls_setting():
 
 
 def test_waiting_remote_get_counts_as_one_waiting_reader():
-    """C15: the owner counts it until the call has ended."""
+    """C15: the owner counts the reader until the call has ended."""
     channel = make()
     peer = HostPeer(channel.get)
     wait_blocked(channel, readers=1)
@@ -225,8 +225,8 @@ def test_waiting_remote_get_counts_as_one_waiting_reader():
     wait_until(lambda: channel.stats().waiting_readers == 0)
 
 
-def test_every_cancelled_remote_call_is_answered():
-    """C12: this includes calls that the owner has not started; the client keeps no trace of them."""
+def test_every_cancelled_remote_call_gets_a_reply():
+    """C12: this includes calls that the owner has not started. The client forgets all of these calls."""
     channel = make()
 
     async def cancel():

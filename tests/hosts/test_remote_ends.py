@@ -1,4 +1,5 @@
-"""Test channels across hosts whose connection breaks, or whose users or owner end or are killed."""
+"""Test channels across hosts when their connection breaks, or when their users or owners end or are
+killed."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ def make(capacity=64, **options):
 
 
 def wait_for_sessions(channel):
-    """Wait for one reader, and return the sessions of the remote users of the channel."""
+    """Wait for one reader, and return the sessions of the channel's remote users."""
     wait_stats(channel, readers=1)
     return channel._reached.server.sessions()
 
 
-def test_broken_connection_loses_and_repeats_no_item():
-    """The items go through ports and single calls."""
+def test_broken_connection_neither_loses_nor_repeats_items():
+    """This holds for items through ports and through single calls."""
     there, back, calls = make(), make(), make(100_000)
 
     def work():
@@ -69,7 +70,7 @@ def test_broken_connection_loses_and_repeats_no_item():
 
 
 def test_killed_remote_writer_breaks_the_channel():
-    """C5: the death of a writer is not a clean end."""
+    """C5: a dead writer has not closed the channel."""
     channel, ready = make(), make()
 
     def write():
@@ -90,8 +91,8 @@ def test_killed_remote_writer_breaks_the_channel():
     assert caught.value.__cause__.pid == pid
 
 
-def test_program_that_leaves_a_writer_open_breaks_the_channel():
-    """C5: an exit without ``close()`` is not a clean end."""
+def test_program_that_exits_with_an_open_writer_breaks_the_channel():
+    """C5: a program that exits without ``close()`` has not closed the channel."""
     channel = make()
 
     def write():
@@ -103,14 +104,14 @@ def test_program_that_leaves_a_writer_open_breaks_the_channel():
         list(channel)
 
 
-def test_program_that_ends_sends_items_beyond_the_capacity_first():
-    """C5: the channel had no room for the items when the program began to exit."""
+def test_exiting_program_first_sends_items_beyond_the_capacity():
+    """C5: the channel has no room for the items when the program begins to exit."""
     ch, told, kept = make(1), make(), []
 
     def write():
         kept.append(ch.writer())
         kept[0].put_many(range(1000))
-        atexit.register(told.put, "ending")  # ``atexit`` calls the last registered function first
+        atexit.register(told.put, "ending")  # ``atexit`` calls the function registered last first
 
     peer, found = HostPeer(write), []
     told.get()
@@ -121,8 +122,8 @@ def test_program_that_ends_sends_items_beyond_the_capacity_first():
     assert found == list(range(1000))
 
 
-def test_forked_child_that_ends_sends_its_items_first():
-    """C1: a child of ``multiprocessing`` runs no ``atexit`` functions."""
+def test_exiting_forked_child_first_sends_its_items():
+    """C1: a child of ``multiprocessing`` does not run ``atexit`` functions."""
     channel = make(10_000)
 
     def put_all():
@@ -135,8 +136,8 @@ def test_forked_child_that_ends_sends_its_items_first():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
-    """C12: the program has already left the owner, because it uses none of its channels any more."""
+def test_program_reports_finished_items_before_it_leaves_an_owner(broken, monkeypatch):
+    """C12: otherwise the owner would keep the channel that the item contained."""
     channel, done = make(), threading.Event()
     server, look, post = (
         channel._reached.server,
@@ -173,8 +174,8 @@ def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
 
 
 @pytest.mark.parametrize("cause", [None, ValueError("why")])
-def test_writer_of_an_ended_channel_raises_at_once(cause):
-    """C5, C7: the end may arrive from the owner before the opening program has read the reply."""
+def test_writer_raises_at_once_if_its_channel_has_ended(cause):
+    """C5, C7: the end may arrive from the owner before the program has read the reply to its opening."""
     channel = make()
     if cause is None:
         channel.close()
@@ -184,14 +185,14 @@ def test_writer_of_an_ended_channel_raises_at_once(cause):
     def write():
         for _ in range(300):
             with channel.writer() as writer, pytest.raises(Closed if cause is None else Broken) as caught:
-                writer.put_many(range(2000))  # more than fits in transit
+                writer.put_many(range(2000))  # more items than can be in transit
             assert repr(caught.value.__cause__) == repr(cause)
 
     HostPeer(write).result()
 
 
-def test_killed_process_of_this_machine_is_noticed_without_timeout():
-    """C11: the owner notices the death at any ``peer_timeout``, and the unfinished item returns."""
+def test_death_of_a_local_process_is_noticed_before_any_timeout():
+    """C11: the owner notices the death, however long ``peer_timeout`` is, and the unfinished item returns."""
     serve(peer_timeout=3600)
     channel, ready = make(), make()
 
@@ -211,7 +212,7 @@ def test_killed_process_of_this_machine_is_noticed_without_timeout():
     spare.close()
 
 
-def test_waiting_remote_calls_break_when_the_owner_is_killed():
+def test_waiting_remote_calls_raise_broken_when_the_owner_is_killed():
     told, answers = make(), make()
 
     def hold():
@@ -238,7 +239,7 @@ def test_waiting_remote_calls_break_when_the_owner_is_killed():
     peer.result()
 
 
-def test_waiting_calls_break_when_the_owner_exits():
+def test_calls_raise_broken_after_the_owner_has_exited():
     told = make()
 
     def hold():
@@ -257,8 +258,8 @@ def test_waiting_calls_break_when_the_owner_exits():
         writer.put(1)
 
 
-def test_forked_child_uses_the_channels_of_its_parent():
-    """The child has its own connection, which may break without harm to the parent."""
+def test_forked_child_can_use_its_parents_remote_channels():
+    """The child has a separate connection. If that breaks, the parent is not affected."""
     channel = make()
 
     def fork():
@@ -270,8 +271,8 @@ def test_forked_child_uses_the_channels_of_its_parent():
     assert channel.get_many(5) == ["parent", "child", "parent again"]
 
 
-def test_releasing_the_last_handle_leaves_nothing():
-    """C12: a fixture of all tests checks threads, descriptors and memory on both sides."""
+def test_releasing_the_last_handle_leaves_no_resources_behind():
+    """C12: a fixture for all tests checks threads, descriptors and memory on both sides."""
     channel = make()
 
     def come_and_go():
@@ -285,8 +286,8 @@ def test_releasing_the_last_handle_leaves_nothing():
     assert channel.closed
 
 
-def test_aborted_channel_releases_its_clients_without_the_collector():
-    """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
+def test_aborted_channel_releases_its_clients_without_garbage_collection():
+    """C12: links hold descriptors, and the collector seldom runs in a program that allocates little."""
     channel, ready = make(), make()
     (server,) = serving._servers
 
@@ -310,7 +311,7 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
 
 
 def test_server_is_over_once_its_last_channel_is_released():
-    """The server's thread learns that the channel is gone, and may check before any other code runs."""
+    """The server's thread is notified of the release, and may check before any other code runs."""
     channel, found = make(), []
     (server,) = serving._servers
     weakref.finalize(channel, lambda: found.append(server.is_over()))
@@ -319,7 +320,7 @@ def test_server_is_over_once_its_last_channel_is_released():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_port_left_by_an_exception_returns_its_current_item(fails):
+def test_remote_port_returns_its_current_item_after_an_exception(fails):
     """C6: a remote port behaves like a port at the owner."""
     channel = make()
     channel.put_many(range(3))
@@ -336,8 +337,8 @@ def test_port_left_by_an_exception_returns_its_current_item(fails):
     assert list(spare) == list(range(0 if fails else 1, 3))
 
 
-def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
-    """C11: the busy server has looked for the client's process twice by then."""
+def test_busy_server_does_not_give_up_a_live_client(monkeypatch):
+    """C11: the server has checked the client's process twice before it accepts the connection."""
     looks, has_ended, attach = [], LocalPeer.has_ended, ClientSession.attach
 
     def look(process):
@@ -355,8 +356,9 @@ def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
     assert channel.get() == "item"
 
 
-def test_unresponsive_owner_does_not_block_other_owners():
-    """C12: ports of other owners close and their channels open while one owner is dialled."""
+def test_unresponsive_owner_does_not_block_use_of_other_owners():
+    """C12: while one owner is being dialled, ports of other owners can be closed and their channels
+    opened."""
     one, other = make(), make()
 
     def use():
@@ -375,7 +377,7 @@ def test_unresponsive_owner_does_not_block_other_owners():
 
 
 def test_server_says_goodbye_to_all_clients_concurrently():
-    """A client that does not hear the goodbye keeps no other client waiting."""
+    """A client that does not receive the goodbye does not delay the other clients."""
     server, sent = ChannelServer(kept=True), []
 
     class Deaf:
@@ -408,10 +410,10 @@ WRONG = [
 def test_serve_refuses_invalid_options(options, error, message):
     with pytest.raises(error, match=message):
         serve(**options)
-    assert make().capacity == 64  # unchanged
+    assert make().capacity == 64  # the settings are unchanged
 
 
-def test_invalid_secret_is_refused_by_name():
+def test_errors_for_invalid_secrets_name_the_function():
     with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
         open_channel("127.0.0.1:1/1", b"abc")
     with pytest.raises(TypeError, match="Server: secret must be bytes"):

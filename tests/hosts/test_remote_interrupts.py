@@ -1,6 +1,6 @@
 """Test Ctrl-C at every point of a remote call at which Python checks for signals (C9).
 
-The item goes to the next call of this process, and the owner keeps no waiting reader.
+The item goes to the next call in this process, and the owner counts no waiting reader afterwards.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def instructions(code: CodeType) -> dict[int, str]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the check with this number.
+    """Raises KeyboardInterrupt at the given check for signals, counted from 1.
 
-    Python checks for signals when one of our functions begins, after it has called native code, and when it
-    jumps back.
+    Python checks for signals when one of our functions begins, when it has called native code, and when it
+    jumps backwards.
 
     Attributes:
-        where: Function and line of that check.
+        where: Function and line of the check at which this raised; empty if it did not.
     """
 
     def __init__(self, number: int) -> None:
@@ -56,13 +56,14 @@ class Interrupt:
             return None
         finally:
             sys.settrace(None)
-            self._before.clear()  # releases the frames and their objects
+            self._before.clear()  # so that the frames and their objects are released
 
     def _begin(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(OURS):
             return None
         if frame.f_back is not None:
-            self._before.pop(frame.f_back, None)  # Python checks when our function begins, not after the call
+            # Python checks when our function begins, and not after the call
+            self._before.pop(frame.f_back, None)
         frame.f_trace_opcodes = True
         self._look(frame)
         return self._follow
@@ -72,7 +73,7 @@ class Interrupt:
             if self._before.get(frame) in CHECKS_AFTER:
                 self._look(frame)
             self._before[frame] = instructions(frame.f_code)[frame.f_lasti]
-        elif event in ("return", "exception"):  # Python does not check after a call that raised
+        elif event in ("return", "exception"):  # Python does not check after a call that has raised
             self._before.pop(frame, None)
         return self._follow
 
@@ -88,7 +89,7 @@ def make(capacity=64):
 
 
 def has_pending_calls(channel):
-    """Return whether a call of this process has no reply yet."""
+    """Return whether any call of this process is still waiting for its reply."""
     return bool(channel._connection._pending)
 
 
@@ -102,10 +103,10 @@ GETS = {
 
 @pytest.mark.parametrize("how", GETS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["before", "during"])
-def test_item_stays_next_if_ctrl_c_ends_its_get(how, is_there):
-    """C9: for items already in the channel, items that come during the wait, and later ones.
+def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
+    """C9: the item may already be in the channel, or be put during the wait.
 
-    Each call is the first on its channel, which opens the port; later calls run no Python.
+    Each call is the first on its channel, so it opens the port in Python. Later calls do not run Python code.
     """
     one, channels, get = make(), make(), GETS[how]
 
@@ -129,7 +130,7 @@ def test_item_stays_next_if_ctrl_c_ends_its_get(how, is_there):
             assert found == [number], f"after Ctrl-C in {interrupt.where}"
             with pytest.raises(Empty):
                 new.get_nowait()
-        if how != "get_many":  # get_many asks the owner for more items
+        if how != "get_many":  # get_many always asks the owner for more items
             assert Interrupt(1).during(get, filled(new)) == ["again"]
         wait_until(lambda: not has_pending_calls(one))
         return number

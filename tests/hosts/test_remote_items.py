@@ -1,4 +1,4 @@
-"""Test the items of channels across hosts, including other channels (C13, C14)."""
+"""Test items of channels across hosts, including items that contain channels (C13, C14)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make(capacity=64, **options):
     return Channel(capacity, across="hosts", **options)
 
 
-def test_item_of_a_class_unknown_to_the_owner_passes_unread():
-    """Only the remote programs have the class of the item."""
+def test_owner_passes_on_items_without_unpickling_them():
+    """Only the remote programs have the item's class."""
     channel = make()
 
     def put():
@@ -52,8 +52,8 @@ def test_item_of_a_class_unknown_to_the_owner_passes_unread():
     assert HostPeer(lambda: int(channel.get().array.sum())).result() == sum(range(100_000))
 
 
-def test_channel_is_sent_through_another_channel():
-    """C14: the reply through the sent channel arrives at this program."""
+def test_channel_can_be_sent_through_another_channel():
+    """C14: the other program's reply through the sent channel arrives in this program."""
     carrier, reply = make(), make()
 
     def answer():
@@ -65,7 +65,7 @@ def test_channel_is_sent_through_another_channel():
     peer.result()
 
 
-def test_channel_made_remotely_can_be_received_and_forwarded(monkeypatch):
+def test_channel_received_from_its_owner_can_be_forwarded(monkeypatch):
     carrier = make()
 
     def offer():
@@ -86,7 +86,7 @@ def test_channel_made_remotely_can_be_received_and_forwarded(monkeypatch):
         carrier.get()
 
 
-def test_channel_opened_twice_is_one_object():
+def test_opening_a_channel_twice_returns_the_same_object():
     channel = make()
 
     def look():
@@ -96,8 +96,8 @@ def test_channel_opened_twice_is_one_object():
     assert HostPeer(look).result()
 
 
-def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
-    """C13: this also holds if two threads look for the channel at the same time."""
+def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
+    """C13: this holds even if two threads look for the channel at the same time."""
     carrier, sent = make(), make()
     carrier.put(sent)
     server, number = sent._reached.server, sent._reached.number
@@ -115,8 +115,8 @@ def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
     assert carrier.get() is found[0]
 
 
-def test_threads_that_open_one_channel_get_one_object():
-    """If there were two objects, the program would leave the channel when the first object goes."""
+def test_threads_that_open_the_same_channel_get_the_same_object():
+    """If there were two, the program would leave the channel when the first one is released."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -141,8 +141,8 @@ def test_threads_that_open_one_channel_get_one_object():
 
 
 @pytest.mark.parametrize("local", ["processes", "threads"])
-def test_put_of_a_channel_bound_to_its_machine_raises(local):
-    """C13: the error occurs at the owner and remotely, and the channel stays unchanged."""
+def test_put_of_a_channel_that_cannot_leave_its_machine_raises(local):
+    """C13: the error is raised at the owner and in remote programs, and the channel stays unchanged."""
     channel = make()
     with pytest.raises(TypeError, match=r"hosts|processes"):
         channel.put({"inner": Channel(across=local)})
@@ -162,7 +162,7 @@ def test_put_of_a_channel_bound_to_its_machine_raises(local):
 
 
 def test_ports_cannot_be_sent_to_other_hosts():
-    """The channel itself can be sent, and ports are opened on the other host."""
+    """The channel itself can be sent, and its ports opened on the other host."""
     channel = make()
 
     def put_ports():
@@ -178,13 +178,13 @@ def test_ports_cannot_be_sent_to_other_hosts():
 
 
 def test_channel_survives_for_the_next_receiver_of_its_item():
-    """C14: the first receiver dropped the channel, and was killed before its item was finished."""
+    """C14: the first receiver drops the channel, and is killed before it has finished the item."""
     carrier, ready = make(), make()
 
     def receive_and_drop():
         reader = carrier.reader()
         reader.get().put("from the first")
-        for _ in range(20):  # after these round trips the owner has heard that it was dropped
+        for _ in range(20):  # after these round trips, the owner knows that the channel was dropped
             len(ready)
         ready.put("dropped")
         signal.pause()
@@ -198,9 +198,8 @@ def test_channel_survives_for_the_next_receiver_of_its_item():
         assert successor.get().get() == "from the first"
 
 
-def test_channel_survives_until_its_last_item_is_finished():
-    """C14: other users have dropped the channel or opened it by its address before. C12: after the last item
-    it is released."""
+def test_channel_survives_until_the_last_item_containing_it_is_finished():
+    """C12, C14: other users drop the channel or open it by its address."""
     carrier, inner = make(), make()
     (server,) = serving._servers
     carrier.put_many([inner, inner])
@@ -225,9 +224,8 @@ def test_channel_survives_until_its_last_item_is_finished():
     wait_until(has_ended)
 
 
-def test_packed_item_keeps_its_channels():
-    """C14: the item may be unpickled several times, at the owner and remotely, without another reference to
-    the channel."""
+def test_packed_item_keeps_its_channels_alive():
+    """C14: the item can be unpickled several times, with no other reference to its channel."""
     carrier = make()
 
     def use():
@@ -243,8 +241,7 @@ def test_packed_item_keeps_its_channels():
 
 @pytest.mark.parametrize("place", [child_of_multiprocessing, lambda function: HostPeer(function).result()])
 def test_channel_survives_in_an_item_that_is_put_again(place):
-    """C14: a forked child of the owner or a remote program puts it. C12: after the last item it is
-    released."""
+    """C12, C14: a forked child or a remote program puts the item. Afterwards, the channel is released."""
     carrier = make()
     (server,) = serving._servers
     carrier.put(make())
@@ -264,7 +261,7 @@ def test_channel_survives_in_an_item_that_is_put_again(place):
 
 
 def interrupt(which, call, *arguments):
-    """Raise Ctrl-C just after the reply to the request number ``which`` of the call has arrived."""
+    """Raise Ctrl-C immediately after the reply to the call's request number ``which`` has arrived."""
     wait, questions = PendingCall.wait, []
 
     def interrupted(asked, within):
@@ -281,8 +278,8 @@ def interrupt(which, call, *arguments):
         PendingCall.wait = wait
 
 
-def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
-    """C12: the call opens a channel, makes one, or puts one into an item."""
+def test_interrupted_call_keeps_no_channel_alive():
+    """C12: the call opens a channel, makes one, or puts one in an item."""
     inner, other, over = make(), make(), make()
     (server,) = serving._servers
     told = inner.address, inner.secret
@@ -308,7 +305,7 @@ def test_call_ended_by_ctrl_c_keeps_no_channel_alive():
 
 
 def test_abandoned_put_keeps_no_channel_alive():
-    """C9, C12: the put ends by cancellation, by Ctrl-C or in a select."""
+    """C9, C12: the put is cancelled, interrupted by Ctrl-C, or not chosen by a select."""
     inner, full, over = make(), make(1), make()
     (server,) = serving._servers
     full.put("full")
@@ -336,7 +333,7 @@ def test_abandoned_put_keeps_no_channel_alive():
     peer.result()
 
 
-def test_port_lost_to_ctrl_c_is_not_counted():
+def test_port_is_not_counted_if_ctrl_c_ends_its_opening():
     """C5, C9: Ctrl-C interrupts the call that opens the port."""
     channel, over = make(), make()
 
@@ -353,9 +350,9 @@ def test_port_lost_to_ctrl_c_is_not_counted():
     peer.result()
 
 
-def test_channel_is_not_sent_after_its_last_item_finished():
-    """C14: a receiver of the channel would find that it no longer exists."""
-    spare = make()  # keeps its server alive
+def test_channel_cannot_be_sent_after_its_last_item_is_finished():
+    """C14: otherwise a receiver would find that the channel no longer exists."""
+    spare = make()  # keeps the server alive
     (server,) = serving._servers
     inner = make()
     number = int(inner.address.rpartition("/")[2])
@@ -377,8 +374,8 @@ def test_channel_is_not_sent_after_its_last_item_finished():
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_channels_in_unread_items_end_with_their_carrier(aborted):
-    """C12: this includes channels in the items of such a channel."""
+def test_channels_in_unread_items_are_released_with_their_carrier(aborted):
+    """C12: this includes channels in the items of those channels."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (server,) = serving._servers
     other.put(inner)
@@ -390,7 +387,7 @@ def test_channels_in_unread_items_end_with_their_carrier(aborted):
         carrier.abort(ValueError("enough"))
     del carrier
     wait_until(lambda: not server._under_way, what=lambda: server._under_way)
-    assert kept.address.startswith(server.address)  # the server has not ended
+    assert kept.address.startswith(server.address)  # the server must not have ended
 
 
 def test_channels_in_items_survive_while_a_child_has_their_carrier():
@@ -414,8 +411,7 @@ def test_channels_in_items_survive_while_a_child_has_their_carrier():
 
 
 def test_channel_received_by_a_forked_child_can_be_forwarded():
-    """C14: the child can forward it after its item is finished, without another reference. C12: then it is
-    released."""
+    """C12, C14: the child can do so without another reference, even after it has finished the item."""
     carrier, target, go = make(), make(), make()
     (server,) = serving._servers
     carrier.put(make())

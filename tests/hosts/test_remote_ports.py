@@ -1,6 +1,6 @@
-"""Test C16: ``put`` and ``get`` of a remote channel go through a port of their process.
+"""Test C16: ``put`` and ``get`` on a remote channel use a port of their process.
 
-These tests count items and requests to the owner, not seconds.
+These tests count items and requests to the owner; they do not measure time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make(capacity=64, **options):
 
 
 def requests_of(call):
-    """Return the requests that the owner gets while ``call`` runs."""
+    """Return the requests that are sent to the owner while ``call`` runs."""
     sent, send = [], Calls._send
 
     def count(calls, call, channel, what, arguments):
@@ -45,7 +45,7 @@ def requests_of(call):
 # number of requests
 
 
-def test_thousand_puts_take_one_request():
+def test_thousand_puts_need_only_one_request():
     channel = make(10_000)
 
     def put_all():
@@ -57,7 +57,7 @@ def test_thousand_puts_take_one_request():
     assert channel.get_many(1_000) == list(range(1_000))
 
 
-def test_thousand_gets_take_one_request():
+def test_thousand_gets_need_only_one_request():
     channel = make(10_000)
     channel.put_many(range(1_000))
 
@@ -68,7 +68,7 @@ def test_thousand_gets_take_one_request():
     assert HostPeer(take).result() == (["reader"], list(range(1_000)))
 
 
-def test_waiting_select_takes_one_request_per_channel():
+def test_repeated_selects_open_each_channel_only_once():
     one, two = make(), make()
 
     def choose():
@@ -139,7 +139,7 @@ def test_flush_without_items_in_transit_returns_on_every_transport():
 
 
 def test_flush_raises_if_the_channel_closes_before_items_arrive():
-    """C16: the items were in transit, and the owner has given their room to another process."""
+    """C16: the items were in transit when the owner gave their room to another process."""
     channel, ready, go_on = make(1), make(), make()
 
     def put():
@@ -196,7 +196,7 @@ def test_first_put_into_a_closed_channel_raises():
 
 
 def test_put_waits_while_the_owner_has_no_room():
-    """C2: puts from another process wait like local ones."""
+    """C2: a put from another process waits like a local one."""
     channel = make(3)
 
     def put():
@@ -212,8 +212,8 @@ def test_put_waits_while_the_owner_has_no_room():
     assert channel.stats().waiting_writers == 0
 
 
-def test_prefetched_items_take_room():
-    """C2: items that the owner has sent to this process still count."""
+def test_prefetched_items_count_against_the_capacity():
+    """C2: items that the owner has sent to this process still take up room."""
     channel = make(2)
 
     def use():
@@ -228,7 +228,7 @@ def test_prefetched_items_take_room():
 
 
 def test_put_nowait_sees_room_freed_at_the_owner():
-    """C7: ``put_nowait`` asks the owner before it fails."""
+    """C7: before ``put_nowait`` fails, it asks the owner."""
     channel, go_on, ready = make(1), make(), make()
 
     def use():
@@ -269,7 +269,7 @@ def test_killed_program_loses_only_unflushed_items():
     found = channel.get_many(10_000)
     assert found == list(range(len(found)))
     assert len(found) >= 100
-    channel.put("open")  # a program without a counted writer does not break the channel when it dies
+    channel.put("open")  # a program without a counted writer does not break the channel by dying
     assert channel.get() == "open"
 
 
@@ -290,12 +290,12 @@ def test_prefetched_items_return_when_their_reader_is_killed():
     assert ready.get() == 0
     peer.kill()
     peer.join()
-    # The owner detects the death with a delay.
+    # The owner notices the death with a delay.
     assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
 
 
 def test_prefetched_items_of_an_idle_reader_return():
-    """C8: even if no other reader is waiting for them."""
+    """C8: this holds even if no other reader is waiting for the items."""
     channel, ready, over = make(), make(), make()
 
     def take():
@@ -342,7 +342,7 @@ def test_calls_raise_broken_when_the_owner_is_killed():
 
 
 def test_select_over_two_remote_channels_takes_one_item():
-    """C10: the other channel keeps its item."""
+    """C10: each select takes an item from only one of the two channels."""
     one, two = make(), make()
     one.put_many(range(5))
     two.put_many(range(5))
@@ -359,7 +359,7 @@ def test_select_over_two_remote_channels_takes_one_item():
 
 
 def test_timed_out_calls_have_no_effect():
-    """C7: the channel has the same items afterwards."""
+    """C7: afterwards the channel contains the same items as before."""
     channel = make(1)
 
     def use():
@@ -377,7 +377,7 @@ def test_timed_out_calls_have_no_effect():
 
 
 def test_ctrl_c_ends_a_waiting_put():
-    """C9: the interrupted item does not arrive."""
+    """C9: the item of the interrupted put does not arrive."""
     channel = make(1)
 
     def put():
@@ -393,7 +393,7 @@ def test_ctrl_c_ends_a_waiting_put():
 
 
 def test_ctrl_c_ends_a_flush():
-    """C9: the interrupt reaches the caller although the owner has no room."""
+    """C9: the interrupt reaches the caller even though the owner has no room."""
     channel = make(1)
 
     def put():
@@ -447,12 +447,12 @@ channel.put(2)
 
 
 def rings_here():
-    """Return how many rings this process has mapped."""
+    """Return how many mappings of rings this process has."""
     with open("/proc/self/maps") as maps:
         return sum("memfd:flowchan" in line for line in maps)
 
 
-def test_dropped_channel_frees_its_rings_without_the_collector():
+def test_dropped_channel_frees_its_rings_without_garbage_collection():
     channel = make()
 
     def use_and_drop():

@@ -1,7 +1,7 @@
-"""Test ``select`` in a program that has opened channels of other programs (C10).
+"""Test ``select`` in a program that has opened other programs' channels (C10).
 
-tests/contract/test_select.py shows that ``select`` takes exactly one item, fairly, and loses none. These
-tests add owners and users that start, leave and die during a ``select``.
+tests/contract/test_select.py shows that ``select`` takes exactly one item, chooses fairly, and loses no
+items. These tests add owners and users that start, leave and die during a ``select``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make(capacity=64):
 
 
 def hold(handover, over):
-    """Own a channel in another program until ``over`` has an item."""
+    """Own a channel in another program until ``over`` contains an item."""
     serve(peer_timeout=2)
     owned = make()
     handover.put(owned)
@@ -35,7 +35,7 @@ def hold(handover, over):
 
 
 def test_remote_channel_is_ready_when_get_would_not_block():
-    """C10: ``ready`` takes no item from the channel."""
+    """C10: waiting with ``ready`` takes no item from the channel."""
     work, stop = make(), make(1)
 
     def look():
@@ -54,8 +54,8 @@ def test_remote_channel_is_ready_when_get_would_not_block():
     assert peer.result() == ["item", True]
 
 
-def test_remote_select_takes_1_to_128_operations():
-    """C10: the limit holds for remote channels."""
+def test_remote_select_accepts_1_to_128_operations():
+    """C10: the limit applies to remote channels as well."""
     channels = [make(1) for _ in range(128)]
 
     def look():
@@ -70,7 +70,7 @@ def test_remote_select_takes_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: it takes from the first ready channel, and does not keep waiting on the others."""
+    """C10: select takes an item from the first ready channel, and then no longer waits on the others."""
     handover, over, own = make(), make(), make()
     owner = HostPeer(hold, handover, over)
     remote = handover.get()
@@ -92,8 +92,8 @@ def test_select_waits_for_two_owners_and_a_local_channel():
     owner.result()
 
 
-def test_select_ends_when_one_of_its_owners_is_killed():
-    """C6, C11: the killed owner breaks its channel."""
+def test_select_raises_broken_when_an_owner_is_killed():
+    """C6, C11: the owner's death breaks its channel."""
     handover, over, own = make(), make(), make()
     owner = HostPeer(hold, handover, over)
     remote = handover.get()
@@ -113,7 +113,7 @@ def test_select_ends_when_one_of_its_owners_is_killed():
 
 @pytest.mark.parametrize("remote_first", [True, False])
 def test_select_ends_once_both_channels_are_drained(remote_first):
-    """C4, C10: either the local or the remote channel may drain last."""
+    """C4, C10: the last channel to be drained may be the local or the remote one."""
     remote = make()
 
     def choose():
@@ -133,7 +133,7 @@ def test_select_ends_once_both_channels_are_drained(remote_first):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_owner_forgets_a_program_killed_during_select(alone):
-    """C10, C11: the channels have one owner, or one of them is local."""
+    """C10, C11: either all channels belong to one owner, or one of them is local."""
     one, two = make(), make()
 
     def choose():
@@ -157,7 +157,7 @@ WAITS = {
 
 @pytest.mark.parametrize("how", WAITS)
 def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
-    """C9, C10: the item that arrives after the interrupt goes to the next call."""
+    """C9, C10: an item that arrives after the interrupt goes to the next call."""
     one, ready, wait_for = make(), make(), WAITS[how]
 
     def wait():
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_a_remote_wait_and_loses_no_item(how):
 
 
 def test_select_over_a_broken_connection_takes_each_item_once():
-    """C10: two programs get and put items with ``select``."""
+    """C10: two programs take and put items with ``select``."""
     left, right, back = make(2), make(2), make(1)
     each = 150
 
@@ -206,7 +206,7 @@ def test_select_over_a_broken_connection_takes_each_item_once():
 
 
 def test_channel_in_an_item_is_released_if_the_put_fails():
-    """C12: the put or select times out or raises."""
+    """C12: the put or the select times out or raises an error."""
     full = make(1)
     full.put("old")
     (server,) = serving._servers

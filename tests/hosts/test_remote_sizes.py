@@ -1,4 +1,4 @@
-"""Test items of a remote channel that are large for this process (C1)."""
+"""Test items of a remote channel that exceed the default ``max_bytes`` of this process (C1)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flowchan.channel import channel as channels
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
-    """C1: the channel has a larger ``max_bytes`` than the default."""
+def test_remote_channel_accepts_items_up_to_its_own_max_bytes(monkeypatch):
+    """C1: the channel's ``max_bytes`` is larger than this process's default."""
     channel, back = (Channel(8, across="hosts", max_bytes=1 << 20) for _ in range(2))
     monkeypatch.setattr(channels, "_MOST_BY_DEFAULT", 1 << 16)
 

@@ -1,4 +1,4 @@
-"""Test remote items that can't be received or whose caller has given up: none is lost (C1, C9)."""
+"""Test remote items that can't be received, or whose caller has given up: none of them is lost (C1, C9)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make(capacity=64, **options):
 
 
 class Arrives:
-    """Item that raises the next of ``errors`` when it is unpickled, or arrives if none is left."""
+    """Item that raises the next one of ``errors`` when it is unpickled, until none is left."""
 
     errors: list[BaseException] = []
 
@@ -52,7 +52,7 @@ TAKES = {
 
 @pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
 def test_index_error_raised_by_an_item_reaches_the_caller(how):
-    """C1: this includes an item that ``get_many`` left for the next call."""
+    """C1: this includes an item that ``get_many`` has left for the next call."""
     channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
 
     def use():
@@ -71,8 +71,8 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_item_that_cannot_be_received_now_is_got_next(error, how):
-    """C9: this holds each time it happens, and later items keep their order."""
+def test_next_call_gets_an_item_that_could_not_be_received(error, how):
+    """C9: this holds each time the error occurs, and later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -104,14 +104,14 @@ def arrive_slowly():
     if Slow.times:
         Slow.times -= 1
         os.kill(os.getpid(), signal.SIGUSR1)
-        for _ in range(1000):  # gives Python time to run the handler
+        for _ in range(1000):  # so that Python has time to run the handler
             pass
     return "whole"
 
 
 @pytest.mark.parametrize("how", TAKES)
 def test_timeout_error_from_a_signal_handler_loses_no_item(how):
-    """C9: the exception of a handler acts like Ctrl-C."""
+    """C9: an exception from a signal handler has the same effect as Ctrl-C."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -131,7 +131,7 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_keeps_items_it_cannot_receive_now():
-    """C9: the call returns the items before it; after Ctrl-C, ``items_got`` of the error has them."""
+    """C9: the call returns the items before that item; after Ctrl-C, the error's ``items_got`` has them."""
     channel = make()
 
     def use():
@@ -165,7 +165,7 @@ full = None
 
 @pytest.mark.parametrize("how", WAITS)
 def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
-    """C8: the reader is another thread of the same process."""
+    """C8: the waiting reader is another thread of the same process."""
     channel, back, filled = make(), make(), make(1)
     filled.put(0)
 
@@ -184,7 +184,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
         wait_blocked(channel, readers=2)
         back.put("both wait")
         ring = channel._ports[True]._stream.ring
-        wait_until(lambda: ring.stats().items_in > 0)  # the item woke one of them
+        wait_until(lambda: ring.stats().items_in > 0)  # the item has woken one of the two readers
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             loop.run_until_complete(first)
@@ -197,10 +197,10 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
     assert peer.result() == "the item"
 
 
-def test_remote_timeout_holds_if_the_owner_is_stopped(monkeypatch):
-    """C9: the next call gets the item that the owner sends for the call that timed out."""
+def test_remote_calls_time_out_even_if_the_owner_is_stopped(monkeypatch):
+    """C9: if the owner sends an item for a call that has timed out, the next call gets it."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.01)
-    serve()  # the default peer_timeout: the owner must be slow, not lost
+    serve()  # the default peer_timeout: the owner must count as slow, not as lost
     handover = make()
     owner = HostPeer(own_a_channel, handover)
     remote = handover.get()
@@ -227,13 +227,13 @@ def test_remote_timeout_holds_if_the_owner_is_stopped(monkeypatch):
 
 
 def has_stopped(pid):
-    """Return whether all threads of the process have stopped, which happens after the signal."""
+    """Return whether all threads of the process have stopped, which takes a while after the signal."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
 def test_opening_a_channel_of_a_stopped_owner_times_out():
-    """C9: when the owner continues, the channel is not counted as open."""
+    """C9: if the owner continues later, the channel does not count as opened."""
     serve()
     handover = make()
     owner = HostPeer(own_a_channel, handover)
@@ -241,11 +241,11 @@ def test_opening_a_channel_of_a_stopped_owner_times_out():
     other = remote._another(8)
     address, secret = other.address, other.secret
     keep = make()
-    keep.put(other)  # keeps the channel at its owner
+    keep.put(other)  # so that the owner keeps the channel
     del other
     wait_until(lambda: remote._connection.user(remote_channel.number_in(address)) is None)
     os.kill(owner.pid(), signal.SIGSTOP)
-    wait_until(lambda: has_stopped(owner.pid()))  # until then it may still reply
+    wait_until(lambda: has_stopped(owner.pid()))  # until then, it may still reply
     try:
         with pytest.raises(HostError, match="it has not answered for"):
             open_channel(address, secret, timeout=0.05)
@@ -265,7 +265,7 @@ def own_a_channel(handover):
 
 
 def test_late_reply_is_delivered_once():
-    """C1: this holds even if the owner is lost while the caller gives up."""
+    """C1: this holds even if the owner is lost while the caller is giving up."""
 
     class LostCalls(pending_calls.Calls):
         def __init__(self):
@@ -303,8 +303,8 @@ def scarce(monkeypatch):
     monkeypatch.setattr(Scarce, "lacking", ["first", "second"])
 
 
-def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
-    """C9: the call succeeds, although the first attempts to send its reply failed."""
+def test_reply_is_sent_again_after_a_lack_of_memory(scarce, monkeypatch):
+    """C9: the call succeeds, although the first attempts to send its reply fail."""
     monkeypatch.setattr(Scarce, "lacking", [None, None])
     channel = make()
 
@@ -317,7 +317,7 @@ def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
 
 
 def test_items_with_channels_return_when_their_receiver_dies():
-    """C11, C12: the channels last as long as these items."""
+    """C11, C12: the channels live as long as the items that contain them."""
     channel, inner, received = make(), make(), make()
     server = channel._reached.server
     channel.put_many([(Arrives(), inner), (inner, inner), inner])

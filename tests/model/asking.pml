@@ -1,20 +1,21 @@
-/* The requests of remote processes to the owner of a channel, and its answers (C4, C6, C11, C12, C14). Getters take
-   items from channel X, each of which contains channel Y; a putter that has opened Y puts them. One process owns both
-   channels; each other process has a control stream to it. Requests arrive on this stream once and in order
-   (line.pml shows that) until the owner gives the process up, which may happen at any moment.
+/* Requests from remote processes to the owner of a channel, and its replies (C4, C6, C11, C12, C14). Getters take
+   items from channel X, and each item contains channel Y. A putter that has opened Y puts these items. One process
+   owns both channels, and every other process has a control stream to the owner. Requests arrive on this stream once
+   and in order (line.pml shows that), until the owner gives the process up, which may happen at any moment.
 
-   The items of X reach a process through its ports (line.pml, lease.pml). Here the reply to a call carries them. This
-   stands for every reply that a caller must not lose, such as the new channel of `make`.
+   In the source, the items of X reach a process through its ports (line.pml, lease.pml). Here the reply to a call
+   carries them. This represents every reply that a caller must not lose, such as the one with the new channel of
+   `make`.
 
-   A call is a request to the owner, which runs it in a task and answers. A caller that stops waiting reports this:
-   the task is cancelled unless it has already taken an item; the item is then the next one of the process that asked.
-   If a process has lost the owner, every call raises this error, including calls that begin at that moment.
+   A call is a request to the owner, which runs it in a task and replies. A caller that stops waiting reports this. The
+   task is then cancelled, unless it has already taken an item; in that case, the process that asked gets that item
+   next. Once a process has lost the owner, every call raises that error, including a call that begins at that moment.
 
-   Y exists as long as a process has opened it or an item contains it. The owner counts, per process, how often Y was
-   opened and dropped; and, over all processes, in how many items Y was put (`send`) and how many of them are finished
-   (`come`). A user of Y may drop it in one thread while another thread opens it again. A forked child of the owner
-   (CHILD) puts items into X directly, and only reports to the owner what they contain. A process that puts Y into an
-   item waits until the owner has counted this.
+   Y exists as long as a process has it open or an item contains it. For each process, the owner counts how often Y was
+   opened and dropped. For all processes together, it counts in how many items Y was put (`send`) and how many of these
+   items are finished (`come`). A user of Y may drop it in one thread while another thread opens it again. A forked
+   child of the owner (CHILD) puts items into X directly, and only reports to the owner what the items contain. A
+   process that puts Y into an item waits until the owner has counted the item.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -29,15 +30,16 @@
    take(), answer()                      session.py: ClientSession._do, ClientSession._answer
    give_up()                             session.py: ClientSession._give_up
 
-   Left out: ports, which are streams; several channels in one call; puts that wait for room.
+   Left out: ports, because they are streams; several channels in one call; puts that wait for room.
 
-   Planted faults: PLANT_forget (a caller that stops waiting forgets the call, and so the item that arrives for it),
-   PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the end counts although an
-   item has arrived for an earlier call), PLANT_deaf (a waiting caller does not learn that the owner is lost),
-   PLANT_post_late (nor does a caller that begins to wait at that moment), PLANT_task_lives (the requests of a process
-   that was given up are still run), PLANT_open_kept (such a process still counts as having opened Y), PLANT_one_drop
-   (one drop ends all openings), PLANT_come_first (an item is reported finished before the channel in it is open),
-   PLANT_not_sent (putting Y into an item is not counted), PLANT_not_awaited (an item is put before this is counted). */
+   Planted faults: PLANT_forget (a caller that stops waiting forgets the call, and therefore loses the item that
+   arrives for it), PLANT_cancel_taken (a task that has taken an item is cancelled), PLANT_drained_at_once (the call
+   ends as drained although an item has arrived for an earlier call), PLANT_deaf (a waiting caller does not learn that
+   the owner is lost), PLANT_post_late (a caller that begins to wait at that moment does not learn it),
+   PLANT_task_lives (the requests of a process that was given up are still run), PLANT_open_kept (a process that was
+   given up still counts as having opened Y), PLANT_one_drop (one drop ends all openings), PLANT_come_first (an item is
+   reported as finished before the channel in it is open), PLANT_not_sent (an item that contains Y is not counted),
+   PLANT_not_awaited (an item is put before it has been counted). */
 
 #ifndef ITEMS
 #define ITEMS 2
@@ -49,32 +51,32 @@
 #define CANCELS 1
 #endif
 #ifndef DEATHS
-#define DEATHS 1      /* processes that the owner gives up */
+#define DEATHS 1      /* number of processes that the owner gives up */
 #endif
 #define CALLS (ITEMS + CANCELS + 1)
 #define GUESTS (GETTERS + 1)
 #define PUTTER GETTERS
 
 mtype = { GET, CANCEL, PUT, OPEN, DROP, SEND, COME };              /* requests to the owner */
-mtype = { ITEM, CANCELLED, DRAINED, OPENED, NOWHERE, COUNTED, BROKEN };     /* and answers */
-mtype = { NOTHING, WAITS, ABANDONED };                             /* what a process knows of its call */
-mtype = { NO_TASK, WAITING, TAKEN };                               /* what the owner does for it */
+mtype = { ITEM, CANCELLED, DRAINED, OPENED, NOWHERE, COUNTED, BROKEN };     /* and its replies */
+mtype = { NOTHING, WAITS, ABANDONED };                             /* what a process knows about its call */
+mtype = { NO_TASK, WAITING, TAKEN };                               /* what the owner does for the call */
 
 chan to_home[GUESTS] = [3] of { mtype, byte };
 chan to_guest[GUESTS] = [3] of { mtype, byte, byte };
 chan nudges[GUESTS] = [2 * ITEMS + 1] of { mtype };
 
 mtype asked[GETTERS * CALLS] = NOTHING;
-mtype heard[GUESTS] = NOTHING;       /* the answer for the waiting caller */
+mtype heard[GUESTS] = NOTHING;       /* the reply to the waiting caller */
 byte heard_item[GUESTS];
 chan kept[GETTERS] = [CANCELS + 1] of { byte };      /* items that arrived without a waiting caller */
-bool lost[GUESTS], uses[GUESTS];     /* the owner is lost; has Y */
+bool lost[GUESTS], uses[GUESTS];     /* whether the process has lost the owner; whether it has Y */
 
 mtype task[GETTERS * CALLS] = NO_TASK;
 byte result[GETTERS * CALLS];
-byte latest[GETTERS];                /* per process: the number of the latest call that the owner has received */
+byte latest[GETTERS];                /* number of the latest call that the owner has received from each process */
 bool given_up[GUESTS];
-short counted;                       /* items that contain Y, as the owner has counted them */
+short counted;                       /* how many items contain Y, by the owner's count */
 byte opens[GUESTS];
 bool gone, closed;                   /* Y no longer exists; X is closed */
 byte inside, put, next_out;          /* items of X: first in, first out */
@@ -89,7 +91,7 @@ hidden mtype what;
 
 /* --- a remote process --- */
 
-inline post(call) {                       /* the request is recorded, so a loss of the owner in the meantime answers it */
+inline post(call) {                       /* records the request, so that losing the owner in the meantime answers it */
   atomic { asked[mine(call)] = WAITS; heard[g] = NOTHING };
   atomic { nfull(to_home[g]) -> to_home[g]!GET(call) };
 #ifndef PLANT_post_late
@@ -142,7 +144,7 @@ inline lose() {
 #endif
 }
 
-inline nudge(word) {                      /* it never waits; its receiver has ended if the owner is lost */
+inline nudge(word) {                      /* never waits; if the owner is lost, the receiver has ended */
   if
   :: atomic { !lost[g] -> nudges[g]!word }
   :: lost[g]
@@ -163,7 +165,7 @@ proctype ears(byte g) {
   od
 }
 
-inline keep_or_use(item) {                /* an item has arrived: the channel in it is opened, unless this process has it open */
+inline keep_or_use(item) {                /* an item has arrived: opens the channel in it, unless this process has it open */
   atomic { used[item]++; assert(used[item] == 1) };
 #ifdef PLANT_come_first
   nudge(COME);
@@ -182,9 +184,9 @@ inline keep_or_use(item) {                /* an item has arrived: the channel in
 #ifndef PLANT_come_first
   nudge(COME);
 #endif
-  assert(!gone || given_up[g]);           /* this process uses it */
+  assert(!gone || given_up[g]);           /* this process uses Y */
   if
-  :: uses[g] = false; nudge(DROP)                 /* no process uses it any more; or it is kept for the next item */
+  :: uses[g] = false; nudge(DROP)                 /* drop Y; or keep it for the next item */
   :: true
   fi
 }
@@ -316,11 +318,11 @@ inline give_up(g) {
   check_Y()
 }
 
-proctype serve(byte g) {                  /* the owner's side of one process; all sides run in one thread, step by step */
+proctype serve(byte g) {                  /* the owner's side for one process; one thread runs all sides, step by step */
   byte call;
   do
   :: atomic { !given_up[g] && nempty(to_home[g]) && nfull(to_guest[g]) -> hear(g) }
-  :: given_up[g] && nempty(to_home[g]) -> to_home[g]?_,_                /* no task runs it any more */
+  :: given_up[g] && nempty(to_home[g]) -> to_home[g]?_,_                /* no task will run this request */
   :: atomic { g < GETTERS && task[mine(call)] == WAITING && inside > 0 -> take(g, call) }
   :: atomic { g < GETTERS && nfull(to_guest[g]) && (task[mine(call)] == TAKEN ||
               (task[mine(call)] == WAITING && closed && inside == 0)) -> answer(g, call) }
@@ -354,14 +356,14 @@ init {
     :: else -> break
     od;
     if
-    :: deaths == 0 ->                       /* nothing is lost or left over */
+    :: deaths == 0 ->                       /* no item is lost or left over */
        n = 0;
        do
        :: n < ITEMS -> assert(used[n] == 1); n++
        :: else -> break
        od;
        assert(counted == 0 && gone)
-    :: else ->                              /* a lost item was on its way to a process that was given up */
+    :: else ->                              /* a lost item was in transit to a process that was given up */
        n = 0;
        do
        :: n < next_out -> assert(used[n] == 1 || given_up[taken_by[n] - 1]); n++

@@ -1,14 +1,16 @@
 /* Waiting: no user sleeps while an item is available (C8). Model of the wait queues in waiting.hpp and the loop in
    blocking.hpp.
 
-   Two writers and READERS readers share one ring of CAP slots. A critical section is one atomic step here: ring.pml
-   shows that the changes of a dead owner happen completely or not at all. What remains are the counts of the wait
-   queues, the system calls after the lock is dropped, and the kernel's own step from "compare" to "sleep".
+   Two writers and READERS readers share one ring of CAP slots. A critical section is one atomic step here, because
+   ring.pml shows that a dead lock owner's changes happen completely or not at all. What remains to be modelled: the
+   counts of the wait queues, the system calls after the lock is released, and the kernel's step from "compare" to
+   "sleep".
 
-   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. So
-   no slice ends before a death. After a death, slices end, but only if nothing else can move (`timeout`), and only
-   SLICES times per participant and death. So a run that only sleeps and checks again is also an error. A futex may
-   return without a reason: SPURIOUS times, at any moment. FUTEX_WAKE wakes the longest sleeper.
+   Slices. A sleep is cut into slices of 100 ms, which would hide every lost wake-up from a search for deadlocks. In
+   the model, no slice therefore ends before a death. After a death, slices end only if nothing else can move
+   (`timeout`), and only SLICES times per participant and death. A run that only sleeps and checks again is therefore
+   also an error. A futex may return without a reason, at any moment, but at most SPURIOUS times. FUTEX_WAKE wakes the
+   longest sleeper.
 
    step of the model                        source
    --------------------------------------   ---------------------------------------------------------------
@@ -27,32 +29,34 @@
    sweep()                                  ring_sessions.cpp: Ring::sweep; ring_leases.cpp: Ring::give_back
    take_lock()                              ring.cpp: Ring::lock, Ring::recover
 
-   -D CORES=n: number of readers that call_in_turn() keeps running at a time;
-   nobody_beside() then states C8: if there are an item and a waiting reader, one reader is running.
+   -D CORES=n: number of readers that call_in_turn() keeps running at a time. nobody_beside() then states C8: if there is
+   an item and a reader is waiting, another reader is running.
    -D LAZY=n: readers wake writers when n slots are free (ring.hpp: Ring::call_writers, ReaderState::lazy).
-   -D RANKS: FUTEX_WAKE wakes any of the readers: the workers of a stage have ranks.
-   -D GATHER: readers gather two items with `get_more`, which keeps the leased ones (operator_loops.py: batch).
+   -D RANKS: FUTEX_WAKE may wake any of the readers, because the workers of a stage have ranks.
+   -D GATHER: readers gather two items with `get_more`, which keeps earlier items on lease (operator_loops.py: batch).
    Left out: spinning, deadlines, ordered outputs (`turn`), large items, shortage of memory.
 
-   In two places, the source behaves worse than the model; a define restores each, and the search finds it:
-     SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues behind a starving reader while it still
-                         leases an item, for which the starving reader may wait. In the model, no reader queues once
-                         the channel is closed.
-     SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader that leases items, the end comes only if no other
-                         reader leases any, so two that gather wait for each other (with GATHER). In the model, the end
-                         comes once nothing is inside; the reader sees items returned by others when it next asks
-                         without leased items.
-   Planted faults: PLANT_no_wake (a put wakes no reader), PLANT_old_seq (the wake-up does not change seq, so a user that
-   is about to sleep sleeps), PLANT_no_tell_end (the last acknowledgement wakes no user), PLANT_close_wakes_one,
-   PLANT_wake_one (while a user starves, one user is woken, perhaps one that may not continue), PLANT_no_pass_on (an
-   interrupted user keeps the wake-up), PLANT_no_next (a reader that takes an item and leaves one wakes no other),
-   PLANT_no_slices, PLANT_end_leased (the end comes although an item is on lease). */
+   In two places, the source behaves worse than the model. For each, a define makes the model behave like the source, and
+   the search then finds the error:
+     SOURCE_QUEUE_CLOSED blocking.hpp, perform() and wait(): a reader queues behind a starving reader while the first
+                         one still has an item on lease, for which the starving reader may be waiting. In the model, no
+                         reader queues once the channel is closed.
+     SOURCE_END_OWN      ring_items.cpp, at_end_for(): for a reader with leased items, the end comes only if no other
+                         reader has any, so two readers that gather wait for each other (with GATHER). In the model,
+                         the end comes once nothing is inside. The reader sees items that others have given back when it
+                         next asks without leased items.
+   Planted faults: PLANT_no_wake (a put wakes no reader), PLANT_old_seq (the wake-up does not change seq, so a user
+   that is about to sleep still goes to sleep), PLANT_no_tell_end (the last acknowledgement wakes no user),
+   PLANT_close_wakes_one (closing wakes only one user), PLANT_wake_one (while a user starves, only one user is woken,
+   and it may be one that cannot continue), PLANT_no_pass_on (an interrupted user keeps the wake-up), PLANT_no_next (a
+   reader that takes an item and leaves another one wakes no other reader), PLANT_no_slices (sleeps never end on their
+   own), PLANT_end_leased (the end comes although an item is on lease). */
 
 #ifndef READERS
 #define READERS 2
 #endif
 #ifndef ITEMS
-#define ITEMS 2       /* of each writer */
+#define ITEMS 2       /* per writer */
 #endif
 #ifndef CAP
 #define CAP 1
@@ -61,10 +65,10 @@
 #define DEATHS 0
 #endif
 #ifndef SPURIOUS
-#define SPURIOUS 1    /* returns of a futex without a reason */
+#define SPURIOUS 1    /* how often a futex returns without a reason */
 #endif
 #ifndef QUITS
-#define QUITS 1         /* calls that a signal ends while they wait */
+#define QUITS 1         /* how many waiting calls a signal ends */
 #endif
 #ifndef CORES
 #define CORES 1
@@ -92,9 +96,9 @@ mtype = { DONE, WAIT, CLOSED, DRAINED, INTERRUPTED };
 
 byte inside, leased, writers = WRITERS, readers = READERS, put, acknowledged;
 bool closed, drained, owner_died;
-hidden byte n, m, q, z;                 /* scratch within one step */
+hidden byte n, m, q, z;                 /* temporary values within one step */
 byte waiting[2], woken[2];
-byte starving[2];                    /* participant + 1, 0 for none */
+byte starving[2];                    /* number of the participant + 1; 0 for none */
 bool fresh[ALL], asleep[ALL], at_gate[ALL], dead[ALL], here[ALL];
 byte in_hand[ALL];
 chan line[2] = [ALL] of { byte };      /* the kernel's sleepers in each wait queue */
@@ -110,7 +114,7 @@ byte spurious = SPURIOUS, quits = QUITS, deaths, slices[ALL];
 
 inline call(side, k, count) {        /* adds the number of users to wake to `count` */
   n = (waiting[side] > woken[side] -> waiting[side] - woken[side] : 0);
-  m = n;                             /* "all" means all users that are asleep by then */
+  m = n;                             /* "all" means all users that are asleep at that moment */
 #ifndef PLANT_wake_one
   n = (n > k && !(k > 0 && starving[side] > 0) -> k : n);
 #else
@@ -163,7 +167,7 @@ inline tell_end() {
   fi
 }
 
-inline acknowledge(p) {              /* what a reader does first */
+inline acknowledge(p) {              /* the first thing that a reader does */
   if
   :: p < READERS && !keep && in_hand[p] > 0 ->
      assert(!drained);
@@ -175,7 +179,7 @@ inline acknowledge(p) {              /* what a reader does first */
   fi
 }
 
-/* A waiting participant's attempt, under the lock; `step` is its outcome. Locals: step, wake_r, wake_w. */
+/* An attempt by a waiting participant, under the lock; `step` is its result. Locals: step, wake_r, wake_w. */
 inline operation(p) {
   if
   :: p < READERS ->
@@ -213,7 +217,7 @@ inline close_(count_r, count_w) {
   ; call(W, ALL, count_w)
 }
 
-/* The session of p ends: p closes it, or it is swept because p died. */
+/* p's session ends, because p closes it, or because p has died and the session is swept. */
 inline depart(p) {
   here[p] = false;
   if
@@ -257,7 +261,7 @@ inline sweep() {
   z = 0
 }
 
-/* A process that gets a dead owner's lock wakes all users: it does not know what the owner was about to do. */
+/* A process that gets a dead owner's lock wakes all users, because it does not know whom the owner would have woken. */
 inline take_lock() {
   if
   :: owner_died -> owner_died = false; call(R, ALL, wake_r); call(W, ALL, wake_w)
@@ -279,7 +283,7 @@ inline get_up(p) { asleep[p] = false; line[side_of(p)]??eval(p) }
 #else
 #define MAY_DIE(p) skip
 #endif
-inline choose_crash(p) {             /* whether it dies in the next critical section */
+inline choose_crash(p) {             /* decides whether p dies in the next critical section */
   if
 #if DEATHS
   :: deaths < DEATHS -> deaths++; crash = true
@@ -287,14 +291,14 @@ inline choose_crash(p) {             /* whether it dies in the next critical sec
   :: true
   fi
 }
-/* Dies with the lock held: the change has happened and its wake-ups are counted, but they are never sent. */
+/* p dies while it holds the lock: its change has happened and its wake-ups are counted, but they are never sent. */
 inline crash_here(p) {
   if
   :: crash -> owner_died = true; dead[p] = true; wake_r = 0; wake_w = 0
   :: else
   fi
 }
-inline wake(p) {                     /* the lock is dropped; two system calls */
+inline wake(p) {                     /* after the lock is released: two system calls */
 #if DEATHS
   if :: crash -> goto died :: else fi;
   MAY_DIE(p);
@@ -423,7 +427,7 @@ init {
     :: else -> break
     od
   };
-  (_nr_pr == 1);                     /* all have ended; a process that cannot end is an invalid end state */
+  (_nr_pr == 1);                     /* all processes have ended; one that cannot end is an invalid end state */
   d_step {
     p = 0;
     do

@@ -1,16 +1,19 @@
-/* The rounds of a group (flowchan/_core/group.hpp): all survivors complete an operation, or none does, and none reads
-   overwritten data. Model of what members publish and how they wait, whatever they compute in between.
+/* The rounds of a group (flowchan/_core/group.hpp): either all survivors complete an operation or none of them does,
+   and no member reads overwritten data. The model covers what members publish and how they wait, but not what they
+   compute.
 
-   An operation is ROUNDS rounds. In each round, a member writes what it shows: its input in an exchange; with slices,
-   also its part of the result of the previous round. It publishes the number of the round, waits until all others have
-   published it, and reads what they show. Cells and what they show exist twice, for odd and even rounds. A member may
-   die before any step, and may stop waiting for its own reasons (a timeout, Ctrl-C). Another thread of its process may
-   close it at any moment: then it stops where it is waiting, or does not begin another operation. A sleep may end at
-   any time, and then checks again: a lost wake-up costs a slice, so sleeping is not a step here.
+   An operation consists of ROUNDS rounds. In each round, a member writes the data that it shows to the others: its
+   input in an exchange; with slices, also its part of the previous round's result. It publishes the number of the
+   round, waits until all other members have published it, and reads the data that they show. The cells and their data
+   exist twice, for odd and for even rounds. A member may die before any step, and may stop waiting for reasons of its
+   own (a timeout, Ctrl-C). Another thread of its process may close it at any moment. It then stops waiting, or does
+   not begin another operation. A sleep may end at any time, and the member then checks again. A lost wake-up costs
+   only one slice of time, so sleeping is not a step here.
 
-   DIRECT: in the first round, a member shows an address in its own memory, which its program may use again when the
-   operation has ended for it. Others read there, and check afterwards whether its owner has given up. In the second
-   round, each shows whether it could read. Unless all could, one more round shows the data next to the cells.
+   DIRECT: in the first round, a member shows an address in its own memory. Its program may reuse that memory once the
+   operation has ended for the member. The other members read from there, and check afterwards whether the owner of the
+   memory has given up. In the second round, each member shows whether it could read. Unless all of them could, one
+   more round shows the data next to the cells.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -26,10 +29,10 @@
 
    Planted faults: PLANT_one_cell (one cell for all rounds), PLANT_early (the round is published before the data is
    written), PLANT_no_second_look (the number of a member that has gone is not read again), PLANT_any_number (a later
-   number also counts, and an earlier one in the same cell), PLANT_goes_on (a member that has given up takes part in the
-   next operation), PLANT_silent (a member that gives up does not report it), PLANT_at_once (a closed member is gone
-   before its operation has ended), PLANT_trusts (readers do not check whether the owner has given up), PLANT_returns (a
-   member that could read does not wait until the others have read). */
+   number also counts, as does an earlier number in the same cell), PLANT_goes_on (a member that has given up takes
+   part in the next operation), PLANT_silent (a member that gives up does not report it), PLANT_at_once (a closed
+   member is gone before its operation has ended), PLANT_trusts (readers do not check whether the owner has given up),
+   PLANT_returns (a member that could read does not wait until the others have read). */
 
 #ifndef MEMBERS
 #define MEMBERS 3
@@ -58,17 +61,17 @@
 #define AT(member, r) ((member) * 2 + CELL(r))
 
 #ifdef DIRECT
-byte memory[MEMBERS];         /* the operation to which it belongs */
-bool couldnt[MEMBERS * 2];    /* next to the number */
+byte memory[MEMBERS];         /* the operation to which the memory belongs */
+bool couldnt[MEMBERS * 2];    /* shown next to the number */
 #endif
 
 byte number[MEMBERS * 2]; /* the round published in each cell */
-byte shows[MEMBERS * 2];  /* the round of the data next to it */
-bool gone[MEMBERS];       /* it has reported that it gave up */
+byte shows[MEMBERS * 2];  /* the round whose data is next to the cell */
+bool gone[MEMBERS];       /* the member has reported that it gave up */
 bool dead[MEMBERS];
-bool stopped[MEMBERS];    /* for its own reasons */
-bool closing[MEMBERS];    /* by another thread of its process */
-byte done[MEMBERS];       /* operations that it has completed */
+bool stopped[MEMBERS];    /* it stopped for reasons of its own */
+bool closing[MEMBERS];    /* another thread of its process closes it */
+byte done[MEMBERS];       /* how many operations it has completed */
 byte deaths, stops, ended;
 
 #ifdef PLANT_any_number
@@ -162,7 +165,7 @@ proctype member(byte me) {
         :: else
         fi;
         i = 0;
-        do /* reads what the others show */
+        do /* read what the members show */
         :: i == MEMBERS -> break
         :: i < MEMBERS ->
             assert(shows[AT(i, r)] == r);
@@ -170,7 +173,7 @@ proctype member(byte me) {
         od;
 #ifdef DIRECT
         i = 0;
-        do /* in the first round: their memory; in the second: whether all could read */
+        do /* first round: their memory; second round: whether all could read */
         :: i == MEMBERS || step > 2 -> break
         :: i < MEMBERS && step == 2 -> could = could && !couldnt[AT(i, r)]; i++
         :: i < MEMBERS && step == 1 ->
@@ -207,7 +210,7 @@ end:
 }
 
 #if CLOSES
-/* Another thread in one member's process. */
+/* Another thread in the process of one member. */
 active proctype closer() {
     byte who;
     select(who : 0 .. MEMBERS - 1);

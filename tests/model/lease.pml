@@ -1,11 +1,10 @@
-/* Exactly once under kill -9 (C11): two workers of a stage read ring I and write OUTPUTS outputs per
-   item to ring O. Workers die between any two steps. The supervisor returns their leased items and starts
-   replacements.
+/* Exactly once under kill -9 (C11): two workers of a stage read ring I and write OUTPUTS outputs per item to ring O.
+   Workers may die between any two steps. The supervisor then returns their leased items and starts replacements.
 
-   Critical sections are one step each; ring.pml shows that this is valid. A process that must wait stands still until
-   it can continue; gate.pml shows that it does. Two writers put ITEMS items each into I; if one of them dies, the rest
-   of its items are not put. One sink reads O. All real rings have the same code, so I and O differ here only in what
-   is observed.
+   Each critical section is one step; ring.pml shows that this is valid. A process that must wait stands still until it
+   can continue; gate.pml shows that it does continue. Two writers put ITEMS items each into I. If a writer dies, the
+   rest of its items are not put. One sink reads O. All rings have the same code in the source, so I and O differ here
+   only in what is observed.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -22,21 +21,21 @@
    start                                 local_part.py: LocalPart::start_workers
    sink                                  operator_loops.py: sink (plain reads: C4)
 
-   A session is an index that is used again (layout.hpp: Session); items get their numbers when first taken, as in
+   A session is an index that is reused (layout.hpp: Session). Items get their numbers when they are first taken, as in
    Ring::try_take. Left out: ordered outputs, several output rings, poison items, restart limits, get_many.
 
    Planted faults: PLANT_forget (the supervisor ends the dead writer's session without keeping its committed count),
    PLANT_hasty (it returns the item before it retires the writer), PLANT_apart (the output and the committed count are
    two critical sections), PLANT_open_late (the replacement's ports are opened after the dead worker's are closed; with
    -D WORKERS=1), PLANT_end_leased (the end comes although an item is on lease), PLANT_finish (items leased by a dead
-   worker count as finished), PLANT_no_inherit (a worker that takes an item over does not adopt the kept count),
+   worker count as finished), PLANT_no_inherit (a worker that takes over an item does not adopt the count kept for it),
    PLANT_any_resume (a kept count is used for any item). */
 
 #ifndef ITEMS
-#define ITEMS 1       /* of each writer */
+#define ITEMS 1       /* per writer */
 #endif
 #ifndef OUTPUTS
-#define OUTPUTS 2     /* of each item */
+#define OUTPUTS 2     /* per item */
 #endif
 #ifndef DEATHS
 #define DEATHS 2
@@ -54,7 +53,7 @@
 mtype = { FREE, READER, WRITER, RESUME };
 
 /* Ring I. The front is at index 0. */
-byte queue[TOTAL + 1], inside, numbered, number[TOTAL];   /* number + 1 of each item, 0: none yet */
+byte queue[TOTAL + 1], inside, numbered, number[TOTAL];   /* number of each item + 1; 0: none yet */
 bool closed_in;
 byte writers_in = 2, readers_in, leased;
 mtype role_in[SESSIONS] = FREE;
@@ -146,7 +145,7 @@ proctype source(byte me) {
                  queue[inside] = me * ITEMS + sent; inside++;
                  is_put[me * ITEMS + sent] = true; sent++ }
      :: closed_in -> break
-     :: atomic { deaths < DEATHS -> deaths++; break }   /* dies; another process ends its session */
+     :: atomic { deaths < DEATHS -> deaths++; break }   /* the writer dies; another process ends its session */
      fi
   :: else -> break
   od;
@@ -235,7 +234,7 @@ start:
                 assert(output[in_hand[reading[me]] * OUTPUTS + count] == 1);
                 count++;
                 COMMITTED
-             :: else                 /* the item has begun; its output waits for room */
+             :: else                 /* the item has begun, and its output is waiting for room */
              fi
            };
 #ifdef PLANT_apart
@@ -248,7 +247,7 @@ start:
      fi
   od;
   MAY_DIE;
-  told[me] = true;                   /* the supervisor learns of it before the ports are closed */
+  told[me] = true;                   /* the supervisor learns that the worker ends before the ports are closed */
   MAY_DIE;
   d_step { leave_in(reading[me]) };
   MAY_DIE;

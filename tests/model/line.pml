@@ -1,29 +1,33 @@
 /* Exactly once between hosts (C11): workers on other hosts read channel I and write channel O, both on the owner's
-   host, over connections that break, on hosts that die, with workers that die. Model of the messages that a link sends
-   about its streams ("lines" in the names here).
+   host. Connections break, and hosts and workers die. This models the messages that a link sends about its streams
+   (called "lines" in the names here).
 
-   A stream is one remote worker's part of a link. Its items are 0, 1, 2, … in the order in which the owner leased them;
-   its outputs are counted per port. All messages are absolute, so a new connection needs no log of the old one:
+   A stream is one remote worker's part of a link. Its items are numbered 0, 1, 2, … in the order in which the owner
+   leased them, and its outputs are counted per port. All messages carry absolute state, so a new connection needs no
+   log of the old one:
 
      owner to host   OUTPUT(got of each port)   ITEM(n)        RECALL                END
      host to owner   INPUT(got, done)           OUT(port, n)   RECALLED(got, done)   END
 
-   The owner keeps an item on lease until it knows that the worker has finished it and all its received outputs are in
-   O; until then, received outputs wait in the owner's memory, also for room in O. The owner knows that an item is
-   finished from `done`, which is sent after the outputs of all earlier items, or from an output of a later item: over
-   all ports of a stream, outputs of earlier items are sent first. For each port, the owner remembers how many outputs
-   of the latest item are in O; so an output is put into O only after the leases of all earlier items have ended. Over a
-   new connection, each end first drops the former connection and then states what it has got; the other end sends again
-   from there. A host that the owner gives up is fenced: its connection is dropped, its items are returned, the counts
-   of its unfinished items are kept for the workers that take them over, and its replacement starts without state.
-   After that, it does not matter whether the host is still running.
+   The owner keeps an item on lease until it knows that the worker has finished the item and that all of the item's
+   outputs are in O. Until then, outputs that have arrived wait in the owner's memory, and also wait there for room in
+   O. The owner learns that an item is finished from `done`, which is sent after the outputs of all earlier items, or
+   from an output of a later item: over all ports of a stream, the outputs of earlier items are sent first. For each
+   port, the owner remembers how many outputs of the latest item are in O. An output is therefore put into O only after
+   the leases of all earlier items have ended. On a new connection, each end first drops the former connection and then
+   states what it has received. The other end sends again from there. A host that the owner gives up is fenced: its
+   connection is dropped, its items are returned, the counts of its unfinished items are kept for the workers that take
+   these items over, and its replacement starts without state. After that, it does not matter whether the host is still
+   running.
 
-   The owner may recall items that a worker has not started: the host forgets them and reports how many are left; the
-   owner returns the others, and sends no items until it has received this report. It asks again over a new connection.
+   The owner may recall items that a worker has not started. The host forgets them and reports how many are left. The
+   owner returns the others, and sends no items until it has received this report. After a break, it asks again over
+   the new connection.
 
-   lease.pml shows what a host's own rings do when one of its workers dies; only the result appears here: the
-   replacement takes the leased item, and skips the outputs that are in the host's ring. Critical sections are one step.
-   A connection delivers in order, and loses what is in flight when it is dropped, which may happen at any moment.
+   lease.pml shows what a host's own rings do when one of its workers dies. Only the result appears here: the
+   replacement takes the leased item, and skips the outputs that are in the host's ring. Each critical section is one
+   step. A connection delivers messages in order, and loses those in flight when it is dropped, which may happen at any
+   moment.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -42,26 +46,26 @@
                                          link_ports.cpp: Source::first_key
    dial_again()                          link.cpp: Link::take_over; link_ports.hpp: Source::connect
 
-   Left out: ordered outputs, items that are gathered, large items, the limit of data in flight (an output may wait at
-   the owner as long as it likes).
+   Left out: ordered outputs, gathered items, large items, and the limit on data in flight (an output may wait at the
+   owner for any length of time).
 
    Planted faults: PLANT_custody_on_got (a lease at the owner ends when the host has the item), PLANT_say_first (the
    owner states what it got, and continues to read from the former connection), PLANT_no_fence (messages from before a
    host was given up count as its replacement's), PLANT_done_early (`done` is sent before the outputs), PLANT_put_ahead
    (outputs of the next item are put into O while an earlier item is on lease), PLANT_by_port (each port's outputs are
-   sent as they come), PLANT_output_first (outputs are sent over a new connection before the received items are
-   reported), PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten when a
-   host dies), PLANT_no_inherit (a worker that takes an item over does not adopt the kept count), PLANT_no_resend
-   (what was sent over an earlier connection counts as received), PLANT_state_lost, PLANT_end_lost, PLANT_recall_lost
-   (over a new connection the state, the end or the recall is not sent again), PLANT_recall_begun (the item in progress
-   is recalled as well), PLANT_stale_answer (an answer from the former connection counts), PLANT_send_on (the owner
-   sends items while it waits for the report). */
+   sent as soon as they are made), PLANT_output_first (outputs are sent over a new connection before the received items
+   are reported), PLANT_end_ahead (a lease ends while outputs wait for room), PLANT_forget (the counts are forgotten
+   when a host dies), PLANT_no_inherit (a worker that takes over an item does not adopt the count kept for it),
+   PLANT_no_resend (what was sent over an earlier connection counts as received), PLANT_state_lost, PLANT_end_lost,
+   PLANT_recall_lost (over a new connection the state, the end or the recall is not sent again), PLANT_recall_begun
+   (the item in progress is recalled as well), PLANT_stale_answer (an answer from the former connection counts),
+   PLANT_send_on (the owner sends items while it waits for the report). */
 
 #ifndef ITEMS
 #define ITEMS 2
 #endif
 #ifndef OUTPUTS
-#define OUTPUTS 2     /* outputs of each item to each port */
+#define OUTPUTS 2     /* number of outputs per item and port */
 #endif
 #ifndef PORTS
 #define PORTS 1
@@ -70,22 +74,22 @@
 #define LINES 1
 #endif
 #ifndef WINDOW
-#define WINDOW 2      /* items that a worker may have ahead */
+#define WINDOW 2      /* number of items that a worker may have ahead */
 #endif
 #ifndef BREAKS
 #define BREAKS 1
 #endif
 #ifndef HOSTS
-#define HOSTS 1       /* deaths of hosts */
+#define HOSTS 1       /* number of hosts that die */
 #endif
 #ifndef WORKERS
-#define WORKERS 1     /* deaths of workers on a living host */
+#define WORKERS 1     /* number of workers that die on a host that lives on */
 #endif
 #ifndef RECALLS
 #define RECALLS 0
 #endif
 #ifndef WIRE
-#define WIRE 2        /* messages in flight */
+#define WIRE 2        /* number of messages in flight */
 #endif
 #define OF_PORT (ITEMS * OUTPUTS)
 
@@ -105,12 +109,12 @@ byte waiting = ITEMS, finished;
 typedef Home {                       /* the owner's end of a stream */
   bit connection;
   bool said, known, end_said, ended;
-  bool recalls, recall_said;         /* waits for recalled items; has sent the recall over this connection */
+  bool recalls, recall_said;         /* whether it waits for recalled items; whether it has sent this connection's recall */
   byte leased[ITEMS];                /* n -> item */
   byte taken, sent, done, heard;     /* counts of items: leased, sent, no longer leased; reported done by the host */
   byte got[PORTS], used[PORTS];      /* counts of outputs: received; in O now or earlier */
   byte latest[PORTS];                /* item + 1 whose outputs O's writer session counts */
-  byte count[PORTS], skip_[PORTS]    /* how many of them are in O, and how many were when it began */
+  byte count[PORTS], skip_[PORTS]    /* how many of these outputs are in O, and how many were there at the beginning */
 };
 typedef Host {                       /* the other end, and the worker */
   bit connection;
@@ -144,7 +148,7 @@ hidden byte i, n, p, q;
 #define may_say_output(p) (host[l].said && host[l].known && host[l].sent[p] < host[l].put[p] && in_turn(p))
 #endif
 #define waits(p) (home[l].used[p] < home[l].got[p])
-#define key(p) (home[l].used[p] / OUTPUTS)           /* for the first output that waits */
+#define key(p) (home[l].used[p] / OUTPUTS)           /* the item of the first waiting output */
 #ifdef PLANT_put_ahead
 #define may_put(p) waits(p)
 #else
@@ -165,7 +169,7 @@ inline drop(wire) {
 
 /* --- the owner --- */
 
-inline take() {                      /* the item at the front of I is leased */
+inline take() {                      /* leases the item at the front of I */
   i = 0;
   do
   :: item[i] != QUEUED -> i++
@@ -183,9 +187,9 @@ inline settle() {
   od
 }
 
-inline put_next(port) {                   /* a waiting output is put into O, as an output of its item */
+inline put_next(port) {                   /* puts a waiting output into O, as an output of its item */
   i = home[l].leased[key(port)];
-  n = home[l].used[port] - OUTPUTS * key(port);      /* its number among the item's outputs */
+  n = home[l].used[port] - OUTPUTS * key(port);      /* the output's number among those of its item */
   if
   :: n == 0 ->                                       /* the session now counts this item's outputs */
      home[l].skip_[port] = kept[i * PORTS + port];
@@ -205,13 +209,13 @@ inline put_next(port) {                   /* a waiting output is put into O, as 
      assert(output[(i * OUTPUTS + n) * PORTS + port] == 1);
      assert(n == 0 || output[(i * OUTPUTS + n - 1) * PORTS + port] == 1);
      home[l].latest[port] = i + 1; home[l].count[port] = n + 1
-  :: else                                            /* it is already in O */
+  :: else                                            /* the output is already in O */
   fi;
   home[l].used[port]++;
   settle()
 }
 
-inline give_back() {                 /* the latest leased item returns to the front of I */
+inline give_back() {                 /* returns the item leased last to the front of I */
   home[l].taken--; item[home[l].leased[home[l].taken]] = QUEUED; home[l].leased[home[l].taken] = 0; waiting++
 }
 
@@ -306,7 +310,7 @@ proctype at_home(byte l) {
   :: atomic { nempty(to_home[other(home)]) -> hear_at_home(to_home[other(home)]) }
 #endif
   :: atomic { home[l].connection != host[l].connection ->      /* the host has dialled again */
-       drop(to_host[in_use(home)]);                            /* which is no longer read */
+       drop(to_host[in_use(home)]);                            /* nothing reads this connection any more */
 #ifndef PLANT_say_first
        drop(to_home[in_use(home)]);
 #endif
@@ -367,7 +371,7 @@ inline say_output(port) {
   to_home[in_use(host)]!OUT(port, host[l].sent[port] / OUTPUTS); host[l].sent[port]++
 }
 
-inline work() {                      /* the worker's next output, unless it is in the host's ring */
+inline work() {                      /* makes the worker's next output, unless the output is in the host's ring already */
   p = host[l].position % PORTS;
   n = host[l].done * OUTPUTS + host[l].position / PORTS;
   host[l].put[p] = (n < host[l].put[p] -> host[l].put[p] : n + 1);

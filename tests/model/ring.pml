@@ -1,14 +1,16 @@
-/* The critical sections of one ring, store by store, with a death before and after each store (C11): every operation
-   happens completely or not at all, whether a process dies in it, in the recovery from it, or in the recovery from that.
+/* The critical sections of one ring, store by store, with a death before and after each store (C11). Every operation
+   happens completely or not at all, even if a process dies during the operation, during the recovery from that death,
+   or during the recovery from a death in that recovery.
 
-   Two writers put ITEMS items each; two readers lease them and acknowledge each item with the next call. A dead process
-   is not replaced (lease.pml does that): a janitor, which may also die, ends the sessions of the dead, and their leased
-   items are returned.
+   Two writers put ITEMS items each. Two readers lease them, and acknowledge each item with their next call. A dead
+   process is not replaced (lease.pml does that). A janitor, which may also die, ends the sessions of dead processes
+   and returns their leased items.
 
-   The shared memory is the array `mem`; a word has its name in layout.hpp. The record `redo` is what matters: a change
-   is composed into it, marked valid, applied store by store, and cleared. Composing has no steps, because a record that
-   is not valid is never read. While a process holds the lock, no other process reads `mem`, so a whole critical section
-   is one atomic block; a death ends the block anywhere, and the next process finds the lock of a dead owner.
+   The shared memory is the array `mem`, whose words have the same names as in layout.hpp. The essential part is the
+   record `redo`: a change is composed into the record, marked valid, applied store by store, and cleared. Composing
+   has no steps, because a record that is not valid is never read. While a process holds the lock, no other process
+   reads `mem`, so a whole critical section is one atomic block. A death may end the block anywhere, and the next
+   process then finds that the owner of the lock is dead.
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
@@ -28,26 +30,26 @@
                                          or until there is a dead owner to recover from (its slice)
 
    Left out: memory (start_afresh, growth), large items (FILLING, HELD), parked outputs (turn, advance), break_, and
-   several items in one change (ring_runs.cpp), in which the fault walk kills at every store.
+   several items in one change (ring_runs.cpp), for which the fault walk test kills a process at every store.
 
-   Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is
-   marked valid), PLANT_early (it is cleared before it is applied), PLANT_relative (a value is "one more", not
-   absolute), PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps
-   the lock), PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the
-   FIFO in one change and enters the lease list in another), PLANT_close_apart (ending the last session and closing the
-   channel are two changes). */
+   Planted faults: PLANT_ignore (recovery ignores a valid record), PLANT_late (a record is applied before it is marked
+   valid), PLANT_early (a record is cleared before it is applied), PLANT_relative (a value is "one more" instead of
+   absolute), PLANT_inconsistent (recovery forgets pthread_mutex_consistent), PLANT_not_robust (a dead owner keeps the
+   lock), PLANT_end_leased (the end comes although an item is on lease), PLANT_two_changes (an item leaves the FIFO in
+   one change and enters the lease list in another), PLANT_close_apart (ending the last session and closing the channel
+   are two changes). */
 
 #ifndef CAP
 #define CAP 1
 #endif
 #ifndef ITEMS
-#define ITEMS 2       /* of each writer */
+#define ITEMS 2       /* per writer */
 #endif
 #ifndef DEATHS
 #define DEATHS 2
 #endif
 
-#define SLOTS (CAP + 2)              /* two more can be on lease */
+#define SLOTS (CAP + 2)              /* two more items can be on lease */
 #define TOTAL (2 * ITEMS)
 #define NONE 0
 
@@ -74,27 +76,27 @@
 #define ON_LEASE 2
 
 byte mem[WORDS];
-byte payload[SLOTS + 1];             /* number of the item; written before the change, so not part of it */
+byte payload[SLOTS + 1];             /* number of the item; written before the change, so it is not part of the change */
 byte at[MOST], value[MOST], valid;   /* the redo record */
 byte n;                              /* entries composed */
 
 #define FREE_LOCK 0
 #define HELD 1
-#define DEAD 2                       /* its owner died */
+#define DEAD 2                       /* the lock's owner has died */
 #define LOST 3                       /* unlocked without being made consistent: ENOTRECOVERABLE */
 byte mutex;
-bool suspect;                        /* the owner got it from a dead owner and has not made it consistent */
+bool suspect;                        /* the owner got the lock from a dead owner and has not made it consistent */
 
 bool over[4], died[4];               /* processes */
 byte deaths;
-/* What is visible from outside: changes in the step that makes a record valid. */
+/* What is visible from outside; it changes in the step that marks a record as valid. */
 bool is_put[TOTAL];
 bool is_done[TOTAL];
 bool drained;
 #ifdef PLANT_two_changes
 byte taken;
 #endif
-hidden byte i, j, slot, count;       /* scratch within one step */
+hidden byte i, j, slot, count;       /* temporary values within one step */
 
 #define inside (mem[PUTS] - mem[TAKES])
 #ifdef PLANT_end_leased
@@ -138,7 +140,7 @@ inline clear() {
     i = 0
   }
 }
-/* COMMIT composes a change in one step, whose last act is to mark it valid; the rest goes store by store. */
+/* COMMIT composes a change and marks it as valid, both in one step; the rest happens store by store. */
 #define COMMIT(compose) may_die(); d_step { compose; MARK }; finish()
 #if defined(PLANT_late)
 #define MARK mem[at[0]] = value[0]; mem[at[1]] = value[1]
@@ -223,7 +225,7 @@ inline lock(chance) {
      apply(); 
 #endif
      clear();
-     may_die();                      /* nothing of recover() changes the words of this model after that */
+     may_die();                      /* after that, recover() changes none of the words in this model */
 #ifndef PLANT_inconsistent
      suspect = false;
 #endif
@@ -353,7 +355,7 @@ proctype reader(byte me) {
        :: else -> unlock()
        fi
      };
-     atomic { may_die() }            /* while it leases the item */
+     atomic { may_die() }            /* while it has the item on lease */
   od;
   atomic { lock(true); who = me; end_session(); unlock(); over[me] = true };
   goto out;

@@ -1,4 +1,4 @@
-"""Summarise the health of a run, for the probes of a service manager."""
+"""Summarise the health of a run for a service manager's probes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ class Health:
     """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
 
     Attributes:
-        ready: Whether the run takes items and no stage is "starting". It stays True while some workers of a
-            stage work and others start, after a death or ``run.scale()``. It is False after a stop.
+        ready: Whether the run accepts items and no stage is "starting". It stays True while some workers of a
+            stage are working and others are starting, after a death or ``run.scale()``. It is False once the
+            run is stopping.
         failed: Whether the run has failed.
         stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
-            "running" then, and "ended".
-        restarts_left: Number of restarts that each stage on processes has left at present. The next death
-            after them ends the run. Stages without a limit are left out.
-        waiting: Number of ``ask`` calls that wait for their answers.
+            then "running", and finally "ended".
+        restarts_left: Number of restarts that each stage on processes has left at the moment. Once none are
+            left, the next death ends the run. Stages without a limit are left out.
+        waiting: Number of ``ask`` calls that are waiting for their answers.
 
     Example:
         >>> import dataclasses
@@ -46,7 +47,7 @@ class Health:
 
 
 def health_of(stats: RunStats, state: PolicyState, failed: bool, waiting: int, now: float) -> Health:
-    """Return the health of a run at the time ``now``, with ``waiting`` requests."""
+    """Return the health of a run at time ``now``, with ``waiting`` requests waiting for answers."""
     return Health(
         stats.state == "running" and all(stage.state != "starting" for stage in stats.stages),
         failed,

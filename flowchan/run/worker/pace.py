@@ -1,12 +1,13 @@
-"""Space the starts of a stage's items evenly: ``rate=``.
+"""Space the starts of a stage's items evenly, for the option ``rate=``.
 
-Algorithm. The generic cell rate algorithm (ITU-T I.371) with a burst of one. A stage has one time in each
-run: the start of its next item. A worker takes that time for its item and moves it on by one interval, in one
-step under a lock. Then it waits until the time that it took. Time in which no item starts is not saved up.
+Algorithm. This is the generic cell rate algorithm (ITU-T I.371) with a burst of one. In each run, a stage has
+one shared value: the start time of its next item. A worker takes this time for its item and adds one interval
+to the shared value, in one step under a lock. The worker then waits until the time that it took. Time in
+which no item starts is not saved up.
 
-Invariants. A worker holds the lock only while it reads and writes the time. The kernel releases a lock on a
-file when the process that holds it ends. So a worker killed at any point leaves at most one start unused, and
-blocks no other worker.
+Invariants. A worker holds the lock only while it reads and writes the value. The kernel releases a lock on a
+file when the process that holds it ends. A worker that is killed at any point therefore leaves at most one
+start unused, and does not block other workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from flowchan.errors import Broken
 from flowchan.run.policy.failures import OwnEnd
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for broken channels during a wait."""
+"""Seconds between checks of whether the run has ended, during a wait."""
 _TIME = struct.Struct("d")
 
 
@@ -33,7 +34,7 @@ class Pace:
     """Times at which the workers of one stage start their items, for threads and coroutines.
 
     Args:
-        interval: Seconds between two starts.
+        interval: Seconds between consecutive starts.
     """
 
     def __init__(self, interval: float) -> None:
@@ -50,10 +51,10 @@ class Pace:
 
 
 class SharedPace(Pace):
-    """Times at which the worker processes of one stage start their items, on one machine.
+    """Times at which a stage's worker processes start their items, on one machine.
 
-    The time is in a file in memory. It belongs to the program, and other processes open it when they take
-    their first start.
+    The next start time is in an in-memory file. The file belongs to the program, and the other processes open
+    it when they take their first start.
     """
 
     def __init__(self, interval: float) -> None:
@@ -80,7 +81,7 @@ class _OpenedPace(Pace):
         self._own = -1
 
     def take_start(self) -> float:
-        """See :class:`Pace`. Raises ``Broken`` if the run has ended, because its file is gone."""
+        """See :class:`Pace`. Raises ``Broken`` if the run has ended, because the file is then gone."""
         if self._own < 0:
             self._own = self._open()
         return _taken_from(self._own, self._interval)
@@ -90,7 +91,7 @@ class _OpenedPace(Pace):
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise Broken("the run has ended") from error
-        if os.fstat(fd).st_ino != self._inode:  # the program has opened another file in its place
+        if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
             os.close(fd)
             raise Broken("the run has ended")
         weakref.finalize(self, os.close, fd)
@@ -98,7 +99,7 @@ class _OpenedPace(Pace):
 
 
 def _taken_from(fd: int, interval: float) -> float:
-    """Take the next start from a file, whose lock excludes other processes."""
+    """Take the next start from a file; the lock on the file excludes other processes."""
     fcntl.lockf(fd, fcntl.LOCK_EX)
     try:
         (next_start,) = _TIME.unpack(os.pread(fd, _TIME.size, 0))
@@ -110,7 +111,7 @@ def _taken_from(fd: int, interval: float) -> float:
 
 
 def pace_of(stage: Stage) -> Pace | None:
-    """Return a new pace for one run of a stage, or ``None`` without a limit."""
+    """Return a new pace for one run of a stage, or ``None`` if the stage has no ``rate``."""
     if stage.rate is None:
         return None
     interval = min(1.0 / stage.rate, threading.TIMEOUT_MAX)
@@ -118,7 +119,7 @@ def pace_of(stage: Stage) -> Pace | None:
 
 
 def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Return ``function`` with a wait before each call until its start.
+    """Return a function that waits for the next start and then calls ``function``.
 
     The wait raises ``OwnEnd`` if the run is aborted or fails, because that is not a failure of the item.
     """
@@ -134,7 +135,7 @@ def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool])
 
 
 def wait_until(until: float, is_over: Callable[[], bool], purpose: str) -> None:
-    """Wait until a time on the monotonic clock; raise ``Broken`` if the run ends before."""
+    """Wait until a time on the monotonic clock, or raise ``Broken`` if the run ends earlier."""
     while (remaining := until - time.monotonic()) > 0:
         if is_over():
             raise Broken(f"the run failed or was aborted while an item was waiting for its {purpose}")
