@@ -83,7 +83,9 @@ def test_timeout_includes_waiting_for_started_operations(run: Any) -> None:
             g.barrier()
             return
         started = g.barrier(wait=False)
-        with pytest.raises(TimeoutError, match="operations that were started with wait=False did not finish in"):
+        with pytest.raises(
+            TimeoutError, match="operations that were started with wait=False did not finish in"
+        ):
             g.allreduce(np.ones(3), timeout=0.01)
         g.send("late", 0)
         started.wait()

@@ -216,7 +216,7 @@ def test_received_pace_refuses_another_file_in_its_place(tmp_path: Path) -> None
     other.write_text("untouched")
     with open(other, "r+b") as file:
         os.dup2(file.fileno(), pace._fd, inheritable=False)
-        with pytest.raises(Broken, match=r"^the run is over$"):
+        with pytest.raises(Broken, match=r"^the run has ended$"):
             received.take_start()
     assert other.read_text() == "untouched"
 
