@@ -218,7 +218,7 @@ class Arrays : public Member::Place {
     bool check() const {
         if (misfit_ >= 0)
             PyErr_Format(PyExc_ValueError,
-                         "allgather: out must have room for the %llu bytes from rank %d, got room for %zu",
+                         "allgather: out must have room for exactly the %llu bytes from rank %d, got room for %zu",
                          static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }

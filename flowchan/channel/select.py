@@ -116,7 +116,7 @@ def select(
     writing = [pair if type(pair) is tuple and len(pair) == 2 else _pair(pair) for pair in _listed(puts)]
     index, item = _core._select(reading, writing, timeout, looking)
     if index == -2:
-        raise Drained("select: every channel to get from is drained")
+        raise Drained("select: all channels in gets are drained")
     if index < 0:
         raise NothingReady(
             f"select: none of {len(reading) + len(writing) + len(looking)} operations could be done within "

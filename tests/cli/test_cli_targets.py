@@ -108,7 +108,9 @@ def test_standard_input_can_be_a_target() -> None:
 def test_graph_in_standard_input_is_chosen_by_name() -> None:
     """If there are several graphs, the error suggests choosing one by name."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert "has several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    assert (
+        "defines several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    )
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
@@ -147,7 +149,7 @@ def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> N
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^'ab' is a single string, but a \w+ is needed; annotate the parameter as str"
+        ValueError, match=r"^a value of type \w+ is needed, got the single string 'ab'; annotate"
     ):
         converted("ab", annotation)
 
