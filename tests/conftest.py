@@ -67,7 +67,9 @@ SHARED = pytest.StashKey[SharedTemplate]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long", action="store_true", help="also run the longest walks, and run the other walks in full"
+        "--long",
+        action="store_true",
+        help="also run the longest random tests, and run the other random tests in full",
     )
     parser.addoption(
         "--only-long", action="store_true", help="with --long: run only the tests that --long changes"

@@ -117,7 +117,7 @@ Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline 
     if (loan->put.exchange(true)) {
         if (is_in_view(ring, at)) return Step::Wait;
         raise("ChannelError", "this array was on loan from " + ch.describe() +
-                                  " and was put already; call loan again for each put");
+                                  " and has already been put; call loan again for each put");
         return Step::Interrupted;
     }
     if (!lay_into(frame, *loan)) {

@@ -233,8 +233,9 @@ class ChannelServer:
         if found is not None:
             return found
         raise ChannelError(
-            f"there is no channel {number} at {self.address}: its owner has released it or never had it; "
-            "keep the channel in its owner, or in a program that has opened it, while other programs use it"
+            f"there is no channel {number} at {self.address}: its owner has released it or never had "
+            "it; while other programs use a channel, keep a reference to it in its owner, or in a "
+            "program that has opened it"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:

@@ -128,8 +128,8 @@ def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
     ("arguments", "message"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
-        (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
-        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
+        (["3", ".", "quick"], "typed.py:made: speed: the value must be one of slow, fast, got 'quick'"),
+        (["3", ".", "slow", "c"], "typed.py:made: mode: the value must be one of a, b, got 'c'"),
     ],
 )
 def test_error_names_an_argument_that_cannot_be_converted(
@@ -156,7 +156,9 @@ def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
 
 def test_argument_annotated_as_bool_rejects_other_words() -> None:
     assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
-    with pytest.raises(ValueError, match=r"^'maybe' must be one of true, false, yes, no, on, off, 1, 0$"):
+    with pytest.raises(
+        ValueError, match=r"^the value must be one of true, false, yes, no, on, off, 1, 0, got 'maybe'$"
+    ):
         converted("maybe", bool)
 
 

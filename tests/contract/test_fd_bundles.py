@@ -128,7 +128,7 @@ def test_item_with_many_channels_arrives(make, transport):
     many[125].put("last")
     assert (many[0].get(), many[125].get()) == ("first", "last")
     many.append(transport.make(2))
-    with pytest.raises(ChannelError, match="must have at most 126"):
+    with pytest.raises(ChannelError, match="can carry at most 126"):
         carrier.put(many)
     assert len(carrier) == 0
 

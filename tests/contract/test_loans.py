@@ -86,7 +86,7 @@ def test_a_loan_cannot_be_changed_after_its_put(make):
     ch.put(array)
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 2
-    with pytest.raises(ChannelError, match=r"was on loan from .* and was put already"):
+    with pytest.raises(ChannelError, match=r"was on loan from .* and has already been put"):
         ch.put(array)
     assert len(ch) == 1
 

@@ -395,7 +395,7 @@ def test_server_says_goodbye_to_all_clients_concurrently():
 
 
 WRONG = [
-    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, got str"),
+    ({"secret": "x" * 40}, TypeError, "serve: secret must be a bytes object of length 16 or more, got str"),
     ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, got 1"),
     ({"peer_timeout": 0}, ValueError, "serve: peer_timeout must be greater than 0"),
     ({"peer_timeout": "3"}, TypeError, "serve: peer_timeout must be a number of seconds"),

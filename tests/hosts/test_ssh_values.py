@@ -28,7 +28,7 @@ def test_provider_compares_and_pickles_by_value():
 @pytest.mark.parametrize(
     ("hosts", "error", "message"),
     [
-        ((), ValueError, "ssh: hosts must have at least one host"),
+        ((), ValueError, "ssh: hosts must contain at least one host"),
         (
             ("-oProxyCommand=reboot",),
             ValueError,

@@ -118,7 +118,7 @@ def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): set python= to a Python that has flowchan")
+    assert why.endswith("not found); set python= to a Python that has flowchan")
 
 
 def test_python_without_flowchan_is_named_with_its_host():

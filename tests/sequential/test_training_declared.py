@@ -37,7 +37,7 @@ from flowchan.viz import to_dot
         (
             {"optimizer": list},
             TypeError,
-            r"optimizer must return an object with a step\(\) method, got a list",
+            r"optimizer must return an object with a step\(\) method, got an object of type list",
         ),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
         (

@@ -151,7 +151,7 @@ def _cores(view: _View) -> Cause | None:
     work = sum(worked.work for worked in known)
     if used > SEEN and waited >= 0.5 * work > 0:
         share = _percent(waited / work)
-        return Cause("cores", None, f"workers are waiting for a core {share} of their time")
+        return Cause("cores", None, f"workers spend {share} of their time waiting for a core")
     return None
 
 
@@ -205,7 +205,9 @@ def _consumer(view: _View) -> Cause | None:
                 edge for edge in view.into(stage.name) if edge.waiting_writers or edge.inside >= edge.capacity
             ]
             if full:
-                return Cause("consumer", stage.name, f"{stage.name!r} waits for the program to read it")
+                return Cause(
+                    "consumer", stage.name, f"{stage.name!r} waits for the program to read its items"
+                )
     return None
 
 
