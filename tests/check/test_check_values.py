@@ -198,7 +198,7 @@ def local(value: Any) -> Any:
         ),
         (local(io.StringIO), None),
         (local(Refuses()), ".Refuses (I stay)"),
-        (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' is a declaration"),
+        (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' can't be pickled"),
     ],
 )
 def test_unpicklable_value_is_named(graph: Blueprint, function: Any, path: str | None) -> None:

@@ -105,7 +105,7 @@ def test_viz_draws_a_graph_that_has_problems() -> None:
 def test_viz_rejects_unknown_format() -> None:
     result = call("viz", "mine.py", "-o", "out.gif", file=ONE)
     assert result.exit_code == 2
-    assert "'out.gif': the file name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
+    assert "'out.gif': the file name must end in one of .svg, .png, .pdf, .dot, .mmd" in result.stderr
 
 
 def test_viz_rejects_an_output_that_cannot_be_written() -> None:

@@ -113,7 +113,7 @@ def test_receive_into_readonly_out_keeps_the_message(out: Any) -> None:
         if g.rank == 0:
             g.send(np.arange(4.0), 1)
             return None
-        with pytest.raises(ValueError, match="out must be writable, got"):
+        with pytest.raises(ValueError, match=r"out must (be writable|not have elements that share memory)"):
             g.receive(0, out=out)
         return g.receive(0).tolist()
 

@@ -414,5 +414,5 @@ def test_serve_refuses_invalid_options(options, error, message):
 def test_invalid_secret_is_refused_by_name():
     with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
         open_channel("127.0.0.1:1/1", b"abc")
-    with pytest.raises(TypeError, match="Server: secret must be bytes"):
+    with pytest.raises(TypeError, match="Server: secret must be a bytes object"):
         Server(secret="x" * 40)
