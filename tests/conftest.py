@@ -85,7 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--large",
         choices=["with", "without"],
-        help="run only the test files that load large libraries (with), or only the others (without)",
+        help="run only the test files that load large libraries (with), or only those that do not (without)",
     )
     parser.addoption("--outcomes", help="file to write the outcome of the run to (see tools/run_tests.py)")
 

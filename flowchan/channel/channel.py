@@ -398,8 +398,8 @@ def _places(capacity: int | None, transport: Transport) -> int:
         return _UNBOUNDED
     if is_whole(capacity) and capacity == 0:
         raise ValueError(
-            "Channel: capacity must be at least 1, got 0; to wait until an item has been read, send a "
-            "channel for the answer with it: put((item, answers))"
+            "Channel: capacity must be at least 1, got 0; to learn when an item is read, send an "
+            "answer channel with it: put((item, answers))"
         )
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 

@@ -426,7 +426,7 @@ def _print_failures(error: RunError, debug: bool = False) -> None:
     for other in others[: MOST_FAILURES - 1]:
         click.echo(f"flowchan: {other}", err=True)
     if len(others) >= MOST_FAILURES:
-        click.echo(f"flowchan: and {len(others) - MOST_FAILURES + 1} more failures", err=True)
+        click.echo(f"flowchan: and {_number(len(others) - MOST_FAILURES + 1, 'more failure')}", err=True)
 
 
 def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:

@@ -289,7 +289,7 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
     if hasattr(module, name):
         return name
     names = list(_candidates(module))
-    known = f"; it has {', '.join(names)}" if names else ", and it defines no graphs"
+    known = f"; its graphs are {', '.join(names)}" if names else ", and it defines no graphs"
     raise LoadError(f"{path}: has no {name!r}{known}")
 
 

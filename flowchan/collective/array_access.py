@@ -57,8 +57,8 @@ def is_dense(x: Any) -> bool:
             )
         if not _has_memory(x):
             raise TypeError(
-                f"x must be a tensor with memory of its own, got {described(x)} of type {type(x).__name__}; "
-                "pass the tensor that x wraps, for example x.to_local()"
+                f"x must be a tensor with its own memory, got {described(x)} of type "
+                f"{type(x).__name__}; pass the tensor that x wraps, for example x.to_local()"
             )
         return True
     if is_numpy(x) and _is_masked(x):

@@ -84,8 +84,8 @@ class Orders:
             return cls(**orders)
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                "an agent must be started by a run, which sends its settings on standard input; to use "
-                "hosts, declare a stage with on=pool (flowchan.hosts), or use flowchan run --hosts"
+                "an agent must be started by a run, which sends settings on standard input; declare a "
+                "stage with on=pool, or use flowchan run --hosts"
             ) from None
 
 

@@ -234,7 +234,7 @@ class ChannelServer:
             return found
         raise ChannelError(
             f"there is no channel {number} at {self.address}: its owner has released it or never had "
-            "it; while other programs use a channel, keep a reference to it in its owner, or in a "
+            "it. While other programs use a channel, keep a reference to it in its owner, or in a "
             "program that has opened it"
         )
 

@@ -176,9 +176,8 @@ class PartState:
                 continue
             if now is None or tensor is None or now.shape != tensor.shape:
                 raise ValueError(
-                    f"Sequential: buffer {name!r} of {type(layer).__name__} must keep its shape if the "
-                    "part runs in a process, got another shape; write into the buffer, or use "
-                    "on='thread'"
+                    f"Sequential: buffer {name!r} of {type(layer).__name__} must keep its shape in a "
+                    "part's process, got another shape; write into the buffer, or use on='thread'"
                 )
             with torch.no_grad():
                 tensor.copy_(now)

@@ -181,7 +181,7 @@ def test_function_named_on_the_command_line_needs_no_annotation() -> None:
 
 
 def test_unknown_graph_name_is_reported_in_one_line() -> None:
-    assert "has no 'nope'; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
+    assert "has no 'nope'; its graphs are graph" in refused(call("check", "mine.py:nope", file=ONE))
     assert "must be a graph or a function that returns one, got an object" in refused(
         call("check", "mine.py:x", file=ONE + "\nx = 1\n")
     )

@@ -114,7 +114,7 @@ def test_graph_in_standard_input_is_chosen_by_name() -> None:
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
-    assert "has no 'third'; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
+    assert "has no 'third'; its graphs are numbers, other" in flowchan("check", "-:third", stdin=two).output
 
 
 def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:

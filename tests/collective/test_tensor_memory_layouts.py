@@ -92,7 +92,7 @@ def nested(layout: Any) -> Any:
     [
         (
             freed,
-            r"must be a tensor with memory of its own, got float32\[4\] of type Tensor",
+            r"must be a tensor with its own memory, got float32\[4\] of type Tensor",
         ),
         (masked, "of type MaskedTensor; pass the tensor that x wraps"),
         (faked, "of type FakeTensor; pass the tensor that x wraps"),

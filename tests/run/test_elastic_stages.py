@@ -373,7 +373,7 @@ def test_scale_rejects_other_stages(what: str, declare: Any) -> None:
 def test_scale_rejects_stages_on_hosts() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on=hosts.local(1), name="it").collect()
-    with graph.start() as run, pytest.raises(ValueError, match="got 'it', a map on hosts"):
+    with graph.start() as run, pytest.raises(ValueError, match="the stage is a map on hosts"):
         run.scale("it", 2)
 
 

@@ -169,7 +169,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     if slow.is_read_by_program:
         return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
     if slow.stage.rate_limit is not None and slow.stage.rate >= LIMITED * slow.stage.rate_limit:
-        return Cause("bottleneck", name, f"its rate={slow.stage.rate_limit:g} lets no more items start")
+        return Cause("bottleneck", name, f"its rate={slow.stage.rate_limit:g} allows no more items to start")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
         why += f"; {missing} of {slow.stage.workers} have not started to work"

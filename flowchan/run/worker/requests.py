@@ -403,8 +403,7 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
                 f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} has "
-                "no single output per item; use other operators, or put items with IDs instead of "
-                "calling ask()"
+                "no single output per item; use other operators, or put items with IDs"
             )
         if operator.gathers:
             found.append(name)

@@ -293,9 +293,9 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
     if identity in (seen := device.visible()):
         return device
     raise ChannelError(
-        f"the item contains a tensor on {kind} device {identity} of process {pid}, but the devices that "
-        f"process {os.getpid()} can use are {', '.join(seen) or 'none'}; set the same "
-        "CUDA_VISIBLE_DEVICES for both, or put tensor.cpu()"
+        f"the item contains a tensor on {kind} device {identity} of process {pid}, but process "
+        f"{os.getpid()} can use only: {', '.join(seen) or 'none'}; set the same CUDA_VISIBLE_DEVICES "
+        "for both, or put tensor.cpu()"
     )
 
 
