@@ -89,10 +89,10 @@ class _OpenedPace(Pace):
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise Broken("the run is over") from error
+            raise Broken("the run has ended") from error
         if os.fstat(fd).st_ino != self._inode:  # the program has opened another file in its place
             os.close(fd)
-            raise Broken("the run is over")
+            raise Broken("the run has ended")
         weakref.finalize(self, os.close, fd)
         return fd
 
