@@ -97,7 +97,7 @@ def main() -> None:
         put, got = accounts["put", producer], accounts["got", producer]
         print(f"producer {producer}: {put:,} items put, {got:,} got")
         if put != got:
-            raise SystemExit(f"{put - got:,} items of producer {producer} are not accounted for")
+            raise SystemExit(f"{put - got:,} items of producer {producer} are missing")
     print("every item is accounted for")
 
 

@@ -311,7 +311,7 @@ class Condition(Held):
         its = cast(Among, self._lock.channels[0].across)
         if across not in (None, its):
             raise ValueError(
-                f"Condition: across must be {its!r}, the value of the lock, got {across!r}; use "
+                f"Condition: across must be {its!r} like that of the lock, got {across!r}; use "
                 f"Lock(across={across!r}), or pass no lock"
             )
         # One gate for each waiting thread, in order of arrival.

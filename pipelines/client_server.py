@@ -464,13 +464,13 @@ def _fill(into: Any, message: Any) -> None:
         raise TypeError(f"recv: into must be a tensor or an array, got {type(into).__name__}")
     if not isinstance(message, type(into)) and not isinstance(into, type(message)):
         raise ValueError(
-            f"recv: into must be a {type(message).__name__} like the message, got {type(into).__name__}"
+            f"recv: into must be of type {type(message).__name__} like the message, got {type(into).__name__}"
         )
     expected, received = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))
     if expected != received:
         raise ValueError(
-            f"recv: into must have type {received[0]} and shape {received[1]} like the message, "
-            f"got {expected[0]} {expected[1]}"
+            f"recv: into must have dtype {received[0]} and shape {received[1]} like the message, got "
+            f"{expected[0]} and {expected[1]}"
         )
     if hasattr(into, "copy_"):
         with torch.no_grad():  # type: ignore[union-attr]

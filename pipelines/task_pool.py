@@ -393,7 +393,7 @@ def _nothing() -> None: ...
 def _usual_workers(placement: Placement) -> int:
     """Return the default number of workers."""
     if placement.hosts:
-        raise TypeError("TaskPool: workers must be the number of workers on all hosts, got None")
+        raise TypeError("TaskPool: workers must be the total number of workers on all hosts, got None")
     cores = len(os.sched_getaffinity(0))
     return cores if placement.own_process else min(MOST_THREADS, cores + 4)
 
@@ -406,7 +406,7 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
         pass  # the future was already done
     except BaseException:
         logging.getLogger("concurrent.futures").exception(
-            "a callback of a TaskPool future raised an exception that asks to exit"
+            "a callback of a TaskPool future raised an exception such as SystemExit"
         )
 
 

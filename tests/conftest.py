@@ -67,7 +67,9 @@ SHARED = pytest.StashKey[SharedTemplate]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--long", action="store_true", help="also run the longest walks, and run the other walks in full"
+        "--long",
+        action="store_true",
+        help="also run the longest random tests, and run the other random tests in full",
     )
     parser.addoption(
         "--only-long", action="store_true", help="with --long: run only the tests that --long changes"
@@ -83,7 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--large",
         choices=["with", "without"],
-        help="run only the test files that load large libraries (with), or only the others (without)",
+        help="run only the test files that load large libraries (with), or only those that do not (without)",
     )
     parser.addoption("--outcomes", help="file to write the outcome of the run to (see tools/run_tests.py)")
 

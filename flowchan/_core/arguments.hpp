@@ -41,7 +41,8 @@ template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {
     if (n > Py_ssize_t(N)) {
-        PyErr_Format(PyExc_TypeError, "%s: takes at most %zu arguments, got %zd", function, N, n);
+        PyErr_Format(PyExc_TypeError, "%s: takes at most %zu argument%s, got %zd", function, N,
+                     N == 1 ? "" : "s", n);
         return false;
     }
     for (size_t i = 0; i < N; ++i) values[i] = Py_ssize_t(i) < n ? args[i] : nullptr;

@@ -65,7 +65,7 @@ bool Channel::usable() {
         return true;
     }
     raise("ChannelError",
-          describe() + " was made in another process (pid of this one: " + std::to_string(getpid()) +
+          describe() + " was created in another process (this is process " + std::to_string(getpid()) +
               "), and across='threads' does not reach a forked child; create it with across='processes'");
     return false;
 }

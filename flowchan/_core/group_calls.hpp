@@ -217,9 +217,10 @@ class Arrays : public Member::Place {
     // Returns false, with an error set, if the data of a member did not fit.
     bool check() const {
         if (misfit_ >= 0)
-            PyErr_Format(PyExc_ValueError,
-                         "allgather: out must have room for the %llu bytes from rank %d, got room for %zu",
-                         static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
+            PyErr_Format(
+                PyExc_ValueError,
+                "allgather: out must have room for exactly the %llu bytes from rank %d, got room for %zu",
+                static_cast<unsigned long long>(has_), misfit_, many_[size_t(misfit_)].bytes);
         return misfit_ < 0;
     }
     bool are_writable() const {

@@ -126,9 +126,9 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process does not have the channel's socket; pass the channel by fork, as an argument of a "
-            "process, or through a channel, with AF_UNIX sockets allowed";
-    if (error == E2BIG) why = "an item can carry at most 126 of them; split it into several items";
+            "this process has no socket for the channel; pass the channel to it by fork, as an argument of "
+            "a process or through a channel, and allow AF_UNIX sockets";
+    if (error == E2BIG) why = "an item can carry at most 126 of them; put them in several items";
     if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =

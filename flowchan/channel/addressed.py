@@ -63,7 +63,7 @@ class Addressed:
         if not isinstance(item, tuple) or len(item) != 2 or not is_whole(item[0]):
             raise TypeError(
                 f"put: item must be a pair (worker, item), got {shown(item)}; the reader is declared with "
-                "per_worker"
+                "per_worker, so each item needs the number of a worker"
             )
         worker, inner = item
         if not 1 <= worker <= len(self.ports):

@@ -392,14 +392,14 @@ def _places(capacity: int | None, transport: Transport) -> int:
     if capacity is None:
         if transport.copies:
             raise ValueError(
-                f"Channel: capacity must be an int with across={transport.name!r}, got None; for a large "
-                "limit use max_bytes= and capacity=10**9"
+                f"Channel: capacity must be an int with across={transport.name!r}, got None; to limit only "
+                "the bytes, use max_bytes= and capacity=10**9"
             )
         return _UNBOUNDED
     if is_whole(capacity) and capacity == 0:
         raise ValueError(
-            "Channel: capacity must be at least 1, got 0; to wait until the reader has the item, let it "
-            "answer on another channel: put((item, answers))"
+            "Channel: capacity must be at least 1, got 0; to learn when an item is read, send an "
+            "answer channel with it: put((item, answers))"
         )
     return whole("Channel", "capacity", capacity, 1, LARGEST)
 
@@ -421,7 +421,7 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
             raise short from error
         if isinstance(handle, Sent):
             raise Broken(f"channel {name!r} can't be received: {error.strerror}") from error
-        raise Broken(f"channel {name!r} can't be received: its sender ended before") from error
+        raise Broken(f"channel {name!r} can't be received: its sender has ended") from error
     inode = os.fstat(fd).st_ino
     known = _known.get(inode)
     if known is not None:
@@ -453,7 +453,7 @@ def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
 
 def _from_beside(place: int, name: str) -> Channel[Any]:
     if now.beside is None:
-        raise Broken(f"channel {name!r} can't be read from these bytes by pickle; use unpack")
+        raise Broken(f"pickle can't restore channel {name!r} from these bytes; use flowchan.unpack")
     beside: Channel[Any] = now.beside[place]
     return beside
 

@@ -19,6 +19,6 @@ def refuse_green_threads() -> None:
         if patcher is not None and getattr(patcher, is_patched)(threads):
             library = module.partition(".")[0]
             raise RuntimeError(
-                f"Channel: threads must be Python's own, got green threads from {library}, all of which one "
-                f"waiting put would block; call {remedy}"
+                f"Channel: threads must not be patched by {library}, because a waiting put would block all "
+                f"of its green threads; call {remedy}"
             )

@@ -200,8 +200,8 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, so it would wait for itself to end; use a graph.stage there "
-                "that returns when its work is done"
+                f"{stage.kind} reads a feedback, so it would wait for itself to end; use graph.stage "
+                "with a function that returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)
 

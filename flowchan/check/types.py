@@ -55,7 +55,7 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{stage.kind} iterates over the result of {_named(stage.function)}, but that is "
+                f"{stage.kind} iterates over the result of {_named(stage.function)}, but its type is "
                 f"{type_name(given)}; return an iterable, or yield the items",
             )
     for stream, port, wanted in _port_types(stage, outputs):
@@ -64,9 +64,9 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream {stream.name!r} "
-                f"has items of type {type_name(stream.item)}; add a map between them that converts, or "
-                "correct one of the annotations",
+                f"{port!r} of {_named(stage.function)} takes {type_name(wanted)}, but stream "
+                f"{stream.name!r} has items of type {type_name(stream.item)}; add a map between them "
+                "that converts the items, or correct one of the annotations",
             )
 
 
@@ -173,8 +173,9 @@ def _call_messages(stage: Stage) -> Iterator[str]:
         reason = _refused(signature, ("",) * count, {})
         if reason:
             yield (
-                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its parameters "
-                f"are {_shown(signature)}: {reason}; bind the others with functools.partial"
+                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its "
+                f"parameters are {_shown(signature)}: {reason}; bind the other parameters with "
+                "functools.partial"
             )
     yield from _construction_messages(stage)
 
@@ -185,8 +186,8 @@ def _source_messages(stage: Stage) -> Iterator[str]:
         reason = _refused(signature, stage.args, dict(stage.kwargs))
         if reason:
             yield (
-                f"source can't call {_named(stage.function)}, its parameters are "
-                f"{_shown(signature)}: {reason}"
+                f"source can't call {_named(stage.function)}, whose parameters are {_shown(signature)}: "
+                f"{reason}"
             )
     yield from _construction_messages(stage)
 
@@ -203,7 +204,7 @@ def _construction_messages(stage: Stage) -> Iterator[str]:
     if reason:
         yield (
             f"class {_named(stage.function)} is built once per worker without arguments, but its "
-            f"parameters are {_shown(signature)}: {reason}; bind them with functools.partial"
+            f"parameters are {_shown(signature)}: {reason}; bind its parameters with functools.partial"
         )
 
 
@@ -227,7 +228,7 @@ def _port_messages(stage: Stage) -> Iterator[str]:
         wanted = f"{len(readers)} In parameter{'s' * (len(readers) != 1)}"
         listed = f" ({', '.join(readers)})" if readers else ""
         given = "1 stream was" if len(stage.inputs) == 1 else f"{len(stage.inputs)} streams were"
-        yield f"{name} has {wanted}{listed}, but {given} passed; pass one stream for each"
+        yield f"{name} has {wanted}{listed}, but {given} passed; pass one stream for each In parameter"
     group = None if stage.gang is None else stage.gang.parameter
     for parameter in signature.parameters.values():
         if parameter.name != group:

@@ -151,8 +151,8 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
             raise LoadError(
-                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only its own program can run "
-                f"it; use python {file.partition(':')[0]}"
+                f"{file}: graph {graph.name!r} has the input {inputs[0]!r}, so only the program that fills "
+                f"this input can run the graph; use python {file.partition(':')[0]}"
             )
         if hosts is not None:
             graph._give_hosts(_pool(hosts))
@@ -242,7 +242,7 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
     path = Path(output or picture_name(file))
     if path.suffix[1:].lower() not in FORMATS:
         raise click.BadParameter(
-            f"{str(path)!r}: the file name must end in .{', .'.join(FORMATS)}", param_hint="-o"
+            f"{str(path)!r}: the file name must end in one of .{', .'.join(FORMATS)}", param_hint="-o"
         )
     graph = load(file, args)
     try:
@@ -265,13 +265,13 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 @click.option(
     *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    help="Number of processes on each host, to use instead of -n (named as in torchrun).",
+    help="Number of processes on each host; use it instead of -n (torchrun has the same option).",
 )
 @click.option(
     "--hosts",
     "spec",
     metavar="HOSTS",
-    help="Hosts to spread the processes over, for example ssh:a,b, slurm or ray:2.",
+    help='Hosts on which to run the processes, such as "ssh:a,b", "slurm" or "ray:2".',
 )
 @click.option(
     "--log-dir",
@@ -428,7 +428,7 @@ def _print_failures(error: RunError, debug: bool = False) -> None:
     for other in others[: MOST_FAILURES - 1]:
         click.echo(f"flowchan: {other}", err=True)
     if len(others) >= MOST_FAILURES:
-        click.echo(f"flowchan: and {len(others) - MOST_FAILURES + 1} more failures", err=True)
+        click.echo(f"flowchan: and {_number(len(others) - MOST_FAILURES + 1, 'more failure')}", err=True)
 
 
 def _print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:

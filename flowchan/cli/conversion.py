@@ -45,8 +45,8 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"{text!r} is a single string, but a {kind.__name__} is needed; annotate the parameter as str, "
-            "or accept several strings: *names: str"
+            f"a value of type {kind.__name__} is needed, got the single string {text!r}; annotate the "
+            "parameter as str, or accept several strings: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):
         return text
@@ -58,10 +58,14 @@ def converted(text: str, annotation: Any) -> Any:
         return click.types.convert_type(annotation).convert(text, None, None)
     except click.BadParameter as error:
         # click also lists an empty word as a boolean
-        problem = f"{text!r} must be one of {', '.join(_BOOLEANS)}" if annotation is bool else error.message
+        problem = (
+            f"the value must be one of {', '.join(_BOOLEANS)}, got {text!r}"
+            if annotation is bool
+            else error.message
+        )
         raise ValueError(problem) from error
     except Exception as error:
-        raise ValueError(f"{text!r} is not a {annotation.__name__}: {error}") from error
+        raise ValueError(f"the value must be of type {annotation.__name__}, got {text!r}: {error}") from error
 
 
 def _any_of(text: str, annotations: list[Any]) -> Any:
@@ -76,4 +80,4 @@ def _chosen(text: str, allowed: dict[str, Any]) -> Any:
     try:
         return allowed[text]
     except KeyError:
-        raise ValueError(f"{text!r} must be one of {', '.join(allowed)}") from None
+        raise ValueError(f"the value must be one of {', '.join(allowed)}, got {text!r}") from None

@@ -202,7 +202,7 @@ def _one_line(path: Path) -> Iterator[None]:
         ) from error
     except SystemExit as error:
         raise LoadError(
-            f"{path}: exits when it is imported{_line_in(path, error)}; put the call under `if "
+            f"{path}: exits when it is imported{_line_in(path, error)}; put the call that exits under `if "
             '__name__ == "__main__":`'
         ) from error
     except BaseException as error:
@@ -232,7 +232,7 @@ def _only(module: ModuleType, path: Path) -> str:
         raise LoadError(f"{path}: no graph found; declare a Graph object or a function annotated `-> Graph`")
     if len(names) > 1:
         raise LoadError(
-            f"{path}: has several graphs; choose one of {', '.join(f'{path}:{name}' for name in names)}"
+            f"{path}: defines several graphs; choose one of {', '.join(f'{path}:{name}' for name in names)}"
         )
     return names[0]
 
@@ -289,7 +289,7 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
     if hasattr(module, name):
         return name
     names = list(_candidates(module))
-    known = f"; it has {', '.join(names)}" if names else ", and no graph either"
+    known = f"; its graphs are {', '.join(names)}" if names else ", and it defines no graphs"
     raise LoadError(f"{path}: has no {name!r}{known}")
 
 
@@ -297,10 +297,14 @@ def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Bluepr
     graph = _graph_behind(value)
     if graph is not None:
         if args:
-            raise LoadError(f"{label}: a graph takes no arguments, got {' '.join(args)}")
+            raise LoadError(
+                f"{label}: only a function that returns a graph takes arguments, got {' '.join(args)}"
+            )
         return graph
     if not callable(value):
-        raise LoadError(f"{label}: must be a graph or a function that returns one, got {_type(value)}")
+        raise LoadError(
+            f"{label}: must be a graph or a function that returns one, got an object of type {_type(value)}"
+        )
     converted = _converted(label, value, args)
     with _one_line(file):
         returned = value(*converted)
@@ -320,7 +324,9 @@ def _converted(label: str, function: Callable[..., Any], args: Sequence[str]) ->
         bound = signature.bind(*args)
     except TypeError as error:
         takes = signature.replace(return_annotation=inspect.Signature.empty)
-        raise LoadError(f"{label}: {error}; the parameters are {takes}, got {len(args)} arguments") from error
+        raise LoadError(
+            f"{label}: {error}; the function takes {takes}, got {len(args)} argument{'s' * (len(args) != 1)}"
+        ) from error
     hints: dict[str, Any] = {}
     with contextlib.suppress(Exception):
         hints = typing.get_type_hints(function)

@@ -132,9 +132,8 @@ class AlgorithmChoice:
             return self
         if name == "nccl" and array_access.is_here(x):
             raise TypeError(
-                f"{NAMES[doing]} with nccl: x must be a CUDA tensor, got "
-                f"{array_access.described(x)}; move it to a "
-                "device, or set another algorithm"
+                f"{NAMES[doing]} with nccl: x must be a CUDA tensor, got {array_access.described(x)}; move "
+                "x to a GPU, or set another algorithm"
             )
         if name not in self._backends:
             check_backend(name)
@@ -150,11 +149,10 @@ class AlgorithmChoice:
 
 def wrong_device_message(call: str, x: Any) -> str:
     """Return the error message for a tensor that is neither in main memory nor on a CUDA device."""
-    remedy = "it has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
-    return (
-        f"{call}: x must be in this machine's memory or a CUDA tensor, got {array_access.described(x)}; "
-        f"{remedy}"
+    remedy = (
+        "a meta tensor has no contents" if x.device.type == "meta" else "copy it, for example with .cpu()"
     )
+    return f"{call}: x must be in main memory or on a CUDA device, got {array_access.described(x)}; {remedy}"
 
 
 def check_combined(x: Any) -> None:

@@ -40,8 +40,8 @@ def is_dense(x: Any) -> bool:
     if is_tensor(x):
         if x.is_nested:
             raise TypeError(
-                f"x must be a dense tensor, got a nested {_type_of(x)} tensor; pass its .values() and "
-                ".offsets(), or .to_padded_tensor(…)"
+                f"x must be a dense tensor, got a nested {_type_of(x)} tensor; pass x.values() and "
+                "x.offsets(), or x.to_padded_tensor(…)"
             )
         if x.layout is not sys.modules["torch"].strided:
             kind = str(x.layout).removeprefix("torch.")
@@ -52,20 +52,19 @@ def is_dense(x: Any) -> bool:
             )
         if x.is_quantized:
             raise TypeError(
-                f"x must be a dense tensor, got the quantized {described(x)}; pass its .dequantize(), or its "
-                ".int_repr() if all members have the same scale"
+                f"x must be a dense tensor, got the quantized {described(x)}; pass x.dequantize(), or "
+                "x.int_repr() if all members have the same scale"
             )
         if not _has_memory(x):
             raise TypeError(
-                f"x must be a tensor with memory, got {described(x)} of type "
-                f"{type(x).__name__}, which has "
-                "none; pass the tensor that it wraps, for example .to_local()"
+                f"x must be a tensor with its own memory, got {described(x)} of type "
+                f"{type(x).__name__}; pass the tensor that x wraps, for example x.to_local()"
             )
         return True
     if is_numpy(x) and _is_masked(x):
         raise TypeError(
-            f"x must be an array without a mask, got the masked {described(x)}; pass its .filled(…), or its "
-            ".data and its .mask"
+            f"x must be an array without a mask, got the masked {described(x)}; pass x.filled(…), or x.data "
+            "and x.mask"
         )
     return is_numpy(x)
 
@@ -110,9 +109,7 @@ def check_out(call: str, x: Any, out: Any, parts: int = 1) -> None:
     """Raise ``ValueError`` unless ``out`` can hold one of ``parts`` equal parts of the result for ``x``."""
     count, has = math.prod(x.shape) // parts, math.prod(out.shape)
     if kind(out)[0] != kind(x)[0] or has != count:
-        raise ValueError(
-            f"{call}: out must have the element type of the input and {count} elements, got {described(out)}"
-        )
+        raise ValueError(f"{call}: out must have {count} elements of the input's type, got {described(out)}")
     check_place(call, x, out)
     check_writable(call, "x" if out is x else "out", out)
 
@@ -155,7 +152,7 @@ def check_size(call: str, rank: int, given: int, size: int) -> None:
     """Raise ``ValueError`` unless the ``given`` bytes from ``rank`` fill its part of ``out`` exactly."""
     if given != size:
         raise ValueError(
-            f"{call}: out must have room for the {given} bytes from rank {rank}, got room for {size}"
+            f"{call}: out must have room for exactly the {given} bytes from rank {rank}, got room for {size}"
         )
 
 
@@ -166,8 +163,8 @@ def check_writable(call: str, argument: str, x: Any) -> None:
     strides = x.stride() if is_tensor(x) else x.strides
     if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
         raise ValueError(
-            f"{call}: {argument} must be writable, got {described(x)}, whose elements share memory, as after "
-            "expand; pass a copy"
+            f"{call}: {argument} must not have elements that share memory, as after expand, got "
+            f"{described(x)}; pass a copy"
         )
 
 
@@ -219,9 +216,7 @@ def memory(x: Any) -> memoryview:
     """Return a writable view of the bytes in a contiguous array, or a view of a bytes object."""
     if is_tensor(x):
         if not is_here(x):
-            raise TypeError(
-                f"{described(x)} must be in this machine's memory; copy it, for example with .cpu()"
-            )
+            raise TypeError(f"{described(x)} must be in main memory; copy it, for example with .cpu()")
         if not x.nbytes:
             return memoryview(bytearray())
         # A view from numpy() would prevent resizing the tensor later, and FSDP resizes tensors.
@@ -315,8 +310,8 @@ def part_like(call: str, x: Any, parts: int) -> Any:
     """Create an empty array for one of ``parts`` equal parts of ``x``, divided along the first dimension."""
     if not x.shape or x.shape[0] % parts:
         raise ValueError(
-            f"{call}: x must have a first dimension that is divisible by {parts}, the number of members, "
-            f"got {described(x)}"
+            f"{call}: the first dimension of x must be divisible by {parts}, the number of members, got "
+            f"{described(x)}"
         )
     library, dtype, shape = like(x)
     return make((library, dtype, (shape[0] // parts, *shape[1:])), place_of(x))
@@ -327,8 +322,8 @@ def parts_of(call: str, x: Any, parts: int) -> list[Any]:
     count = math.prod(x.shape)
     if count % parts:
         raise ValueError(
-            f"{call}: out must have a number of elements that is divisible by {parts}, the number of "
-            f"members, got {described(x)}"
+            f"{call}: the number of elements of out must be divisible by {parts}, the number of members, "
+            f"got {described(x)}"
         )
     flat = x.reshape(-1) if is_numpy(x) else x.view(-1)
     each = count // parts

@@ -78,7 +78,7 @@ def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> st
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]
         if room != [given]:
-            return f"{call}: rank {source} sends {given} bytes to rank {to}, which has room for {sum(room)}"
+            return f"{call}: rank {source} sends {given} bytes to rank {to}, which expects {sum(room)}"
     return ""
 
 
@@ -106,8 +106,8 @@ def received(x: Any, source: int, out: Any, rank: int) -> Any:
     )
     if not fits:
         raise Mismatch(
-            f"rank {source} sent {array_access.described(x)}; rank {rank} has room for "
-            f"{array_access.described(out)}"
+            f"out must match the value that rank {source} sent, {array_access.described(x)}, got "
+            f"{array_access.described(out)} on rank {rank}"
         )
     return array_access.fill(out, array_access.of_library(out, x).reshape(out.shape))
 

@@ -97,8 +97,8 @@ class Moving(AlgorithmChoice):
     def _part_reduced(self, x: Any, target: Any, op: str, timeout: float | None) -> Any:
         if math.prod(x.shape) % self.size:
             raise ValueError(
-                f"reduce_scatter: x must have a number of elements that is divisible by {self.size}, got "
-                f"{array_access.described(x)}; pad it"
+                f"reduce_scatter: the number of elements of x must be divisible by {self.size}, the number "
+                f"of members, got {array_access.described(x)}; pad x"
             )
         array_access.check_out("reduce_scatter", x, target, self.size)
         flat, source = array_access.contiguous(target), array_access.contiguous(x)

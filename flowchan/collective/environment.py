@@ -102,8 +102,8 @@ def _place_by(launcher: Launcher, environ: Mapping[str, str]) -> Launched:
         rank, size = -1, 0
     if not 0 <= rank < size:
         raise GroupError(
-            f"{launcher.rank} and {launcher.size} must be the rank and the number of members, "
-            f"got {environ[launcher.rank]!r} and {environ[launcher.size]!r}"
+            f"{launcher.rank} must be an int from 0 to {launcher.size} - 1, got "
+            f"{launcher.rank}={environ[launcher.rank]!r} with {launcher.size}={environ[launcher.size]!r}"
         )
     local_sizes = (int(environ[name]) for name in launcher.local if environ.get(name, "").isdigit())
     local_size = next(local_sizes, _slurm_local_size(environ) if launcher.name == "Slurm" else size)

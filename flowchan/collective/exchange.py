@@ -204,7 +204,7 @@ class ExchangeStep:
                 self._done(host)
             passed = time.monotonic() - self._begun
             if self._timeout is not None and passed > self._timeout:
-                raise TimeoutError(f"{self.call[0]} timed out: {self._absent()} did not arrive")
+                raise TimeoutError(f"{self.call[0]} timed out: no message arrived from {self._absent()}")
             if passed > STALLED and not ready and not reported:
                 reported = True
                 log.warning("%s has been waiting %.0f s for %s", self.call[0], passed, self._absent())
@@ -316,8 +316,8 @@ class ExchangeStep:
     def _left_error(self, host: int) -> MemberLeft:
         rank, call = self._links.ranks[host], self.call[0]
         return MemberLeft(
-            f"{call} failed: rank {rank} and the other members of its host have left; all members must "
-            "call the same operations",
+            f"{call} failed: rank {rank} and the other members on its host have left the group; all members "
+            "must call the same operations",
             (rank,),
             call,
         )

@@ -240,7 +240,10 @@ class Links(Connections):
         """
         with self._in_use:
             if self._closed:
-                raise GroupError(f"{step.call[0]} failed: the connections to the other hosts are closed")
+                raise GroupError(
+                    f"{step.call[0]} failed: the connections to the other hosts are closed; "
+                    "create a new group"
+                )
             try:
                 step.run()
             except Leaves:

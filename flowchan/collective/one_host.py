@@ -176,7 +176,8 @@ class SharedGroup(_core.Group, Group):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._joined or self._broken:
             raise TypeError(
-                f"{self!r} is in use by process {os.getpid()}; send a member before its first use"
+                f"{self!r} is in use by process {os.getpid()}; send a member to another process before its "
+                "first use"
             )
         if now.for_several:
             raise TypeError(f"{self!r} is one member, but the function goes to several workers")
@@ -197,7 +198,10 @@ class SharedGroup(_core.Group, Group):
             )
             raise Mismatch(f"the calls of {self._title()} do not match: {calls}")
         if end == NO_MEMORY:
-            raise MemoryError(f"{call} of {self._title()} failed: the system refused more shared memory")
+            raise MemoryError(
+                f"{call} of {self._title()} failed: the system granted no more shared memory; "
+                "free some memory"
+            )
         if end == TAKEN:
             raise GroupError(f"{self!r} is already used by another process; give each process its own member")
         if end == CLOSED:
@@ -299,15 +303,13 @@ class SharedGroup(_core.Group, Group):
             died = [rank for rank, s in seen.items() if s[1] != LEFT and not s[5]]
             states_text = "".join(f"; rank {self._ranks[rank]} {_state(*seen[rank][:6])}" for rank in died)
             return MemberDied(
-                f"{call} of {self._title()} failed: the group was ended, because a member on another host "
+                f"{call} of {self._title()} failed: the group has ended, because a member on another host "
                 f"died or the gang is forming a new group{states_text}",
                 tuple(self._ranks[rank] for rank in died),
                 call,
             )
         if self._gave_up_alone(seen):
-            return MemberDied(
-                f"{self!r} gave up in the middle of an operation", (self._ranks[self.rank],), call
-            )
+            return MemberDied(f"{self!r} gave up during an operation", (self._ranks[self.rank],), call)
         lost = {rank: s for rank, s in seen.items() if not s[6] and (s[1] != PRESENT or not s[5])}
         kind = MemberLeft if lost and all(s[1] == LEFT for s in lost.values()) else MemberDied
         states_text = "; ".join(f"rank {self._ranks[rank]} {_state(*s[:6])}" for rank, s in lost.items())
@@ -387,7 +389,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
                 member = SharedGroup(_core.Group._make(len(members)), 0, name)
                 place = os.getpid(), member._fd, os.fstat(member._fd).st_ino
         except OSError as failed:
-            error = f"rank {rank} cannot create the memory: {failed}"
+            error = f"rank {rank} cannot create the group's shared memory: {failed}"
         places = gather(place)
         try:
             if members and member is None and places[members[0]] is not None:
@@ -395,7 +397,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
                 opened, _ = take_over(Borrowed(pid, fd, -1, inode))
                 member = SharedGroup(opened, members.index(rank), name)
         except OSError as failed:
-            error = f"rank {rank} cannot open the memory of rank {members[0]}: {failed}"
+            error = f"rank {rank} cannot open the shared memory that rank {members[0]} created: {failed}"
         if member is not None:
             # must precede the last gather: from now on the others notice if this process ends
             member._take_slot()

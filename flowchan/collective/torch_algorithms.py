@@ -57,10 +57,10 @@ def check(name: str) -> None:
     """Raise ``ValueError`` with a remedy if torch lacks this backend or the machine lacks its device."""
     lacks = {
         "gloo": "" if dist.is_gloo_available() else "torch was built without it",
-        "mpi": "" if dist.is_mpi_available() else "torch was built without it, as its wheels are",
+        "mpi": "" if dist.is_mpi_available() else "torch was built without it, like torch's wheels",
         "nccl": ""
         if torch.cuda.is_available() and dist.is_nccl_available()
-        else "it needs a CUDA device that torch can see, and a torch that was built for CUDA",
+        else "it needs a CUDA device and a build of torch with CUDA support",
     }
     if why := lacks.get(name, ""):
         raise ValueError(f"set_algorithm: {name!r} is not available here: {why}; choose another algorithm")
@@ -79,7 +79,7 @@ def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> A
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
         raise GroupError(
-            "mpi: the group must contain all processes that mpirun started, in the same order; set another "
+            "mpi: the group must contain all processes that mpirun started, in mpirun's order; set another "
             "algorithm"
         )
     return backend

@@ -49,7 +49,10 @@ class Builder:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"graph {self.name!r} is a declaration and must stay in the process that declares it")
+        raise TypeError(
+            f"graph {self.name!r} can't be pickled, because it is a declaration; declare it in the process "
+            "that runs it"
+        )
 
     # --- the declaration ---
 

@@ -147,18 +147,18 @@ class StageSettings:
         limited = seconds(kind, "timeout", self.timeout) is not None
         if limited and not placement.own_process and not is_async(function):
             raise ValueError(
-                f"{kind}: timeout={self.timeout} requires on='process', a pool of flowchan.hosts or an "
+                f"{kind}: timeout={self.timeout} requires on='process', a pool from flowchan.hosts or an "
                 "async def function, because a call in a thread cannot be interrupted"
             )
         if per_second(kind, "rate", self.rate) is not None and placement.is_remote:
             raise ValueError(
-                f"{kind}: rate={self.rate} needs on='thread' or on='process', because hosts share no clock; "
-                "limit a stage on this machine instead"
+                f"{kind}: rate={self.rate} requires on='thread' or on='process', because hosts do not share "
+                "a clock; set rate= on a stage of this machine instead"
             )
         if _gpus(kind, self.gpus) and not placement.own_process:
             raise ValueError(
-                f"{kind}: gpus={self.gpus} requires on='process' or a pool of flowchan.hosts, because "
-                "threads share the devices of the program"
+                f"{kind}: gpus={self.gpus} requires on='process' or a pool from flowchan.hosts, because "
+                "threads share the program's devices"
             )
         if self.name is not None:
             text(kind, "name", self.name)

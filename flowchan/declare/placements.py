@@ -79,5 +79,5 @@ def placement_argument(call: str, value: Any) -> Placement:
     if placement is None:
         error = ValueError if isinstance(value, str) else TypeError
         allowed = ", ".join(f'"{word}"' for word in PLACEMENTS)
-        raise error(f"{call}: on must be {allowed} or a pool of flowchan.hosts, got {shown(value)}")
+        raise error(f"{call}: on must be {allowed} or a pool from flowchan.hosts, got {shown(value)}")
     return placement

@@ -84,8 +84,8 @@ class Orders:
             return cls(**orders)
         except (ValueError, KeyError, TypeError):
             raise ValueError(
-                "flowchan agents are started by a run, which sends their orders on standard input; "
-                "use on=pool (flowchan.hosts) for a stage, or flowchan run --hosts"
+                "an agent must be started by a run, which sends settings on standard input; declare a "
+                "stage with on=pool, or use flowchan run --hosts"
             ) from None
 
 
@@ -273,7 +273,7 @@ class Agent:
                         self._dial(f"lost the connection to the driver ({why})", silent).detach()
                     )
                 case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
-                    self._give_up(f"has received nothing from the driver for {silent:.1f} s")
+                    self._give_up(f"received nothing from the driver for {silent:.1f} s")
 
     def _on_stream(self, number: int) -> Iterator[_Worker]:
         return (worker for worker in list(self._workers.values()) if worker.start.stream == number)
@@ -303,7 +303,7 @@ class Agent:
         except OSError as error:
             self._give_up(str(error))
         if answer.get("epochs", {}).get(str(orders.number), orders.epoch) != orders.epoch:
-            self._give_up("was replaced by another agent")
+            self._give_up("another agent has replaced this one")
         return sock
 
     def _give_up(self, why: str) -> NoReturn:

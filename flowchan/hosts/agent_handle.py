@@ -180,8 +180,8 @@ class AgentHandle:
             return
         since = time.monotonic() + START
         why = (
-            f"its agent did not connect to {self._address} within {START:g} s; open that address "
-            "for the host, or set address= to another address of this machine"
+            f"its agent did not connect to {self._address} within {START:g} s; open that address to the "
+            "host, or set address= to another address of this machine"
         )
         for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
             if self.why or self._closed:

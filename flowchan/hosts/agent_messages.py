@@ -161,7 +161,8 @@ def refusal(channel: str, destination: str) -> TypeError:
     """Return the error that breaks a channel whose next item can't leave its machine."""
     return TypeError(
         f"an item in channel {channel!r} can't be sent {destination}, because it contains a channel or "
-        "shared tensor that exists on one machine only; send a channel across='hosts', or tensor.clone()"
+        "shared tensor that exists on one machine only; create the channel with across='hosts', or "
+        "send tensor.clone()"
     )
 
 

@@ -64,7 +64,9 @@ class Pool(Placement):
                     f"{self.name} has no host {shown(host)}; its hosts are {', '.join(self.hosts)}"
                 )
         if not chosen:
-            raise KeyError(f"{self.name}[…] needs at least one host; its hosts are {', '.join(self.hosts)}")
+            raise KeyError(
+                f"{self.name}[…] must name at least one host, got none; its hosts are {', '.join(self.hosts)}"
+            )
         return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
 
     def has_same_host(self, other: Placement) -> bool:

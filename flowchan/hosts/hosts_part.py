@@ -449,7 +449,10 @@ class HostsPart:
 
     def add(self, id: WorkerId) -> None:
         """See :class:`CrewPart`. Stages on hosts have a fixed number of workers."""
-        raise ValueError(f"run.scale: stage {id.stage!r} runs on hosts, so its number of workers is fixed")
+        raise ValueError(
+            f"run.scale: stage {id.stage!r} runs on hosts, so its number of workers is fixed; set workers= "
+            "when you declare the stage"
+        )
 
     def remove(self, id: WorkerId) -> None:
         """See :meth:`add`."""

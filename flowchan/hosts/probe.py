@@ -94,7 +94,7 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
             del started[number]
         for number, one in started.items():
             late = (
-                f"did not connect to {listener.address} within {host_timeout:g} s; open that address for "
+                f"did not connect to {listener.address} within {host_timeout:g} s; open that address to "
                 "the host, or set address= to another address of this machine"
             )
             found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")

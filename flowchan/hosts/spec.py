@@ -60,7 +60,9 @@ def parse(spec: str) -> Spec:
     for name in options:
         if name not in OPTIONS.get(kind, (name,)):
             takes = ", ".join(["tls", *(f"{known}=" for known in OPTIONS[kind])])
-            raise ValueError(f"{spec!r}: {kind} has no option {name}=; it has {takes} and peer_timeout=")
+            raise ValueError(
+                f"{spec!r}: {kind} has no option {name}=; its options are {takes} and peer_timeout="
+            )
     provider = _provider(kind, given, options, resources)
     if provider is None or words[:1] == [""]:
         raise ValueError(f"hosts must have a form such as {FORMS}, got {spec!r}")

@@ -127,7 +127,8 @@ def errors_argument(call: str, argument: str, value: Any) -> tuple[type[Exceptio
     for one in classes:
         if not isinstance(one, type) or not issubclass(one, Exception):
             raise TypeError(
-                f"{call}: {argument} must be a subclass of Exception, or a tuple of them, got {shown(one)}"
+                f"{call}: {argument} must be a subclass of Exception, or a tuple of such classes, got "
+                f"{shown(one)}"
             )
     return classes
 
@@ -138,7 +139,8 @@ def secret_bytes(call: str, secret: Any, advice: str = "for example secrets.toke
 
     if not isinstance(secret, bytes):
         raise TypeError(
-            f"{call}: secret must be bytes, at least {SECRET} of them, got {type(secret).__name__}; {advice}"
+            f"{call}: secret must be a bytes object of length {SECRET} or more, got "
+            f"{type(secret).__name__}; {advice}"
         )
     if len(secret) < SECRET:
         raise ValueError(f"{call}: secret must have at least {SECRET} bytes, got {len(secret)}; {advice}")

@@ -73,8 +73,8 @@ def _reduce_memoryview(view: memoryview) -> Any:
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(
-            f"can't send a memoryview of format {view.format!r}, which must be one of "
-            f"{', '.join(_CODES)}; send view.cast('B') or an array"
+            f"the format of a memoryview that is sent must be one of {', '.join(_CODES)}, got "
+            f"{view.format!r}; send view.cast('B') or an array"
         )
     return _rebuild_memoryview, (
         PickleBuffer(view if view.c_contiguous else view.tobytes()),
@@ -246,5 +246,5 @@ def loan(  # noqa: D417 - a method of channels and ports
 def _checked(shape: Sequence[int]) -> tuple[int, ...]:
     for size in shape:
         if isinstance(size, bool) or not hasattr(size, "__index__") or size < 0:
-            raise ValueError(f"loan: shape must contain non-negative ints only, got {shape!r}")
+            raise ValueError(f"loan: shape must contain only non-negative ints, got {shape!r}")
     return tuple(shape)

@@ -64,8 +64,8 @@ def _combine(a: Any, b: Any, function: Function, path: str) -> Any:
         if a.keys() != b.keys():
             raise ValueError(
                 "values must have the same keys, got "
-                f"{', '.join(sorted(map(repr, a.keys() ^ b.keys())))} only in "
-                f"some of them{f' (in {path})' if path else ''}"
+                f"{', '.join(sorted(map(repr, a.keys() ^ b.keys())))} in only some of "
+                f"them{f' (in {path})' if path else ''}"
             )
         return {key: _combine(a[key], b[key], function, f"{path}[{key!r}]") for key in a}
     if type(a) is type(b) and type(a) in (list, tuple):

@@ -101,14 +101,14 @@ def _arrive(handle: Handle, size: int) -> Any:
     what = "the memory of a shared tensor"
     if isinstance(handle, Beside):
         if now.beside is None:
-            raise Broken(f"{what} can't be read from these bytes by pickle; use unpack")
+            raise Broken(f"pickle can't restore {what} from these bytes; use flowchan.unpack")
         return now.beside[handle.place]
     try:
         fd, _ = take_over(handle)
     except OSError as error:
         if (short := shortage(what, error)) is not None:
             raise short from error
-        raise Broken(f"{what} can't be received: its sender ended before it was received") from error
+        raise Broken(f"{what} can't be received: its sender has ended") from error
     try:
         _arrived.add(os.fstat(fd).st_ino)
         return torch.UntypedStorage._new_shared_fd_cpu(fd, size)  # type: ignore[attr-defined]

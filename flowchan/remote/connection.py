@@ -136,9 +136,7 @@ class Connection(Calls):
         except OSError as error:
             remedy = ""
             if isinstance(error.__cause__, ConnectionRefusedError):
-                remedy = (
-                    "; nothing listens there; check that the program is running and that the address is right"
-                )
+                remedy = "; check that the owner's program is running and that the address is right"
             raise HostError(f"{error}{remedy}", self.address) from None
         why_not = differs(their_hello)
         if not why_not and "server" not in their_hello:
@@ -146,7 +144,7 @@ class Connection(Calls):
         elif self._hello["again"] and their_hello["server"] != self.server_id:
             why_not = "a different program listens there now"
         elif self._hello["client"] in their_hello.get("given_up", ()):
-            why_not = "it received nothing from this program for too long and has closed its session"
+            why_not = "its owner received nothing from this program for too long, and closed the session"
         if not why_not:
             return sock, their_hello
         sock.close()
@@ -178,7 +176,7 @@ class Connection(Calls):
         try:
             return self.ask(channel, "open", late=drop, within=wait)
         except Unanswered:
-            why = f"can't open a channel at {self.address}: it has not answered for {wait:.3g} s"
+            why = f"can't open a channel at {self.address}: its owner has not answered for {wait:.3g} s"
             raise HostError(why, self.address) from None
 
     def send(self, channel: int) -> bool:
@@ -454,7 +452,7 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
         left = max(0.0, give_up - time.monotonic())
         if not dialling.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             raise HostError(
-                f"can't open a channel at {address}: it has not answered for {timeout:g} s", address
+                f"can't open a channel at {address}: its owner has not answered for {timeout:g} s", address
             )
         try:
             if key not in _connections:
@@ -466,8 +464,8 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
 def _report_undelivered(address: str, count: int) -> None:
     if sys.stderr is not None:
         print(
-            f"flowchan: the program ends before the channels at {address} had room for {count} of its items, "
-            "which are lost; call flush() first, which waits for room",
+            f"flowchan: the program ends, and {count} of its items are lost, because the channels at "
+            f"{address} had no room for them; call flush() before the program ends",
             file=sys.stderr,
         )
 

@@ -127,7 +127,7 @@ def sealed(item: Any) -> Any:
         take_back()
         raise TypeError(
             f"can't send {short(item)} to another host: it holds a channel that only processes on one "
-            "machine can share; make the channel with across='hosts'"
+            "machine can share; create the channel with across='hosts'"
         )
     if isinstance(packed, list) and any(map(is_storage, packed)):
         take_back()

@@ -19,7 +19,7 @@ from flowchan.remote.messages import CallRequest, Cancel, Reply, describe_error
 from flowchan.transport.descriptors import lacks
 from flowchan.transport.interrupts import is_interrupt
 
-CLOSED_HERE = "this process has closed its connection to them"
+CLOSED_HERE = "this process has closed its connection to their owner"
 
 
 class Unanswered(Exception):

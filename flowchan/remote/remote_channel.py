@@ -273,7 +273,7 @@ class RemoteChannel(Channel[T]):
     def loan(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ``ChannelError``, because a remote channel's memory is on another host."""
         raise ChannelError(
-            f"{self!r} has its memory on another host, so it has none to lend; put an array instead"
+            f"{self!r} can't lend memory, because its memory is on another host; put an array instead"
         )
 
     # --- the channel ---

@@ -61,7 +61,7 @@ class Interruption:
     def _error(self, tell: Callable[[Interrupted], Outcome], number: int = signal.SIGINT) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
-        return Interrupted(f"{message}; .results and .report contain what was finished", tell, number)
+        return Interrupted(f"{message}; .results and .report cover the finished items", tell, number)
 
     def _tell(self, error: Interrupted) -> Outcome:
         if self.results is None:

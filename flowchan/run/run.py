@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from flowchan.channel.channel import Out
-from flowchan.declare.operators import OPERATORS
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import flag, refuses_misspelt, seconds, whole
@@ -172,7 +171,8 @@ class Run(ObservedRun):
         stage = self._plan.graph._stage_at(stream._origin)
         if not any(worker.gathers for worker in self._plan.workers if worker.stage is stage):
             raise ValueError(
-                f"{stream!r} is not a result of the graph; iterate over the stream that its collect() returns"
+                f"{stream!r} is not a result of the graph; call collect() on this stream, and iterate "
+                "over the stream that collect() returns"
             )
         if not self._gathering.claim(stage.name):
             raise ValueError(f"the items of {stream!r} were already taken by wait() or another iter()")
@@ -431,10 +431,9 @@ class Run(ObservedRun):
         if not why and self._pooled and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:
-            allowed = ", ".join(operator.name for operator in OPERATORS.values() if operator.per_item)
             raise ValueError(
-                f"run.scale: stage must be one of {allowed} on threads or processes, got {name!r}, "
-                f"{why}; declare it with workers= instead"
+                f"run.scale: the number of workers of stage {name!r} cannot change, because the stage "
+                f"is {why}; set workers= when you declare it"
             )
         self._supervisor.ask(Scale(name, workers))
 

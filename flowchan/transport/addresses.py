@@ -24,13 +24,13 @@ def address_towards(call: str, peers: Mapping[str, str]) -> str:
             if error.errno == errno.EADDRNOTAVAIL:
                 name = "" if peer == host else f"{host}: "
                 raise HostError(
-                    f"{call}: {name}{error.strerror}; check its spelling, or set address= to an address of "
-                    "this machine that the hosts can reach",
+                    f"{call}: {name}{error.strerror}; check the name of the host, or set address= to an "
+                    "address of this machine that the hosts can reach",
                     host,
                 ) from None
             raise HostError(
                 f"{call}: can't find an address of this machine that {host} can reach "
-                f"({error.strerror}); set address=",
+                f"({error.strerror}); set address= to one that it can reach",
                 host,
             ) from error
     outside = {address: host for address, host in ours.items() if not _is_loopback(address)}

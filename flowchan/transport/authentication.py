@@ -159,10 +159,10 @@ class PendingHandshake:
         if self._proxy and (reason := self._proxy.reason()):
             return reason
         if error:
-            return f"the connection ended in the handshake ({error.strerror})"
+            return f"the connection ended during the handshake ({error.strerror})"
         if self._expected == GREETING and not self._received:
-            return "it closed the connection without a message"
-        return "it closed the connection in the handshake; perhaps the secrets differ"
+            return "it closed the connection without sending a message"
+        return "it closed the connection during the handshake; perhaps the secrets differ"
 
     def finish(self) -> tuple[socket.socket, Hello]:
         """Return the socket and the peer's hello, once the peer has proved the secret."""
@@ -182,7 +182,7 @@ class PendingHandshake:
         written_hello = (
             f"only {len(self._received)} of {self._expected} bytes" if self._received else "nothing"
         )
-        limit = f"the handshake, which has a limit of {self._timeout:g} s in total"
+        limit = f"the handshake, which may take {self._timeout:g} s in total"
         return f"it sent {written_hello} in this step of {limit}"
 
     def _proceed(self, message: bytes | None) -> None:

@@ -23,13 +23,15 @@ CHANNELS_IN_AN_ITEM = 253 // 2
 
 _REMEDIES = {
     errno.EMFILE: (
-        "this process has reached its limit of open descriptors; close some, or raise the limit (ulimit -n)"
+        "this process has reached its limit on open descriptors; close some, or raise the limit (ulimit -n)"
     ),
     errno.ENFILE: (
-        "this machine has reached its limit of open descriptors; close some, or raise the "
-        "limit (sysctl fs.file-max)"
+        "this machine has reached its limit on open descriptors; close some, or raise the limit "
+        "(sysctl fs.file-max)"
     ),
-    errno.ENOMEM: ("this process has reached its limit of memory; free some, or raise the limit (ulimit -v)"),
+    errno.ENOMEM: (
+        "this process has reached its memory limit; free some memory, or raise the limit (ulimit -v)"
+    ),
 }
 SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 

@@ -273,8 +273,9 @@ class _Through:
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise RuntimeError(
-                    f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an inplace "
-                    "operation after the output was computed; call backward() before the optimizer's step()"
+                    f"Sequential: a parameter of shape {tuple(parameter.shape)} was modified by an "
+                    "inplace operation after the output was computed; call backward() before the "
+                    "optimizer's step()"
                 )
 
 

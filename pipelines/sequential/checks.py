@@ -62,7 +62,8 @@ def raise_if_lazy(module: nn.Module) -> None:
     for name, tensor in module.named_parameters():
         if nn.parameter.is_lazy(tensor):
             raise ValueError(
-                f"Sequential: parameter {name!r} of module must have a shape; call module(x) once first"
+                f"Sequential: parameter {name!r} of module must have a shape, got a lazy parameter; "
+                "call module(x) once first"
             )
 
 
@@ -78,7 +79,7 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
     counts = [end - begin for begin, end in pairwise(ends)]
     if min(counts) < 1:
         raise ValueError(
-            "Sequential: parts must name layers in their order, starting after the first layer, got "
+            "Sequential: parts must list layers after the first one, in the module's order, got "
             f"{short(list(parts))}"
         )
     return counts
@@ -91,8 +92,8 @@ def check_container(module: nn.Sequential) -> None:
     """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"Sequential: module must be a plain nn.Sequential, got a {type(module).__name__} with its own "
-            "forward, which the parts would not call; move that code into layers"
+            f"Sequential: module must be a plain nn.Sequential, got {type(module).__name__} with its "
+            "own forward, which the parts would not call; move that code into layers"
         )
     if module._forward_hooks or module._forward_pre_hooks:
         raise ValueError(
@@ -122,8 +123,8 @@ def _check_skips(module: nn.Sequential) -> None:
         elif isinstance(layer, Pop):
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:
                 raise ValueError(
-                    f"Sequential: layer {path!r}, {layer!r}, has no Stash({layer.name!r}) before it, or "
-                    "an earlier Pop has used it; put one Stash before each Pop"
+                    f"Sequential: layer {path!r}, {layer!r}, must have its own Stash({layer.name!r}) "
+                    "before it, got none or an earlier Pop's; put one Stash before each Pop"
                 )
         else:
             inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}
@@ -166,8 +167,8 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
     for count in counts:
         if not is_whole(count) or count < 1:
             raise ValueError(
-                f"Sequential: parts={short(counts)} must contain ints of at least 1, the layers of each "
-                f"part, got {short(count)}"
+                f"Sequential: parts={short(counts)} must contain ints of at least 1, the number of "
+                f"layers in each part, got {short(count)}"
             )
     if sum(counts) != layers:
         raise ValueError(
@@ -206,7 +207,9 @@ def check_choices(settings: SequentialSettings, counts: int | list[int]) -> None
     if isinstance(param_scale, bool) or not isinstance(param_scale, (int, float)) or not param_scale >= 0:
         raise ValueError(f"Sequential: param_scale must be a non-negative number, got {shown(param_scale)}")
     if param_scale != 1 and balance != "memory":
-        raise ValueError(f'Sequential: balance must be "memory" with param_scale, got {shown(balance)}')
+        raise ValueError(
+            f'Sequential: balance must be "memory" if param_scale is passed, got {shown(balance)}'
+        )
     if sample is not None:
         batch_size(sample, "sample", settings.dim)
 
@@ -217,28 +220,31 @@ def _check_placement(on: Any) -> None:
     is_word = isinstance(on, str) and on in PLACEMENTS
     if not is_word and not (isinstance(on, Placement) and on.hosts):
         raise ValueError(
-            f'Sequential: on must be "thread", "process" or a pool of flowchan.hosts, got {shown(on)}'
+            f'Sequential: on must be "thread", "process" or a pool from flowchan.hosts, got {shown(on)}'
         )
     if isinstance(on, Placement) and on.shares:
         raise ValueError(
-            f"Sequential: on must be a pool without shares, because hosts get parts in turn, got {on}"
+            f"Sequential: on must be a pool without shares, got {on}; use such a pool, because the "
+            "parts are assigned to its hosts in turn"
         )
 
 
 def _check_balance(balance: Any, sample: Any, counts: int | list[int]) -> None:
     if balance is None:
         if sample is not None:
-            raise ValueError('Sequential: balance must be "time" or "memory" with sample, got None')
+            raise ValueError('Sequential: balance must be "time" or "memory" if sample is passed, got None')
         return
     if not isinstance(balance, str) or balance not in BALANCES:
         raise ValueError(f'Sequential: balance must be "time", "memory" or None, got {shown(balance)}')
     if not isinstance(counts, int):
         raise ValueError(
-            f"Sequential: parts must be a number with balance={balance!r}, got {counts}; "
-            f"use parts={len(counts)}"
+            f"Sequential: parts must be an int if balance={balance!r} is passed, got {counts}; use "
+            f"parts={len(counts)}"
         )
     if sample is None:
-        raise ValueError(f"Sequential: sample must be a typical batch with balance={balance!r}, got None")
+        raise ValueError(
+            f"Sequential: sample must be a typical batch if balance={balance!r} is passed, got None"
+        )
 
 
 def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.device] | None:
@@ -285,8 +291,8 @@ def _device(name: Any) -> torch.device:
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"Sequential: devices must contain usable devices ({', '.join(usable)}), got {short(name)} "
-            f"({reason})"
+            f"Sequential: devices must contain only usable devices ({', '.join(usable)}), got "
+            f"{short(name)} ({reason})"
         ) from None
     return device
 
@@ -314,8 +320,9 @@ def refuse_sharded_layers(module: nn.Module) -> None:
         if isinstance(layer, kinds):
             what = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: {what} must not be sharded separately by FSDP, because its parameters would be "
-                "gathered for each micro-batch; shard the whole pipe, fully_shard(pipe)"
+                f"Sequential: {what} must not be sharded separately by FSDP, because its parameters "
+                "would be gathered for each micro-batch; shard the whole pipe instead with "
+                "fully_shard(pipe)"
             )
 
 
@@ -327,8 +334,8 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
         if _is_sharded(layer):
             named = f"layer {name!r}" if name else "module"
             raise TypeError(
-                f"Sequential: the parameters of {named} are sharded by FSDP around the pipe, which {pipe} "
-                f"does not support; {remedy}"
+                f"Sequential: FSDP wraps the pipe and has sharded the parameters of {named}, but {pipe} "
+                f"does not support sharded parameters; {remedy}"
             )
 
 

@@ -79,8 +79,8 @@ class Cut:
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
-                f"Sequential: the module must have {len(self._layers)} layers, as it had when it was cut, "
-                f"got {len(layers)}; create another pipe"
+                f"Sequential: the module must have {len(self._layers)} layers, as when the pipe was "
+                f"created, got {len(layers)}; create another pipe"
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # a layer was replaced
             self._divide([len(part.module) for part in self._parts])

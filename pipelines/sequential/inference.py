@@ -90,8 +90,8 @@ class PartWorker:
     def _raise_if_changed(self) -> None:
         if self.state.changed():
             raise ValueError(
-                "Sequential: a layer changed its buffers on another host, which the program cannot "
-                "see; call eval() on the pipe, or use on='process'"
+                "Sequential: a layer changed its buffers on another host, and the program cannot see "
+                "such a change; call eval() on the pipe, or use on='process'"
             )
 
 

@@ -95,8 +95,9 @@ class Segment(nn.Module):
         unknown = [name for name in named if name not in self.takes[len(args) :]]
         if unknown or len(args) + len(named) != len(self.takes):
             raise TypeError(
-                f"Sequential: a traced module must get exactly the arguments {', '.join(self.takes)}; pass "
-                "these, or use a module whose forward has no other arguments"
+                "Sequential: a traced module must be called with exactly the arguments "
+                f"{', '.join(self.takes)}; pass these, or use a module whose forward has no other "
+                "arguments"
             )
         return {**dict(zip(self.takes, args, strict=False)), **named}
 

@@ -73,7 +73,8 @@ class Simulated:
                 begin, end = round(event.begin), round(event.end)
                 if (begin, end) != (event.begin, event.end):
                     raise ValueError(
-                        f"staircase: steps must take whole units of time, got {event.begin} to {event.end}"
+                        f"staircase: steps must start and end on whole units of time, got {event.begin} "
+                        f"to {event.end}"
                     )
                 name = f"{event.op}{event.chunk}"
                 cells[begin:end] = [f"{event.part}:{name}" if several else name, *["-"] * (end - begin - 1)]
@@ -115,7 +116,7 @@ def simulate(
             positive.
     """
     if capacity is not None and capacity < 1:
-        raise ValueError(f"simulate: capacity must be at least 1, or None for any number, got {capacity!r}")
+        raise ValueError(f"simulate: capacity must be at least 1, or None for no limit, got {capacity!r}")
     lists = [list(steps) for steps in plan]
     parts = max((step.part for steps in lists for step in steps), default=-1) + 1
     network = _Network(lists, _durations(parts, forward, backward, weights), capacity)

@@ -70,7 +70,9 @@ class Stash(nn.Module):
             RuntimeError: In a pipe, a value with this name is already stashed.
         """
         if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"Stash({self.name!r}): x must be a tensor or None, got a {type(x).__name__}")
+            raise TypeError(
+                f"Stash({self.name!r}): x must be a tensor or None, got an object of type {type(x).__name__}"
+            )
         if _thread_store.in_pipe and self.name in _thread_store.store:
             raise RuntimeError(
                 f"Stash({self.name!r}): a value with this name is already stashed; put a "

@@ -66,8 +66,9 @@ def _seen(module: nn.Module, remote: bool, numbers: bool) -> Iterator[Any]:
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith("torch."):
                 raise ValueError(
-                    f"Sequential: a {type(module).__name__} must not have hooks, because they would run "
-                    f"in another process, got {short(hook)}; use on='thread', or register it on the pipe"
+                    f"Sequential: layer {type(module).__name__} must not have hooks, because they would "
+                    f"run in another process, got {short(hook)}; use on='thread', or register it on the "
+                    "pipe"
                 )
             yield _Same(hook)
     for tensors in (module._parameters, module._buffers):
@@ -175,8 +176,8 @@ class PartState:
                 continue
             if now is None or tensor is None or now.shape != tensor.shape:
                 raise ValueError(
-                    f"Sequential: buffer {name!r} of a {type(layer).__name__} must keep its shape in a "
-                    "process; write into the buffer, or use on='thread'"
+                    f"Sequential: buffer {name!r} of {type(layer).__name__} must keep its shape in a "
+                    "part's process, got another shape; write into the buffer, or use on='thread'"
                 )
             with torch.no_grad():
                 tensor.copy_(now)

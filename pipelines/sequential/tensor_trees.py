@@ -123,8 +123,9 @@ def batch_size(value: Any, name: str = "x", dim: int = 0) -> int:
     for path, size in others:
         if size != first[1]:
             raise ValueError(
-                f"Sequential: {path} must have the batch size {first[1]} of {first[0]}, got {size}; "
-                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be equal"
+                f"Sequential: {path} must have the batch size {first[1]} like {first[0]}, got {size}; "
+                f"the {'first dimension' if not dim else f'dimension {dim}'} of all tensors must be "
+                "equal"
             )
     return first[1]
 
@@ -154,8 +155,8 @@ def join(values: list[Any], dim: int = 0) -> Any:
             return None
         if any(one is None for one in found):
             raise ValueError(
-                "Sequential: the output must be a tensor for all micro-batches, or None for all; pass join= "
-                "to combine both"
+                "Sequential: the output must be a tensor for every micro-batch or None for every "
+                "micro-batch, got a mixture; pass join= to combine them"
             )
         return torch.cat(found, dim)
 

@@ -55,8 +55,8 @@ class Traced:
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                f"Sequential: parts must name layers in the order in which they run, starting after the "
-                f"first layer, got {short(list(names))}"
+                "Sequential: parts must list layers after the first one, in the order in which they "
+                f"run, got {short(list(names))}"
             )
         self.layers = nn.Sequential()
         self.layers.training = module.training
@@ -96,8 +96,8 @@ class Traced:
         one, other, again = outputs
         if not _near(one, other) and _near(one, again):
             raise ValueError(
-                f"Sequential: the traced segments of a {type(self.module).__name__} and the module give "
-                "different outputs; move code such as isinstance(x, Tensor) into a separate layer"
+                f"Sequential: the traced segments of {type(self.module).__name__} and the module itself "
+                "give different outputs; move code such as isinstance(x, Tensor) into a separate layer"
             )
 
     def _through(self) -> Iterator[nn.Module]:
@@ -110,8 +110,8 @@ class Traced:
         for one in self._through():
             if any(vars(one)[hooks] for hooks in HOOKS):
                 raise ValueError(
-                    f"Sequential: a {type(one).__name__} of module has forward hooks, which the parts would "
-                    "not call; register them on its inner layers"
+                    f"Sequential: layer {type(one).__name__} of module has forward hooks, which the "
+                    "parts would not call; register them on its inner layers"
                 )
 
     def _state(self) -> list[Any]:
@@ -268,9 +268,9 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
             except Exception as error:
                 if not _keep_innermost_whole(tracer.inside, kept_whole):
                     raise TypeError(
-                        f"Sequential: forward of a {type(module).__name__} cannot be traced "
-                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); move branches on "
-                        "values into a separate layer, or pass a list of layers"
+                        f"Sequential: forward of {type(module).__name__} cannot be traced "
+                        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]}); move "
+                        "branches that depend on values into a separate layer, or pass a list of layers"
                     ) from error
                 break
         if len(graphs) == 2:
@@ -279,7 +279,7 @@ def _traced(module: nn.Module) -> tuple[fx.Graph, dict[str, Tensor]]:
                 return graphs[0][:2]
             if not _keep_innermost_whole(differs, kept_whole):
                 raise TypeError(
-                    f"Sequential: forward of a {type(module).__name__} cannot be traced, because its "
+                    f"Sequential: forward of {type(module).__name__} cannot be traced, because its "
                     "operations differ between calls or modes; use layers such as nn.Dropout for that"
                 )
 

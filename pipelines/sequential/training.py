@@ -417,8 +417,8 @@ class Training:
         samples, wanted = batch_size(x), batch_size(target, "target")
         if samples != wanted:
             raise ValueError(
-                f"step: target must have the batch size {samples} of x, got {wanted}; "
-                "pass a target for each sample"
+                f"step: target must have the batch size {samples} like x, got {wanted}; pass a target "
+                "for each sample"
             )
         return inputs, split(target, len(inputs), "target")
 

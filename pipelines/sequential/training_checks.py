@@ -102,6 +102,6 @@ def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
                 made = optimizer(parameters)
             if not callable(getattr(made, "step", None)):
                 raise TypeError(
-                    "training: optimizer must return an object with a step() method, "
-                    f"got a {type(made).__name__}"
+                    "training: optimizer must return an object with a step() method, got an object of "
+                    f"type {type(made).__name__}"
                 )

@@ -24,7 +24,7 @@ def test_threads_channel_raises_with_green_threads(
     module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch(monkeypatch, module, function, ("thread", "threading"))
-    with pytest.raises(RuntimeError, match=r"got green threads from \w+, .*; call .*thread=False"):
+    with pytest.raises(RuntimeError, match=r"must not be patched by \w+, .*; call .*thread=False"):
         Channel()
     Channel[int](across="processes").close()
 
@@ -41,5 +41,5 @@ def test_run_raises_with_green_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = Graph("green")
     graph.source([1]).sink(abs)
     patch(monkeypatch, *PATCHERS[0], ("thread", "threading"))
-    with pytest.raises(RuntimeError, match="green threads from gevent"):
+    with pytest.raises(RuntimeError, match="must not be patched by gevent"):
         graph.run()

@@ -209,8 +209,10 @@ def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> 
     start = graph.source(range(3))
     graph.stage(pass_on, start, start, name="long", limit=1).sink(print)
     assert [problem.message for problem in check(graph) if problem.rule == "ports"] == [
-        "'pass_on' has 1 In parameter (items), but 0 streams were passed; pass one stream for each",
-        "'pass_on' has 1 In parameter (items), but 2 streams were passed; pass one stream for each",
+        "'pass_on' has 1 In parameter (items), but 0 streams were passed; pass one stream for each In "
+        "parameter",
+        "'pass_on' has 1 In parameter (items), but 2 streams were passed; pass one stream for each In "
+        "parameter",
     ]
 
 
@@ -272,12 +274,10 @@ def test_a_function_that_cannot_take_the_item_is_reported(graph: Blueprint) -> N
 
     graph.source(range(3)).map(two).reduce(to_text)
     assert [problem.message for problem in check(graph)] == [
-        "map calls 'two' with one argument, the item, but its parameters are (item, "
-        "factor): missing a required "
-        "argument: 'factor'; bind the others with functools.partial",
-        "reduce calls 'to_text' with two arguments, the result so far and the item, but its "
-        "parameters are (item): "
-        "too many positional arguments; bind the others with functools.partial",
+        "map calls 'two' with one argument, the item, but its parameters are (item, factor): missing a "
+        "required argument: 'factor'; bind the other parameters with functools.partial",
+        "reduce calls 'to_text' with two arguments, the result so far and the item, but its parameters "
+        "are (item): too many positional arguments; bind the other parameters with functools.partial",
     ]
 
 
@@ -316,7 +316,7 @@ def test_a_callable_class_that_needs_arguments_is_reported(graph: Blueprint) -> 
     graph.source(range(3)).map(Model).map(functools.partial(Model, "x")).sink(print)
     assert only(graph).message == (
         "class 'Model' is built once per worker without arguments, but its parameters are (path): "
-        "missing a required argument: 'path'; bind them with functools.partial"
+        "missing a required argument: 'path'; bind its parameters with functools.partial"
     )
 
 

@@ -29,8 +29,8 @@ def test_items_of_the_wrong_type_are_reported_with_both_types(graph: Blueprint) 
     problem = only(graph)
     assert (problem.rule, problem.stage) == ("type", "to_int")
     assert problem.message == (
-        "'item' of 'to_int' takes str, but stream 'batch' has items of type list[int]; add a "
-        "map between them that converts, or correct one of the annotations"
+        "'item' of 'to_int' takes str, but stream 'batch' has items of type list[int]; add a map "
+        "between them that converts the items, or correct one of the annotations"
     )
 
 
@@ -65,8 +65,9 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
     begin: Any = graph.source
     begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
     assert [problem.message for problem in check(graph)] == [
-        "source iterates over the result of 'one', but that is int; return an iterable, or yield the items",
-        "flat_map iterates over the result of 'Path', but that is Path; return an "
+        "source iterates over the result of 'one', but its type is int; return an iterable, or yield the "
+        "items",
+        "flat_map iterates over the result of 'Path', but its type is Path; return an "
         "iterable, or yield the items",
     ]
 
@@ -197,7 +198,7 @@ def local(value: Any) -> Any:
         ),
         (local(io.StringIO), None),
         (local(Refuses()), ".Refuses (I stay)"),
-        (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' is a declaration"),
+        (local(Blueprint("g")), "is a flowchan.declare.blueprint.Blueprint (graph 'g' can't be pickled"),
     ],
 )
 def test_unpicklable_value_is_named(graph: Blueprint, function: Any, path: str | None) -> None:

@@ -105,7 +105,7 @@ def test_viz_draws_a_graph_that_has_problems() -> None:
 def test_viz_rejects_unknown_format() -> None:
     result = call("viz", "mine.py", "-o", "out.gif", file=ONE)
     assert result.exit_code == 2
-    assert "'out.gif': the file name must end in .svg, .png, .pdf, .dot, .mmd" in result.stderr
+    assert "'out.gif': the file name must end in one of .svg, .png, .pdf, .dot, .mmd" in result.stderr
 
 
 def test_viz_rejects_an_output_that_cannot_be_written() -> None:
@@ -150,7 +150,7 @@ def test_file_without_graph_is_reported_in_one_line() -> None:
 def test_file_with_several_graphs_lists_them() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "mine.py", file=two)) == (
-        "flowchan: mine.py: has several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
+        "flowchan: mine.py: defines several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
@@ -171,7 +171,9 @@ class Pipe:
     builder = head + "def make(name: str) -> Pipe:\n    return Pipe(name)\n"
     assert call("check", "mine.py", file=one).stdout.startswith("within: all clear")
     assert call("check", "mine.py", "other", file=builder).stdout.startswith("other: all clear")
-    assert "takes no arguments, got a" in refused(call("check", "mine.py", "a", file=one))
+    assert "only a function that returns a graph takes arguments, got a" in refused(
+        call("check", "mine.py", "a", file=one)
+    )
 
 
 def test_function_named_on_the_command_line_needs_no_annotation() -> None:
@@ -179,18 +181,20 @@ def test_function_named_on_the_command_line_needs_no_annotation() -> None:
 
 
 def test_unknown_graph_name_is_reported_in_one_line() -> None:
-    assert "has no 'nope'; it has graph" in refused(call("check", "mine.py:nope", file=ONE))
-    assert "must be a graph or a function that returns one, got int" in refused(
+    assert "has no 'nope'; its graphs are graph" in refused(call("check", "mine.py:nope", file=ONE))
+    assert "must be a graph or a function that returns one, got an object" in refused(
         call("check", "mine.py:x", file=ONE + "\nx = 1\n")
     )
     assert "got an object of type int" in refused(call("check", "mine.py:f", file="def f():\n    return 1\n"))
 
 
 def test_wrong_arguments_are_reported_in_one_line() -> None:
-    assert "(name: str, twice='no'), got 3 arguments" in refused(
+    assert "(name: str, twice='no'), got 3 argument" in refused(
         call("check", "mine.py", "a", "b", "c", file=BUILDER)
     )
-    assert "takes no arguments, got a" in refused(call("check", "mine.py", "a", file=ONE))
+    assert "only a function that returns a graph takes arguments, got a" in refused(
+        call("check", "mine.py", "a", file=ONE)
+    )
 
 
 def test_file_named_like_standard_module_does_not_replace_it() -> None:

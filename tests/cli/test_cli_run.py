@@ -68,7 +68,7 @@ def test_failed_run_names_stage_and_error_and_exits_1(tmp_path: Path) -> None:
 def test_run_rejects_graph_with_input(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
-    assert "has the input 'questions', so only its own program can run it; use python" in result.output
+    assert "so only the program that fills this input can run the graph; use python" in result.output
 
 
 def test_run_of_invalid_graph_lists_problems_and_exits_2(tmp_path: Path) -> None:

@@ -108,11 +108,13 @@ def test_standard_input_can_be_a_target() -> None:
 def test_graph_in_standard_input_is_chosen_by_name() -> None:
     """If there are several graphs, the error suggests choosing one by name."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
-    assert "has several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    assert (
+        "defines several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output
+    )
     for arguments in (["-:other"], ["--debug", "-:other"], ["--", "-:other"]):
         result = flowchan("check", *arguments, stdin=two)
         assert result.output.startswith("other: all clear: 2 stages"), arguments
-    assert "has no 'third'; it has numbers, other" in flowchan("check", "-:third", stdin=two).output
+    assert "has no 'third'; its graphs are numbers, other" in flowchan("check", "-:third", stdin=two).output
 
 
 def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
@@ -126,8 +128,8 @@ def test_arguments_are_converted_to_annotated_types(folder: Path) -> None:
     ("arguments", "message"),
     [
         (["x", ".", "slow"], "typed.py:made: n: 'x' is not a valid integer"),
-        (["3", ".", "quick"], "typed.py:made: speed: 'quick' must be one of slow, fast"),
-        (["3", ".", "slow", "c"], "typed.py:made: mode: 'c' must be one of a, b"),
+        (["3", ".", "quick"], "typed.py:made: speed: the value must be one of slow, fast, got 'quick'"),
+        (["3", ".", "slow", "c"], "typed.py:made: mode: the value must be one of a, b, got 'c'"),
     ],
 )
 def test_error_names_an_argument_that_cannot_be_converted(
@@ -147,14 +149,16 @@ def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> N
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^'ab' is a single string, but a \w+ is needed; annotate the parameter as str"
+        ValueError, match=r"^a value of type \w+ is needed, got the single string 'ab'; annotate"
     ):
         converted("ab", annotation)
 
 
 def test_argument_annotated_as_bool_rejects_other_words() -> None:
     assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
-    with pytest.raises(ValueError, match=r"^'maybe' must be one of true, false, yes, no, on, off, 1, 0$"):
+    with pytest.raises(
+        ValueError, match=r"^the value must be one of true, false, yes, no, on, off, 1, 0, got 'maybe'$"
+    ):
         converted("maybe", bool)
 
 

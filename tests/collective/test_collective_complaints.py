@@ -116,5 +116,5 @@ def test_all_members_raise_memory_error_and_continue() -> None:
     """An allocation that does not fit fails early, for example in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    why = "allreduce of group 'full' failed: the system refused more shared memory"
+    why = "allreduce of group 'full' failed: the system granted no more shared memory; free some memory"
     assert ended.stdout.splitlines() == ["2", "2", why, why], ended.stderr

@@ -92,14 +92,14 @@ def shared(length: int) -> Any:
     ("call", "message"),
     [
         (lambda g: g.allreduce(np.ones(4, np.float32), out=np.ones(4)),
-         r"out must have the element type of the input and 4 elements, got float64\[4\]"),
+         r"out must have 4 elements of the input's type, got float64\[4\]"),
         (lambda g: g.allreduce(read_only(4)), "got a read-only float"),
-        (lambda g: g.allreduce(np.ones(4), out=shared(4)), "whose elements share memory, as after expand"),
+        (lambda g: g.allreduce(np.ones(4), out=shared(4)), "must not have elements that share memory"),
         (lambda g: g.allgather(np.ones(2), out=read_only(4)), "got a read-only float"),
         (lambda g: g.allgather(np.ones(2), out=[read_only(2), np.ones(2)]), "got a read-only float"),
         (lambda g: g.alltoall([np.ones(2)] * 2, out=[read_only(2), np.ones(2)]), "got a read-only float"),
         (lambda g: g.reduce_scatter(np.ones(3), out=np.ones(1)),
-         r"x must have a number of elements that is divisible by 2, got float64\[3\]; pad it"),
+         r"number of elements of x must be divisible by 2, .* got float64\[3\]; pad x"),
     ],
     ids=range(7),
 )  # fmt: skip
@@ -113,7 +113,7 @@ def test_receive_into_readonly_out_keeps_the_message(out: Any) -> None:
         if g.rank == 0:
             g.send(np.arange(4.0), 1)
             return None
-        with pytest.raises(ValueError, match="out must be writable, got"):
+        with pytest.raises(ValueError, match=r"out must (be writable|not have elements that share memory)"):
             g.receive(0, out=out)
         return g.receive(0).tolist()
 

@@ -204,7 +204,7 @@ def test_receive_fills_the_out_array_and_rejects_other_sizes() -> None:
             return None
         out = np.empty((2, 3))
         assert g.receive(0, out=out) is out
-        with pytest.raises(Mismatch, match=r"rank 0 sent float64\[6\]; rank 1 has room for float32\[6\]"):
+        with pytest.raises(Mismatch, match=r"that rank 0 sent, float64\[6\], got float32\[6\] on rank 1"):
             g.receive(0, out=np.empty(6, np.float32))
         return out.tolist()
 

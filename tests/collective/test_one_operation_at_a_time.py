@@ -111,6 +111,6 @@ def test_process_forked_during_an_operation_cannot_use_the_member(members: Any) 
 def test_call_on_ended_group_raises_member_died(members: Any) -> None:
     members[0]._disbanding()()
     for member in members:
-        with pytest.raises(MemberDied, match="barrier of a group of 2 failed: the group was ended") as info:
+        with pytest.raises(MemberDied, match="barrier of a group of 2 failed: the group has ended") as info:
             member.barrier()
         assert info.value.ranks == ()

@@ -184,7 +184,7 @@ def test_allgather_with_wrong_out_raises_and_writes_nothing(run: Any) -> None:
         return found if g.rank else f"{found} {g.allreduce(1)}"
 
     assert run(2, both) == [
-        "allgather: out must have room for the 12 bytes from rank 0, got room for 8 2",
+        "allgather: out must have room for exactly the 12 bytes from rank 0, got room for 8 2",
         "2",
     ]
 

@@ -98,7 +98,7 @@ def odd_tensors() -> dict[str, Any]:
         return {
             "sparse_coo; convert it, for example with .to_dense()": dense.to_sparse(),
             "sparse_csr; convert it, for example with .to_dense()": dense.to_sparse_csr(),
-            "pass its .dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
+            "pass x.dequantize()": torch.quantize_per_tensor(dense, 0.1, 0, torch.quint8),
         }
 
 

@@ -382,10 +382,10 @@ def other_values(net: Any, rank: int) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
-    "values": (other_values, r"'2.bias', float64\[10\], has different values on rank 0 and rank 2"),
+    "values": (other_values, r"'2.bias' \(float64\[10\]\) has different values on rank 0 and rank 2"),
     "shape": (
         lambda net, rank: rank == 1 and net.__setitem__(2, nn.Linear(32, 9).double()),
-        r"'2.weight', float64\[10, 32\], on rank 0 is '2.weight', float64\[9, 32\], on rank 1",
+        r"'2.weight' \(float64\[10, 32\]\) on rank 0 corresponds to '2.weight' \(float64\[9, 32\]\) on ",
     ),
     "more": (
         lambda net, rank: rank == 1 and net.append(nn.Linear(10, 2).double()),

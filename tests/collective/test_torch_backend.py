@@ -209,8 +209,8 @@ def test_wrong_list_lengths_and_sparse_tensors_raise(
         "reduce_scatter: input_list must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
         "alltoall: xs must have one part for each of the 1 members, got 2",
-        "allgather: out must have room for the 12 bytes from rank 0, got room for 24",
-        "reduce_scatter: out must have the element type of the input and 6 elements, got float32[3]",
+        "allgather: out must have room for exactly the 12 bytes from rank 0, got room for 24",
+        "reduce_scatter: out must have 6 elements of the input's type, got float32[3]",
         "x must be a dense tensor, got float32[2, 2] with layout sparse_coo; convert it, for example "
         "with .to_dense()",
     ]
@@ -279,4 +279,4 @@ def test_thread_waits_for_the_device_of_a_tensor(torch_programs: Template) -> No
     program = torch_programs.popen("-c", ON_A_DEVICE, stdout=subprocess.PIPE, text=True)
     first, second = program.communicate(timeout=100)[0].splitlines()
     assert first == "finished meta"
-    assert "float32[65536] on meta; it has no contents" in second
+    assert "float32[65536] on meta; a meta tensor has no contents" in second

@@ -144,7 +144,7 @@ def test_memory_views_arrive_with_their_format(make, name):
 @pytest.mark.parametrize("dtype", [">i4", "f2", "c16", [("a", "i4")]])
 def test_c13_memory_view_with_unsupported_format_raises(make, dtype):
     ch = make(1)
-    with pytest.raises(TypeError, match=r"memoryview of format .* send view\.cast\('B'\)"):
+    with pytest.raises(TypeError, match=r"format of a memoryview .* send view\.cast\('B'\)"):
         ch.put(memoryview(np.zeros(3, dtype)))
     assert len(ch) == 0
 
@@ -154,7 +154,7 @@ def test_c13_a_memory_view_of_pairs_raises(make):
     """Each letter of the format is supported, but not their combination."""
     ch = make(1)
     pairs = pytest.importorskip("_testbuffer").ndarray([(1, 2), (3, 4)], shape=[2], format="bB")
-    with pytest.raises(TypeError, match="memoryview of format 'bB'"):
+    with pytest.raises(TypeError, match=r"format of a memoryview .* got 'bB'"):
         ch.put(memoryview(pairs))
     assert len(ch) == 0
 

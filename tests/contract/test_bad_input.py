@@ -30,7 +30,7 @@ def test_capacity_must_be_a_positive_int(make, capacity):
 def test_error_of_capacity_0_names_an_alternative(make):
     with pytest.raises(
         ValueError,
-        match=("capacity must be at least 1, got 0; to wait until the reader has the item, let it answer"),
+        match=("capacity must be at least 1, got 0; to learn when an item is read, send an answer channel"),
     ):
         make(0)
 

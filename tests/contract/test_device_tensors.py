@@ -358,7 +358,7 @@ def test_error_names_a_device_that_the_receiver_cannot_see(make, monkeypatch, sw
     ch.put(FakeTensor(np.arange(10), "fake-A"))
     FAKE.seen = ["fake-B"]
     message = (
-        rf"fake device fake-A of process {os.getpid()}.*can use only fake-B"
+        rf"fake device fake-A of process {os.getpid()}.*can use only: fake-B"
         rf".*CUDA_VISIBLE_DEVICES.*tensor\.cpu\(\)"
     )
     with pytest.raises(ChannelError, match=message):

@@ -168,8 +168,8 @@ def test_c13_loan_larger_than_any_block_raises(make):
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
-        (-1, "uint8", ValueError, "shape must contain non-negative ints"),
-        ((3, 2.5), "uint8", ValueError, "shape must contain non-negative ints"),
+        (-1, "uint8", ValueError, "shape must contain only non-negative ints"),
+        ((3, 2.5), "uint8", ValueError, "shape must contain only non-negative ints"),
         (3, object, TypeError, "dtype must not contain Python objects"),
         (3, "no such type", TypeError, "no such type"),
     ],

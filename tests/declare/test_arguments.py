@@ -36,17 +36,17 @@ def stream(graph: Blueprint) -> Stream:
         (
             lambda s: s.map(int, on="gpu"),
             ValueError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got \'gpu\' (str)',
+            'map: on must be "thread", "process", "hosts" or a pool from flowchan.hosts, got \'gpu\' (str)',
         ),
         (
             lambda s: s.map(int, on=None),
             TypeError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got None (NoneType)',
+            'map: on must be "thread", "process", "hosts" or a pool from flowchan.hosts, got None (NoneType)',
         ),
         (
             lambda s: s.map(int, on=[]),
             TypeError,
-            'map: on must be "thread", "process", "hosts" or a pool of flowchan.hosts, got [] (list)',
+            'map: on must be "thread", "process", "hosts" or a pool from flowchan.hosts, got [] (list)',
         ),
         (lambda s: s.map(int, capacity=0), ValueError, "map: capacity must be at least 1, got 0"),
         (
@@ -78,8 +78,8 @@ def stream(graph: Blueprint) -> Stream:
         (
             lambda s: s.map(int, rate=20, on="hosts"),
             ValueError,
-            "map: rate=20 needs on='thread' or on='process', because hosts share no clock; "
-            "limit a stage on this machine instead",
+            "map: rate=20 requires on='thread' or on='process', because hosts do not share a clock; set "
+            "rate= on a stage of this machine instead",
         ),
         (lambda s: s.map(int, ordered=1), TypeError, "map: ordered must be True or False, got 1 (int)"),
         (lambda s: s.map(int, name=""), ValueError, "map: name must not be empty"),

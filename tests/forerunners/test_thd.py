@@ -198,7 +198,7 @@ def test_tensors_do_not_match_group_size_or_are_not_the_same() -> None:
         with pytest.raises(ValueError, match="one part for each of the 3 members, got 4"):
             g.allgather(np.zeros(2), out=[np.zeros(2)] * 4)
         with pytest.raises(
-            ValueError, match="out must have room for the 8 bytes from rank 0, got room for 24"
+            ValueError, match="out must have room for exactly the 8 bytes from rank 0, got room for 24"
         ):
             g.allgather(np.zeros(1 + g.rank), out=[np.zeros(3)] * 3)
         assert [len(x) for x in g.allgather(np.zeros(1 + g.rank))] == [1, 2, 3]

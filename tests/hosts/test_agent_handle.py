@@ -70,5 +70,5 @@ def test_agent_started_by_hand_explains_how_agents_start(output: str) -> None:
         check=False,
     )
     assert ended.returncode == 1
-    assert ended.stderr.startswith("flowchan agents are started by a run")
+    assert ended.stderr.startswith("an agent must be started by a run")
     assert "Traceback" not in ended.stderr

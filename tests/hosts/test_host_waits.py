@@ -82,7 +82,7 @@ def test_branches_on_two_hosts_that_deadlock_are_reported() -> None:
     left.batch(300_000, name="all").zip(right, name="pairs").sink(same, on=POOL)
     error, text = deadlock_of(graph.start())
     assert "no worker can continue" in str(error)
-    assert "every worker is waiting and nothing is in flight" in text
+    assert "every worker is waiting, so no item can move on" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
     assert "'right' on local-2 waits to put into 'right' (1 of 1)" in text

@@ -200,8 +200,8 @@ BY_CHILD = 'Child("gpu1", (sys.executable, *said.arguments), said, lambda code, 
         (BY_LOCAL, "the agent local-1 exited with code 0 without finishing", "hello"),
         (
             BY_CHILD,
-            "gpu1: ended with an unknown exit code, because the program ignores SIGCHLD "
-            "or collects its children",
+            "gpu1: ended with an unknown exit code, because the program ignores SIGCHLD or reaps its "
+            "child processes",
             "[gpu1] hello",
         ),
     ],

@@ -60,7 +60,7 @@ def test_stages_spread_over_hosts_by_shares() -> None:
         ({"local-1": 0}, ValueError, r"local\(2\): the share of local-1 must be at least 1, got 0"),
         ({"local-1": 0.5}, TypeError, "the share of local-1 must be an int"),
         ({"gpu1": 1}, KeyError, "has no host 'gpu1'"),
-        ({}, KeyError, "needs at least one host"),
+        ({}, KeyError, "must name at least one host"),
     ],
 )
 def test_invalid_share_is_refused(shares: object, error: type[Exception], message: str) -> None:

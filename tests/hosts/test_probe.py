@@ -90,7 +90,7 @@ def test_probe_reports_an_unknown_name_next_to_other_hosts():
     assert (one.problem, two.problem) == ("", "local-2 is closed today")
     assert one.rate > 0
     assert three.problem.startswith("odd: local-3: the host '")
-    assert "check its spelling" in three.problem
+    assert "check the name of the host" in three.problem
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="ssh is not here: apt-get install openssh-client")

@@ -77,7 +77,7 @@ def test_late_reservation_logs_requested_and_available_resources(monkeypatch, ca
     assert caplog.messages == [
         (
             f"ray(3, resources={{'GPU': 1.0}}) is waiting for resources: it needs 1 CPU, 1 GPU on "
-            "each of 3 different nodes; of the 2 nodes in the cluster, 10.0.0.1 has 8 CPU, "
-            f"10.0.0.2 has 4 CPU; {why}"
+            "each of 3 different node(s), and the cluster has 2 node(s) (10.0.0.1 has 8 CPU, "
+            f"10.0.0.2 has 4 CPU); {why}"
         )
     ]

@@ -78,7 +78,7 @@ def test_open_channel_errors_name_a_remedy():
         open_channel(channel.address, channel.secret.hex())
     with pytest.raises(HostError, match="no channel 99"):
         open_channel(channel.address.partition("/")[0] + "/99", channel.secret)
-    expected = r"^can't open a channel at .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; nothing listens there"
+    expected = r"^can't open a channel at .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; check that the owner"
     with pytest.raises(HostError, match=expected):
         open_channel("127.0.0.1:1/1", channel.secret, timeout=0.2)
 

@@ -397,7 +397,7 @@ def test_server_says_goodbye_to_all_clients_concurrently():
 
 
 WRONG = [
-    ({"secret": "x" * 40}, TypeError, "serve: secret must be bytes, at least 16 of them, got str"),
+    ({"secret": "x" * 40}, TypeError, "serve: secret must be a bytes object of length 16 or more, got str"),
     ({"secret": b"x"}, ValueError, "serve: secret must have at least 16 bytes, got 1"),
     ({"peer_timeout": 0}, ValueError, "serve: peer_timeout must be greater than 0"),
     ({"peer_timeout": "3"}, TypeError, "serve: peer_timeout must be a number of seconds"),
@@ -416,5 +416,5 @@ def test_serve_refuses_invalid_options(options, error, message):
 def test_errors_for_invalid_secrets_name_the_function():
     with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
         open_channel("127.0.0.1:1/1", b"abc")
-    with pytest.raises(TypeError, match="Server: secret must be bytes"):
+    with pytest.raises(TypeError, match="Server: secret must be a bytes object"):
         Server(secret="x" * 40)

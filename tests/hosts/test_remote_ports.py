@@ -439,7 +439,7 @@ channel.put(2)
 """
     key = f"{channel.address} {channel.secret.hex()}"
     ended = subprocess.run([sys.executable, "-c", program], input=key, text=True, capture_output=True)
-    assert "had room for 1 of its items, which are lost; call flush() first" in ended.stderr
+    assert "and 1 of its items are lost, because the channels at" in ended.stderr
     assert channel.get_many(5) == [1]
 
 

@@ -247,7 +247,7 @@ def test_opening_a_channel_of_a_stopped_owner_times_out():
     os.kill(owner.pid(), signal.SIGSTOP)
     wait_until(lambda: has_stopped(owner.pid()))  # until then, it may still reply
     try:
-        with pytest.raises(HostError, match="it has not answered for"):
+        with pytest.raises(HostError, match="its owner has not answered for"):
             open_channel(address, secret, timeout=0.05)
     finally:
         os.kill(owner.pid(), signal.SIGCONT)

@@ -71,9 +71,12 @@ def test_invalid_text_is_refused_with_the_allowed_forms(spec):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("local:2,python=x", "'local:2,python=x': local has no option python=; it has tls and peer_timeout="),
-        ("ssh:a,user=b", "ssh has no option user=; it has tls, python=, address= and peer_timeout="),
-        ("ssh:a,tls=1", "ssh has no option tls=; it has tls, python=, address= and peer_timeout="),
+        (
+            "local:2,python=x",
+            "'local:2,python=x': local has no option python=; its options are tls and peer_timeout=",
+        ),
+        ("ssh:a,user=b", "ssh has no option user=; its options are tls, python=, address= and peer_timeout="),
+        ("ssh:a,tls=1", "ssh has no option tls=; its options are tls, python=, address= and peer_timeout="),
         ("ray:2,GPU=x", "'ray:2,GPU=x': GPU must be a non-negative number, got 'x'"),
         (
             "local:2,peer_timeout=0",

@@ -28,7 +28,7 @@ def test_provider_compares_and_pickles_by_value():
 @pytest.mark.parametrize(
     ("hosts", "error", "message"),
     [
-        ((), ValueError, "ssh: hosts must have at least one host"),
+        ((), ValueError, "ssh: hosts must contain at least one host"),
         (
             ("-oProxyCommand=reboot",),
             ValueError,
@@ -71,12 +71,12 @@ ENDS = [
     (
         ("sh: 1: nopy: not found",),
         ("started", "ended 127"),
-        "gpu1 has no Python at nopy (sh: 1: nopy: not found): get one",
+        "gpu1 has no Python at nopy (sh: 1: nopy: not found); get one",
     ),
     (
         ("No module named 'flowchan'",),
         ("started", "ended 1"),
-        "the Python at nopy on gpu1 has no flowchan: get one",
+        "the Python at nopy on gpu1 has no flowchan; get one",
     ),
     (
         ("Traceback (most recent call last):", "OSError: [Errno 28] No space left on device", ""),

@@ -77,7 +77,7 @@ def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
 
 def test_python_without_flowchan_is_named_with_its_host(walk):
     assert walk("no_flowchan") == [
-        f"the Python at {sys.executable} on ray-1 has no flowchan: "
+        f"the Python at {sys.executable} on ray-1 has no flowchan; "
         "install the same environment for Ray's workers"
     ]
 

@@ -118,7 +118,7 @@ def test_missing_python_is_named_with_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
-    assert why.endswith("not found): set python= to a Python that has flowchan")
+    assert why.endswith("not found); set python= to a Python that has flowchan")
 
 
 def test_python_without_flowchan_is_named_with_its_host():
@@ -126,7 +126,7 @@ def test_python_without_flowchan_is_named_with_its_host():
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)
         assert end_of(one) == (
-            "the Python at /usr/bin/python3 on gpu1 has no flowchan: set python= to a Python that has "
+            "the Python at /usr/bin/python3 on gpu1 has no flowchan; set python= to a Python that has "
             "flowchan"
         )
 

@@ -316,7 +316,7 @@ def test_error_names_a_device_that_the_receiver_cannot_see(start, monkeypatch, s
     start(_answer_with_the_error, ch, answers)
     message = answers.get()
     assert f"of process {os.getpid()}" in message
-    assert "can use only none" in message
+    assert "can use only: none" in message
     assert "tensor.cpu()" in message
 
 

@@ -86,7 +86,7 @@ def test_failing_operation_ends_the_run_and_names_the_round() -> None:
     with pytest.raises(RunError) as caught:
         graph.run()
     (error,) = caught.value.exceptions
-    assert "only in some" in str(error)
+    assert "in only some" in str(error)
     assert error.stage == "allreduce"  # type: ignore[attr-defined]
     assert error.__cause__ is not None
     assert "in round 1 of allreduce, from 2 workers" in error.__cause__.__notes__

@@ -119,7 +119,7 @@ def test_busy_stage_is_the_bottleneck() -> None:
 
 def test_bottleneck_at_its_rate_names_the_limit() -> None:
     limited = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=19.0, rate_limit=20.0))
-    assert limited == Cause("bottleneck", "b", "its rate=20 lets no more items start")
+    assert limited == Cause("bottleneck", "b", "its rate=20 allows no more items to start")
     slower = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=10.0, rate_limit=20.0))
     assert slower == Cause("bottleneck", "b", "its workers are busy 100 % of the time")
 

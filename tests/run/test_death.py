@@ -185,4 +185,4 @@ def test_death_is_noticed_in_a_program_that_reaps_its_children(how: str, tmp_pat
     """The run learns that the worker died, although it may not learn how."""
     out = run_python(script(tmp_path, COLLECTED.replace("HOW", VARIANTS[how])))
     assert out.startswith("True\n")
-    assert "SIGKILL" in out or "ignores SIGCHLD or collects its children" in out
+    assert "SIGKILL" in out or "ignores SIGCHLD or reaps its child processes" in out

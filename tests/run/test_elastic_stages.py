@@ -365,15 +365,15 @@ def test_scale_rejects_other_stages(what: str, declare: Any) -> None:
     with graph.start() as run, pytest.raises(ValueError, match=what) as raised:
         run.scale("it", 2)
     assert str(raised.value) == (
-        "run.scale: stage must be one of map, flat_map, filter, partition, sink on threads or processes, got "
-        f"'it', {what}; declare it with workers= instead"
+        "run.scale: the number of workers of stage 'it' cannot change, because the stage is "
+        f"{what}; set workers= when you declare it"
     )
 
 
 def test_scale_rejects_stages_on_hosts() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(abs, on=hosts.local(1), name="it").collect()
-    with graph.start() as run, pytest.raises(ValueError, match="got 'it', a map on hosts"):
+    with graph.start() as run, pytest.raises(ValueError, match="the stage is a map on hosts"):
         run.scale("it", 2)
 
 

@@ -151,7 +151,7 @@ def test_tee_with_branches_that_wait_for_each_other_is_detected(on: Any) -> None
     text = str(cause)
     assert error.stage == "tee"
     assert "no worker can continue" in str(error)
-    assert "every worker is waiting and nothing is in flight" in text
+    assert "every worker is waiting, so no item can move on" in text
     assert "stream.buffer(n)" in text
     assert "'tee' waits to put into 'tee.1' (1 of 1)" in text
     assert "'pairs' waits for an item from 'fours' (0 of 64)" in text

@@ -53,9 +53,7 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
     assert stats.memory == 9 * MB
     assert {edge.share for edge in stats.edges} == {3 * MB}
     assert all(edge.bytes <= edge.share for edge in stats.edges)
-    assert re.search(
-        r"\(2 of 64; 2\.\d MB of the 3\.0 MB that it may take of the run's memory\)", run.explain()
-    )
+    assert re.search(r"\(2 of 64; 2\.\d MB of its share of the run's memory, 3\.0 MB\)", run.explain())
     gate.open()
     run.wait()
     assert all(stage.items_in in (0, 20) for stage in run.stats().stages)
@@ -99,7 +97,7 @@ def test_deadlock_for_lack_of_bytes_is_described() -> None:
     cause = caught.value.exceptions[0].__cause__
     assert isinstance(cause, Deadlock)
     assert "give the run more memory (`graph.run(memory=…)`)" in str(cause)
-    assert "that it may take of the run's memory" in str(cause)
+    assert "of its share of the run's memory" in str(cause)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4 GiB", True])

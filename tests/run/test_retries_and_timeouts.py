@@ -206,7 +206,7 @@ def test_coroutine_that_exceeds_the_timeout_is_cancelled() -> None:
 
 def test_timeout_on_a_thread_is_rejected_with_the_remedy() -> None:
     message = (
-        r"map: timeout=3 requires on='process', a pool of flowchan.hosts or an async def function, because"
+        r"map: timeout=3 requires on='process', a pool from flowchan.hosts or an async def function, because"
     )
     with pytest.raises(ValueError, match=message):
         Graph("late").source([1]).map(abs, timeout=3)

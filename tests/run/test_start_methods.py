@@ -199,7 +199,7 @@ def test_script_that_fails_on_import_shows_the_line_and_remedy(method: str, tmp_
     assert process.returncode == 1
     assert "LookupError: only the program may import this" in err
     assert f"as the start method '{method}' requires" in err
-    assert 'and `set_start_method`, under `if __name__ == "__main__":`' in err
+    assert "put `set_start_method` and all code that only the main program may run under `if" in err
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -184,7 +184,7 @@ def test_param_scale_multiplies_the_bytes_of_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"param_scale": 2}, 'balance must be "memory" with param_scale'),
+        ({"param_scale": 2}, 'balance must be "memory" if param_scale is passed'),
         ({"param_scale": -1, "balance": "memory"}, "a non-negative number, got -1"),
         ({"param_scale": "2", "balance": "memory"}, "a non-negative number, got '2'"),
     ],

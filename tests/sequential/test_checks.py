@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a sample without a balance": (
         {"sample": torch.ones(2, 3)},
         ValueError,
-        ["balance must be", "with sample"],
+        ["balance must be", "if sample is passed"],
     ),
     "a balance and a list": (
         {"balance": "time", "sample": torch.ones(2, 3), "parts": [1, 2]},

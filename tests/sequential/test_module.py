@@ -202,7 +202,9 @@ def test_hooks_on_layers_work_on_threads_and_raise_on_processes() -> None:
                 assert seen == [2, 2]
                 continue
             for use in (lambda: pipe(x), lambda: next(pipe.stream([x])), lambda: torch.no_grad()(pipe)(x)):
-                with pytest.raises(ValueError, match=r"a Linear must not have hooks, .*; use on='thread'"):
+                with pytest.raises(
+                    ValueError, match=r"layer Linear must not have hooks, .*; use on='thread'"
+                ):
                     use()
 
 

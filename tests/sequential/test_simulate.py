@@ -139,7 +139,9 @@ def test_staircase_draws_steps_and_idle_time() -> None:
 
 
 def test_staircase_requires_whole_units() -> None:
-    with pytest.raises(ValueError, match=r"^staircase: steps must take whole units of time, got 0.0 to 1.5$"):
+    with pytest.raises(
+        ValueError, match=r"^staircase: steps must start and end on whole units of time, got 0.0 to 1.5$"
+    ):
         simulate(plan("gpipe", 1, 1, 1), 1.5, 2).staircase()
 
 
@@ -283,7 +285,7 @@ def test_missing_step_raises(lists: list[list[Step]], data: st.DataObject) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for any number, got 0"),
+        ({"capacity": 0}, "simulate: capacity must be at least 1, or None for no limit, got 0"),
         ({"forward": 0}, "simulate: forward must be a time greater than 0, got 0"),
         ({"backward": -1.0}, "simulate: backward must be a time greater than 0, got -1.0"),
         ({"forward": float("nan")}, "simulate: forward must be a time greater than 0, got nan"),

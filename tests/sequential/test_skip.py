@@ -154,10 +154,16 @@ def test_pop_without_a_stash_names_its_part() -> None:
 
 
 WRONG: dict[str, tuple[list[nn.Module], str]] = {
-    "nothing before": ([nn.ReLU(), Pop("a")], "layer '1', Pop('a'), has no Stash('a') before it"),
-    "another name": ([Stash("b"), Pop("a"), Pop("b")], "layer '1', Pop('a'), has no Stash('a') before it"),
-    "behind it": ([Pop("a"), Stash("a")], "layer '0', Pop('a'), has no Stash('a') before it"),
-    "popped already": ([Stash("a"), Pop("a"), Pop("a")], "layer '2', Pop('a'), has no Stash('a') before it"),
+    "nothing before": ([nn.ReLU(), Pop("a")], "layer '1', Pop('a'), must have its own Stash('a') before it"),
+    "another name": (
+        [Stash("b"), Pop("a"), Pop("b")],
+        "layer '1', Pop('a'), must have its own Stash('a') before it",
+    ),
+    "behind it": ([Pop("a"), Stash("a")], "layer '0', Pop('a'), must have its own Stash('a') before it"),
+    "popped already": (
+        [Stash("a"), Pop("a"), Pop("a")],
+        "layer '2', Pop('a'), must have its own Stash('a') before it",
+    ),
     "never popped": ([Stash("a"), nn.ReLU()], "layer '0', Stash('a'), has no Pop('a') after it"),
     "stashed again": ([Stash("a"), Pop("a"), Stash("a")], "layer '2', Stash('a'), has no Pop('a') after it"),
     "stashed twice": (
@@ -190,7 +196,7 @@ def test_stash_and_pop_inside_user_layers_work() -> None:
 
 
 def test_stash_rejects_a_tuple() -> None:
-    with pytest.raises(TypeError, match=r"Stash\('a'\): x must be a tensor or None, got a tuple"):
+    with pytest.raises(TypeError, match=r"Stash\('a'\): x must be a tensor or None, got an object of"):
         Stash("a")((torch.ones(1),))
 
 

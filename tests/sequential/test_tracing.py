@@ -248,9 +248,7 @@ def test_traced_pipe_accepts_only_required_arguments() -> None:
     with Sequential(module, 2, chunks=2) as pipe:
         torch.testing.assert_close(pipe(x, y=y), module(x, y))
         torch.testing.assert_close(pipe(x, y), module(x, y))
-        with pytest.raises(
-            Exception, match="a traced module must get exactly the arguments x, y; pass these"
-        ):
+        with pytest.raises(Exception, match="must be called with exactly the arguments x, y; pass these"):
             pipe(x)
 
 
@@ -283,7 +281,7 @@ def test_layer_that_cannot_be_traced_is_kept_whole(layer: Any) -> None:
         (
             lambda self, x: self.two(x) if x.sum() > 0 else self.one(x),
             TypeError,
-            "forward of a Own cannot be traced",
+            "forward of Own cannot be traced",
         ),
         (
             lambda self, x: self.two(self.one(x)) * (1 + self.training),
@@ -308,12 +306,12 @@ def test_forward_that_cannot_be_traced_raises_with_the_remedy(
 def test_incomplete_trace_raises_with_the_first_batch() -> None:
     module = Own(lambda self, x: self.two(self.one(x)) if isinstance(x, Tensor) else self.one(self.two(x)))
     with (
-        pytest.raises(ValueError, match="and the module give different outputs"),
+        pytest.raises(ValueError, match="and the module itself give different outputs"),
         Sequential(module, 2) as pipe,
     ):
         pipe(torch.randn(6, 4))
     with (
-        pytest.raises(ValueError, match="and the module give different outputs"),
+        pytest.raises(ValueError, match="and the module itself give different outputs"),
         Sequential(module, 2).trainer(loss=functional.mse_loss) as training,
     ):
         training.step(torch.randn(6, 4), torch.randn(6, 4))
@@ -327,13 +325,15 @@ def test_unknown_layer_name_raises_with_the_known_names(names: list[str]) -> Non
 
 @pytest.mark.parametrize("names", [["layer3", "layer2"], ["layer2", "layer2"], ["conv1"]])
 def test_names_out_of_order_raise(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in the order in which they run"):
+    with pytest.raises(
+        ValueError, match="must list layers after the first one, in the order in which they run"
+    ):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
 def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in their order, starting after the first"):
+    with pytest.raises(ValueError, match="must list layers after the first one, in the module's order"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 
@@ -350,7 +350,7 @@ def test_hooks_of_traced_modules_raise() -> None:
     module = ResNet18()
     module.layer1.register_forward_hook(lambda *_: None)
     with pytest.raises(
-        ValueError, match="a Sequential of module has forward hooks, which the parts would not call"
+        ValueError, match="layer Sequential of module has forward hooks, which the parts would not call"
     ):
         Sequential(module, 2)
 

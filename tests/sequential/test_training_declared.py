@@ -37,7 +37,7 @@ from flowchan.viz import to_dot
         (
             {"optimizer": list},
             TypeError,
-            r"optimizer must return an object with a step\(\) method, got a list",
+            r"optimizer must return an object with a step\(\) method, got an object of type list",
         ),
         ({"optimizer": partial(SGD, lr=-1)}, ValueError, "Invalid learning rate: -1"),
         (
@@ -89,7 +89,7 @@ def test_unpicklable_loss_raises_before_start() -> None:
 def test_target_of_different_size_raises_without_ending_training() -> None:
     ((x, target),) = batches([8])
     with in_parts(perceptron(), 2) as training:
-        with pytest.raises(ValueError, match="target must have the batch size 8 of x, got 7"):
+        with pytest.raises(ValueError, match="target must have the batch size 8 like x, got 7"):
             training.step(x, target[:7])
         with pytest.raises(TypeError, match=r"x\[0\] must be a tensor"):
             training.step([1, 2], target)

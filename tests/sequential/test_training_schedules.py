@@ -131,7 +131,8 @@ def test_infeasible_schedule_raises_with_the_reason(
 def test_consecutive_parts_on_distant_workers_raise() -> None:
     written = ["0:F0 0:B0", "2:F0 2:B0", "1:F0 1:B0", "3:F0 3:B0", "4:F0 4:B0"]
     with pytest.raises(
-        ValueError, match="parts 0 and 1 must be on one worker or on neighbours, got workers 0 and 2"
+        ValueError,
+        match="parts 0 and 1 must be on the same worker or on neighbouring workers, got workers 0 and 2",
     ):
         in_parts(perceptron(), 5, chunks=1, schedule=written)
 

@@ -86,8 +86,8 @@ def _listens(listener: socket.socket, address: str, give_up: float, if_first: bo
                 return False
             if error.errno != errno.EADDRINUSE or time.monotonic() > give_up:
                 raise GroupError(
-                    "another group with the same job name is forming on this host; use another "
-                    "MASTER_PORT or at= for this one"
+                    "another group with the same job name is forming on this host; use another MASTER_PORT "
+                    "or at= for this group"
                 ) from error
         time.sleep(PAUSE_S)
 

@@ -331,6 +331,7 @@ def _known(hook: Any) -> Any:
     unknown = [name for name in dir(hook) if name.startswith("on_") and name not in HOOKS]
     if unknown:
         raise ValueError(
-            f"hooks must have only the methods {', '.join(HOOKS)}, got {hook!r} with {', '.join(unknown)}"
+            f"hooks must not define other on_ methods than {', '.join(HOOKS)}, got {hook!r} with "
+            f"{', '.join(unknown)}"
         )
     return hook

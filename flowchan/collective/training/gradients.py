@@ -112,9 +112,9 @@ def _raise_for_difference(own: list[tuple[Any, ...]], group: Group) -> None:
     if (name, kind) == (its_name, its_kind):
         what, remedy = "has different values on rank 0 and", "call synchronize(module, group) first"
     else:
-        what = f"on rank 0 is {its_name!r}, {its_kind}, on"
+        what = f"on rank 0 corresponds to {its_name!r} ({its_kind}) on"
         remedy = "build the same module on all members"
-    raise Mismatch(f"{name!r}, {kind}, {what} rank {rank}; {remedy}")
+    raise Mismatch(f"{name!r} ({kind}) {what} rank {rank}; {remedy}")
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> int:
@@ -242,7 +242,7 @@ class Gradients:
             return
         if parameter not in buffer.missing:
             raise RuntimeError(
-                "backward was called twice; call Gradients.wait() after each backward, or use accumulate()"
+                "backward was called twice; call Gradients.wait() after each backward(), or use accumulate()"
             )
         buffer.missing.remove(parameter)
         while len(self._started) < len(self._buffers) and not self._buffers[len(self._started)].missing:

@@ -17,7 +17,9 @@ Explain = Callable[[int, ProcessOutput], str | None]
 ``None`` means that these do not show that the agent has ended."""
 
 GENTLY = 5.0  # grace period in seconds before SIGKILL, for a process that must first end remote processes
-UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIGCHLD or collects its children"
+UNKNOWN_EXIT = (
+    "ended with an unknown exit code, because the program ignores SIGCHLD or reaps its child processes"
+)
 
 
 class Child:

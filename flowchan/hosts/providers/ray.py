@@ -105,8 +105,8 @@ class _Reservation:
             else "Ray waits until other jobs free their resources"
         )
         _log.warning(
-            "%r is waiting for resources: it needs %s on each of %d different nodes; of the %d "
-            "nodes in the cluster, %s; %s",
+            "%r is waiting for resources: it needs %s on each of %d different node(s), and the cluster "
+            "has %d node(s) (%s); %s",
             *(provider, _amounts(provider.bundle), provider.count, len(nodes), capacities, why),
         )
 

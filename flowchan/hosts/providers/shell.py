@@ -85,8 +85,8 @@ def _explain(
 def how_it_ended(host: str, python: str, code: int, output: ProcessOutput, remedy: str) -> str:
     """Explain an agent's exit code, in the form that a shell uses, and its last lines."""
     if code in NOT_FOUND:
-        return f"{host} has no Python at {python} ({output.last()}): {remedy}"
+        return f"{host} has no Python at {python} ({output.last()}); {remedy}"
     if code and any("No module named" in line and "flowchan" in line for line in output.lines):
-        return f"the Python at {python} on {host} has no flowchan: {remedy}"
+        return f"the Python at {python} on {host} has no flowchan; {remedy}"
     end = f"the agent {host} {exit_text(128 - code if code > 128 else code)}"
     return f"{end} ({output.last()})" if code == RAISED else end

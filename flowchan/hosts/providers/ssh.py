@@ -110,7 +110,7 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
     """
     if not hosts:
         raise ValueError(
-            'ssh: hosts must have at least one host, got none; for example ssh("gpu1", "user@gpu2")'
+            'ssh: hosts must contain at least one host, got none; for example ssh("gpu1", "user@gpu2")'
         )
     for host in hosts:
         text("ssh", "a host", host)
@@ -118,8 +118,8 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
             raise ValueError(f"ssh: a host must be a name, an address or user@name, got {host!r}")
     if twice := next((host for host in hosts if hosts.count(host) > 1), None):
         raise ValueError(
-            f"ssh: hosts must be different, got {twice!r} twice; one agent on a host starts any "
-            "number of workers"
+            f"ssh: hosts must be different, got {twice!r} twice; pass each host once, because its agent "
+            "starts any number of workers"
         )
     if address is not None:
         text("ssh", "address", address)

@@ -72,9 +72,9 @@ def unguarded(graph: Blueprint) -> Unguarded:
     """Return the error for a main script without a ``__main__`` guard."""
     method = multiprocessing.get_start_method()
     message = (
-        f"with the start method {method!r} a worker process imports the main script, which "
-        "then runs the graph, or sets the start method, a second time; put this code under `if "
-        '__name__ == "__main__":`'
+        f"with the start method {method!r}, a worker process imports the main script, which then runs "
+        "the graph, or sets the start method, a second time; put this code under `if __name__ == "
+        '"__main__":`'
     )
     return Unguarded(graph.name, [Problem("main-guard", "", graph.where, message)])
 
@@ -88,9 +88,9 @@ def hint_at_import(exitcode: int | None) -> str:
     if exitcode != 1 or method == "fork":
         return ""
     return (
-        f", perhaps while importing the main script, as the start method {method!r} requires; "
-        "put code that only the program must run, and `set_start_method`, under `if __name__ "
-        '== "__main__":`'
+        f", perhaps while importing the main script, as the start method {method!r} requires; put "
+        "`set_start_method` and all code that only the main program may run under `if __name__ == "
+        '"__main__":`'
     )
 
 

@@ -133,8 +133,8 @@ class WorkerProcess:
             return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
         if self.exitcode == UNKNOWN and self._collected_elsewhere:
             return (
-                "ended, and its exit code is unknown, because the program ignores SIGCHLD or "
-                "collects its children"
+                "ended, and its exit code is unknown, because the program ignores SIGCHLD or reaps its "
+                "child processes"
             )
         if self.exitcode == UNKNOWN and self._is_of_server and _has_ended(self._server) is not False:
             return "ended, and its exit code is unknown, because Python's forkserver was killed"

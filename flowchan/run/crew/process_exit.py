@@ -39,8 +39,8 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
     name = signal_name(-code)
     if -code == signal.SIGKILL and lack_of_memory:
         return (
-            f"was killed by {name}, likely for lack of memory, because the kernel killed a "
-            "process for that reason at this time"
+            f"was killed by {name}, likely for lack of memory: the kernel killed a process for that "
+            "reason at the same time"
         )
     return f"was killed by {name}"
 

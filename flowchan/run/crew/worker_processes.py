@@ -143,7 +143,7 @@ def end_all(processes: Iterable[tuple[WorkerId, WorkerProcess]]) -> None:
     for id, process in processes:
         if not process.ended(max(0.0, deadline - time.monotonic())):
             log.warning(
-                "worker %s has ended, but its process (pid %s) is still running and is killed now",
+                "worker %s has ended, but its process (pid %s) is still running, so it is killed now",
                 id,
                 process.pid,
             )

@@ -151,7 +151,7 @@ def _cores(view: _View) -> Cause | None:
     work = sum(worked.work for worked in known)
     if used > SEEN and waited >= 0.5 * work > 0:
         share = _percent(waited / work)
-        return Cause("cores", None, f"workers are waiting for a core {share} of their time")
+        return Cause("cores", None, f"workers spend {share} of their time waiting for a core")
     return None
 
 
@@ -169,7 +169,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     if slow.is_read_by_program:
         return Cause("consumer", name, f"the program is busy with the items that it reads from {name!r}")
     if slow.stage.rate_limit is not None and slow.stage.rate >= LIMITED * slow.stage.rate_limit:
-        return Cause("bottleneck", name, f"its rate={slow.stage.rate_limit:g} lets no more items start")
+        return Cause("bottleneck", name, f"its rate={slow.stage.rate_limit:g} allows no more items to start")
     why = f"its workers are busy {_percent(slow.stage.busy)} of the time"
     if missing := slow.stage.alive - slow.stage.working:
         why += f"; {missing} of {slow.stage.workers} have not started to work"
@@ -205,7 +205,9 @@ def _consumer(view: _View) -> Cause | None:
                 edge for edge in view.into(stage.name) if edge.waiting_writers or edge.inside >= edge.capacity
             ]
             if full:
-                return Cause("consumer", stage.name, f"{stage.name!r} waits for the program to read it")
+                return Cause(
+                    "consumer", stage.name, f"{stage.name!r} waits for the program to read its items"
+                )
     return None
 
 

@@ -16,8 +16,8 @@ from flowchan.run.policy.stats import RunStats
 STILL = 0.5
 """Seconds without movement after which a run counts as stuck."""
 REMEDY = (
-    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
-    "its branches independently"
+    "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read the branches "
+    "of the graph independently"
 )
 NO_STAGE_PUTS = "no stage puts an item; one stage in the loop must put an item before it gets one, or return"
 MORE_MEMORY = (
@@ -191,5 +191,5 @@ def _failure(stats: RunStats) -> Failure:
     remedy = (
         MORE_MEMORY if any(edge.short_of_bytes for edge in putting) else REMEDY if putting else NO_STAGE_PUTS
     )
-    error = Deadlock(f"every worker is waiting and nothing is in flight; {remedy}\n{explain(stats)}")
+    error = Deadlock(f"every worker is waiting, so no item can move on; {remedy}\n{explain(stats)}")
     return Failure(WorkerId(stages[0], 1), error, None, os.getpid())

@@ -270,7 +270,7 @@ def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
         return ()
     text = (
         f"worker {death.worker} was replaced and has a new {name}; everything that the old one had "
-        "stored is lost; if results depend on that, set restarts=0, so that a death ends the run"
+        "stored is lost. If results depend on its state, set restarts=0, so that a death ends the run"
     )
     return (Warn(death.worker.stage, "state", text),)
 
@@ -361,7 +361,7 @@ def _notify(state: PolicyState) -> Decision:
     """Warn that a stopped run is still processing items that were in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
-        f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; "
-        "abort() discards them"
+        f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; call "
+        "abort() to discard them"
     )
     return dataclasses.replace(state, notified=True), (Warn("", "stop", text),)

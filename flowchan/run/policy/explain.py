@@ -66,7 +66,7 @@ def _works(stage: StageStats) -> str:
     if stage.state == "starting":
         return "is starting: no worker has built its callable yet"
     if _is_unread(stage):
-        return "waits for the program to read it with run.iter() or run.wait()"
+        return "waits for the program to read its items with run.iter() or run.wait()"
     return f"works on {stage.in_hand} item{'s' if stage.in_hand != 1 else ''} (busy {100 * stage.busy:.0f} %)"
 
 
@@ -90,7 +90,7 @@ def _waits(stage: StageStats, edges: tuple[EdgeStats, ...], stages: dict[str, St
 def _fill(edge: EdgeStats) -> str:
     held = [f"process {h.pid} holds {h.blocks} blocks, {h.bytes / 1e6:.1f} MB" for h in edge.holders]
     short = [
-        f"{amount(edge.bytes)} of the {amount(edge.share)} that it may take of the run's memory"
+        f"{amount(edge.bytes)} of its share of the run's memory, {amount(edge.share)}"
     ] * edge.short_of_bytes
     return f"{edge.name!r} ({'; '.join([f'{edge.inside} of {edge.capacity}', *short, *held])})"
 
@@ -110,7 +110,7 @@ def _other(stage: StageStats | None, name: str) -> str:
             else f"{name!r} is filled from outside"
         )
     if _is_unread(stage):
-        return f"{name!r} waits for the program to read it"
+        return f"{name!r} waits for the program to read its items"
     if stage.state == "starting":
         return f"{name!r} is starting"
     return f"{name!r} is busy {100 * stage.busy:.0f} %"

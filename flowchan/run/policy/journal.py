@@ -79,7 +79,7 @@ class Journal:
             what += "; it is not replaced, and the run fails"
         elif uses_restart(death):
             used, limit = len(after.recent_restarts[stage]), self._limits.get(stage, 0)
-            what += f"; it is replaced, restart {used} of {limit} in {RESTART_PERIOD_S:g} s"
+            what += f"; it is replaced (restart {used} of {limit} in {RESTART_PERIOD_S:g} s)"
         else:
             what += "; it is replaced"
         self._log(logging.WARNING, what, death.worker)

@@ -338,7 +338,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
             result = job.recover(fold, item, error)
             total = total_so_far if result is SKIPPED else result
     if total is SKIPPED:
-        raise TypeError("reduce: initial must be passed for a stream without items")
+        raise TypeError("reduce: initial must be passed if the stream has no items")
     job.on_result(total)
     if out is not None:
         out.put(total)

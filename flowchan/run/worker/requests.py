@@ -402,8 +402,8 @@ def answering_ends(plan: Plan, stage: str) -> list[str]:
         readers = [edge.reader for edge in plan.edges if edge.writer == name and not edge.errors]
         if not operator.answers or (operator.gathers and readers):
             raise ValueError(
-                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} "
-                "has no single output per item; use other operators, or tag items with IDs"
+                f"ask: items from input {stage!r} must not reach {name!r}, because {operator.name} has "
+                "no single output per item; use other operators, or put items with IDs"
             )
         if operator.gathers:
             found.append(name)

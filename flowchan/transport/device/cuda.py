@@ -159,7 +159,8 @@ class TorchDevice:
         with cuda.device(index):
             if cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "a CUDA graph is being captured on this stream; put the tensor before or after that"
+                    "a CUDA graph is being captured on this stream; put the tensor before or after the "
+                    "capture"
                 )
         return self._uuids[index]
 

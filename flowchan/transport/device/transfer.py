@@ -250,7 +250,7 @@ def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
 def _rebuild(buffer: Any, form: Any) -> Any:
     if not isinstance(buffer, Arrived):
         raise TypeError(
-            "a tensor on a device can only be sent through a channel; otherwise, pickle tensor.cpu()"
+            "a tensor on a device can only be sent through a channel; to pickle it yourself, use tensor.cpu()"
         )
     settle()
     place = DeviceKind(*pickle.loads(buffer[len(MAGIC) :]))
@@ -294,8 +294,8 @@ def _visible(kind: str, identity: str, pid: int) -> Device:
         return device
     raise ChannelError(
         f"the item contains a tensor on {kind} device {identity} of process {pid}, but process "
-        f"{os.getpid()} can use only {', '.join(seen) or 'none'}; set the "
-        "same CUDA_VISIBLE_DEVICES for both, or put tensor.cpu()"
+        f"{os.getpid()} can use only: {', '.join(seen) or 'none'}; set the same CUDA_VISIBLE_DEVICES "
+        "for both, or put tensor.cpu()"
     )
 
 

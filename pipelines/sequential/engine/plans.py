@@ -175,6 +175,6 @@ def _check_neighbours(owners: PartOwners) -> None:
     for part, (one, other) in enumerate(zip(owners.of, owners.of[1:], strict=False)):
         if (other - one) % owners.workers not in (0, 1, owners.workers - 1):
             raise ValueError(
-                f"training: parts {part} and {part + 1} must be on one worker or on neighbours, got workers "
-                f"{one} and {other}"
+                f"training: parts {part} and {part + 1} must be on the same worker or on neighbouring "
+                f"workers, got workers {one} and {other}"
             )
