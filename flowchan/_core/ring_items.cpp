@@ -285,7 +285,8 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {
     if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
-    wakes.writers += h_->writer_queue.call(1);  // the link has looked too early
+    // The link called first_undecoded() while this item was being decoded; wake it so that it looks again.
+    wakes.writers += h_->writer_queue.call(1);
 }
 
 uint64_t Ring::first_undecoded() {
