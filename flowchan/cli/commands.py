@@ -265,7 +265,7 @@ def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show:
 @click.option(
     *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    help="Number of processes on each host, to use instead of -n (named as in torchrun).",
+    help="Number of processes on each host; use it instead of -n (torchrun has the same option).",
 )
 @click.option(
     "--hosts",

@@ -54,7 +54,7 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
         The graph.
 
     Raises:
-        LoadError: The target defines no graph, or several without ``NAME``.
+        LoadError: The target defines no graph, or it defines several and ``NAME`` was not given.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -216,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return the number of the last line of the user's own file in the traceback, as text."""
+    """Return " (line N)" for the last traceback entry in the user's own file, or "" if there is none."""
     lines = []
     trace = error.__traceback__
     while trace is not None:

@@ -84,7 +84,8 @@ def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple
     The caller must defer interrupts while it calls this function and while it closes ``ends``.
 
     The caller must hold the returned lock while it draws. rich decides which lines to overwrite before it
-    writes. Without the lock, the later of two threads would use lines that the other has already overwritten.
+    writes. Without the lock, the second of two threads could act on a decision that the output of the first
+    has made wrong.
     """
     from rich.console import Console
     from rich.live import Live
