@@ -12,7 +12,7 @@ from flowchan.run.worker_pool import WorkerPool
 
 
 class Graph(Blueprint, Runnable):
-    """Stages joined by channels.
+    """Graph of stages that are connected by channels.
 
     Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
     they return. Then call :meth:`run`, or :meth:`start` to interact with it while it runs.

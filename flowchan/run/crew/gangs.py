@@ -1,4 +1,4 @@
-"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
+"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` forms those of gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups: a worker whose group
 has ended reports this and waits for its membership in the next group. Its function is then called again and

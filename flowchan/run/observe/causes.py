@@ -1,4 +1,4 @@
-"""Decide what limits a run, as a pure function of its statistics in a window of time.
+"""Find what limits a run, as a pure function of its statistics in a window of time.
 
 Algorithm. The utilisation of a stage is the share of time in which its *working* workers are not waiting. (A
 working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
@@ -79,7 +79,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window in which the cause is sought."""
+    """Statistics of the window for which the cause is to be found."""
 
     stats: RunStats
     loads: dict[str, _Load]  # stages whose workers worked in the window

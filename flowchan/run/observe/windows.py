@@ -2,8 +2,8 @@
 
 Algorithm. Counters in :class:`RunStats` only grow, so the difference between two snapshots covers the window
 between them. Every half second, the supervisor's thread takes a snapshot when it is awake for other reasons.
-It takes fewer if they would use more than a thousandth of a core. Old snapshots are thinned out in such a way
-that every window still has one near its beginning.
+It takes snapshots less often if they would use more than a thousandth of a core. Old snapshots are thinned
+out in such a way that every window still has one near its beginning.
 """
 
 from __future__ import annotations

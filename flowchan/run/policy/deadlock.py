@@ -58,8 +58,8 @@ class Waits:
         channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
-        moves: Whether something may still move. This is so if a worker is not waiting, a dead worker has not
-            been replaced yet, or an event loop has other work.
+        moves: Whether something may still move, because a worker is not waiting, a dead worker has not been
+            replaced yet, or an event loop has other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges request items ahead of time and buffer outputs, so whether they are
-        waiting tells nothing about the workers.
+        The local ports of these edges request items ahead of time and buffer outputs, so whether these ports
+        are waiting says nothing about the workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []

@@ -20,10 +20,10 @@ killed. A thread that is stuck in the user's code can't be ended, so it is aband
 stopped. The remaining workers are no longer needed, for example a source that is waiting for its device.
 
 If a worker process dies in *running* or *stopping*, it is replaced as long as its stage has restarts left
-(``policy/restart_limit.py``). The first replacement starts at once. Before later ones there is a pause that
-doubles with every death over the same item. A worker that dies ``HOPELESS`` times in a row before it starts
-to work is not replaced again. If the user has set the number of restarts, that number is used in place of
-``HOPELESS``, however long each start takes.
+(``policy/restart_limit.py``). The first replacement starts at once. Before each later one there is a pause,
+which doubles with every death while processing the same item. A worker that dies ``HOPELESS`` times in a row
+before it starts to work is not replaced again. If the user has set the number of restarts, that number is
+used in place of ``HOPELESS``, however long each start takes.
 
 ``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about the number
 of a stage's workers. If a worker that is to be removed dies first, it is replaced as usual, and then its
@@ -98,7 +98,7 @@ class StopRequested:
 
     Attributes:
         timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
-        finish_queued: Whether to finish the items that are waiting in channels too, or only those that
+        finish_queued: Whether to finish the items that are waiting in channels as well, or only those that
             workers are processing.
     """
 

@@ -2,8 +2,8 @@
 
 Each function is the loop of one operator and receives an :class:`OperatorJob` and its ports. It returns when
 its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A loop
-takes the next item only after it has done all work for the current one, because this marks the current one as
-finished.
+takes the next item only after it has done all work for the current one, because taking an item marks the
+previous one as finished.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class OperatorJob:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason that it cannot be unpickled. Or
-        ``deaths`` workers have died while they were processing it.
+        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers have died
+        while processing the item.
         """
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
