@@ -20,8 +20,8 @@ T_co = TypeVar("T_co", covariant=True)
 class Dataset(IterableDataset[T_co]):
     """Iterable that yields one epoch per iteration, returned by :func:`dataset`.
 
-    In a ``with`` block of the dataset, the same worker processes serve all epochs. Inside the block only one
-    iteration can run at a time, so ``zip(data, data)`` must be outside of it.
+    Inside ``with data:``, the same worker processes serve all epochs. Inside the block only one iteration can
+    run at a time, so ``zip(data, data)`` must be outside of it.
 
     Args:
         stream: Stream of a graph, read only by the dataset.

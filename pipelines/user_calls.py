@@ -1,4 +1,4 @@
-"""Call a user's function on behalf of another caller, and pass that caller any exception."""
+"""Call a user's function for a caller elsewhere, and pass any exception back to that caller."""
 
 from __future__ import annotations
 

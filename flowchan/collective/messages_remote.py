@@ -1,4 +1,4 @@
-"""Messages to members on other hosts, over one connection for each pair and direction in use.
+"""Messages to members on other hosts: one connection from each sender to each of its receivers.
 
 Every member has a listening thread. A message that is sent waits in a channel until another thread has
 connected to the receiver and forwards the message. On the receiving side, a thread puts it into the channel

@@ -178,7 +178,7 @@ class SharedGroup(_core.Group, Group):
     # --- methods that the core calls ---
 
     def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
-        """Raise the error for the code with which an operation ended."""
+        """Raise the exception that matches the status of an operation."""
         call = NAMES[doing]
         if end == MISMATCH:
             x, more = self._original_call or (x, more)

@@ -292,7 +292,8 @@ def _device(name: Any) -> torch.device:
 
 
 # --- FSDP gathers parameters for a whole call and reduces their gradients once. That works for a whole pipe
-# with its parts on threads. Within a pipe, it would happen for each micro-batch, with wrong gradients. ---
+# with its parts on threads. For layers inside a pipe, FSDP would gather and reduce once per micro-batch, and
+# the gradients would be wrong. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:

@@ -134,7 +134,7 @@ class Execution:
         return isinstance(self._held[key], _Again)
 
     def again(self, key: Key) -> None:
-        """Recompute the forward pass and build its graph."""
+        """Recompute the forward pass, and record its autograd graph."""
         held = self._held[key]
         assert isinstance(held, _Again)
         with self.norms.deferring(count=False):
@@ -144,9 +144,9 @@ class Execution:
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch.
 
-        It starts from ``gradients``, the gradients of those outputs that want them; if they are ``None``, it
-        starts from the loss. It adds to ``grad`` of the part's parameters, and returns the gradients of the
-        inputs that want them.
+        It starts from ``gradients``, which holds the gradients of the outputs that require one, or from the
+        loss if ``gradients`` is ``None``. It adds to the ``grad`` of the part's parameters, and returns the
+        gradients of the inputs that require one.
         """
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -171,7 +171,7 @@ class Execution:
         return tuple(leaf.grad for leaf in held.leaves)
 
     def weights(self, key: Key) -> None:
-        """Run the second half of :meth:`backward`, which adds to ``grad`` of the part's parameters."""
+        """Run the second half of :meth:`backward`, which adds to the ``grad`` of the part's parameters."""
         self._halves.pop(key).second()
 
     def gradients(
@@ -179,8 +179,8 @@ class Execution:
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch without changing any ``grad``.
 
-        Returns the gradients of the inputs that want them, followed by the gradients of ``parameters``.
-        ``keep`` means that the graph is kept for another backward pass.
+        Returns the gradients of the inputs that require one, followed by the gradients of ``parameters``. If
+        ``keep`` is true, the autograd graph is kept for another backward pass.
         """
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -191,13 +191,13 @@ class Execution:
         return torch.autograd.grad(outputs, requested, given, retain_graph=keep, allow_unused=True)
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
-        """Run a forward pass without a graph."""
+        """Run a forward pass without recording an autograd graph."""
         with torch.no_grad(), self._counting(), cast_as(casting):
             value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
         return Passed(value, skips, ())
 
     def evaluate(self, passed: Passed, casting: Casting) -> Passed:
-        """Run a forward pass without a graph, in ``eval`` mode."""
+        """Run a forward pass in ``eval`` mode, without recording an autograd graph."""
         modes = [(module, module.training) for module in self.part.module.modules()]
         self.part.module.eval()
         try:
@@ -207,7 +207,7 @@ class Execution:
                 module.training = training
 
     def drop(self, number: int) -> None:
-        """Release the graphs of a step or call."""
+        """Release the autograd graphs of a step or call."""
         self._held = {key: held for key, held in self._held.items() if key[0] != number}
 
     def close(self) -> None:

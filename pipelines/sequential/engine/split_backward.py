@@ -35,8 +35,8 @@ Gradients = tuple[Tensor | None, ...]
 class SplitBackward:
     """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights.
 
-    ``given`` are the gradients of the roots; if it is ``None``, the roots are losses. :meth:`first` adds to
-    ``grad`` of the inputs, and :meth:`second` adds to ``grad`` of the weights.
+    ``given`` holds the gradients of the roots, or is ``None`` if the roots are losses. :meth:`first` adds to
+    the ``grad`` of the inputs, and :meth:`second` adds to the ``grad`` of the weights.
     """
 
     def __init__(
