@@ -234,7 +234,7 @@ class SharedGroup(_core.Group, Group):
     def _hold_slot(self) -> None:
         """Lock this member's descriptor until a process joins as this member.
 
-        From the lock, the other members see that a process can still join as this member.
+        The lock shows the other members that a process can still join as this member.
         """
         self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
         _unused.add(self)
@@ -362,7 +362,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
     All processes that ``gather`` connects must call it.
 
     Args:
-        gather: Exchanges a value with all these processes.
+        gather: Function that exchanges a value with all these processes.
         rank: Rank of this process.
         members: Ranks of the members.
         name: Name of the group in messages.

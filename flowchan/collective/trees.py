@@ -1,4 +1,4 @@
-"""Trees of a group's hosts, along which data goes from one host to all or from all to one.
+"""Trees of a group's hosts, along which data is sent from one host to all or from all to one.
 
 When the leaders of the hosts have connected, each pair measures how long it takes to send one byte and to
 send ``REFERENCE`` bytes. A tree is built from these times with the greedy rule "earliest completion first".
@@ -44,7 +44,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of hosts: the parent of each host, and its children in the order in which they are sent to."""
+    """A tree of hosts: the parent of each host, and its children in the order in which it sends to them."""
 
     root: int
     parent: dict[int, int]

@@ -257,7 +257,7 @@ class Supervisor:
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller is waiting for the answer to a request any more.
+        """Tell other hosts that no caller is waiting for the answer to a request any longer.
 
         Event loops call this method, so it never blocks. If the queue is full, no message is sent, and a
         worker does unnecessary work.
@@ -471,7 +471,7 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel all coroutines if the run is ending, else those of sources whose outputs have no readers.
+        """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
 
         In a finishing run, coroutines get a moment to end first.
         """

@@ -164,7 +164,7 @@ class Gradients:
         self._buffers = [
             _Bucket(parameters, mean_by(compress, parameters[0].dtype)) for parameters in _in_buckets(module)
         ]
-        # for the first buffers; all members must start them in the same order
+        # handles for the first buffers; all members must start these in the same order
         self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         # weak, because the garbage collector does not see references from a parameter's hooks
@@ -179,7 +179,7 @@ class Gradients:
     def wait(self) -> None:
         """Wait until all gradients have been replaced with their means over all members.
 
-        Call it after ``backward``, before using the gradients.
+        Call this method after ``backward`` and before using the gradients.
         """
         for buffer in self._buffers[len(self._started) :]:
             buffer.complete()
@@ -382,9 +382,9 @@ class AllReduceSGD:
 class ElasticAverage:
     """Train replicas of a module independently, and average them elastically every few steps.
 
-    At each average, the centre moves towards the mean of the replicas by ``strength``, and each replica moves
-    towards the centre by ``strength / group.size``. All replicas start with the parameters of rank 0. The
-    centre is equal on all members, bit for bit.
+    At each average, the centre moves towards the mean of the replicas by the fraction ``strength``, and each
+    replica moves towards the centre by the fraction ``strength / group.size``. All replicas start with the
+    parameters of rank 0. The centre is equal on all members, bit for bit.
 
     The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
     alpha, so the algorithm is stable for any group size.
@@ -431,7 +431,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the optimizer, and average the replicas if it is time. Call it after each step."""
+        """Count a step of the optimizer, and average the replicas if due. Call this after each step."""
         self._steps += 1
         if self._steps % self._every:
             return
@@ -440,7 +440,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # only now: if a member died above, the centre has not moved
+        for parameter, pull in own:  # only now, so that the centre has not moved if a member died above
             parameter.sub_(pull)
 
     def join(self) -> None:
