@@ -1,7 +1,7 @@
-"""Forward and backward passes of one part, separate from the graphs of other parts.
+"""Forward and backward passes of one part, with an autograd graph of its own.
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
-are wanted. The backward pass starts from the gradients of the outputs and returns the gradients of the
+are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the
 leaves, from which the previous part continues. This applies the chain rule by hand at the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
@@ -48,7 +48,7 @@ Tail = Callable[[Any], Tensor]
 class Passed(NamedTuple):
     """A micro-batch between two parts: its value, and its skips by name.
 
-    ``wants`` says for each tensor, in the order of :func:`listed`, whether its gradient must be returned.
+    ``wants`` holds, for each tensor in the order of :func:`listed`, whether its gradient must be returned.
     """
 
     value: Any
@@ -57,9 +57,9 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass with its graph.
+    """A forward pass with its autograd graph.
 
-    It holds the leaves whose gradients are wanted, and the outputs that may receive gradients.
+    It holds the leaves whose gradients are needed, and the outputs that may receive gradients.
     """
 
     leaves: list[Tensor]
@@ -112,7 +112,7 @@ class Execution:
         casting: Casting = (),
         soon: bool = False,
     ) -> Passed:
-        """Run the forward pass of a micro-batch, and return the outputs, detached.
+        """Run the forward pass of a micro-batch, and return the detached outputs.
 
         ``soon`` means that the backward pass follows immediately, so recomputing would save no memory.
         """
@@ -221,7 +221,7 @@ class Execution:
     def _run(
         self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
     ) -> tuple[Any, Skips, list[Tensor]]:
-        """Run the part, and return its output, its skips and the leaves whose gradients are wanted."""
+        """Run the part, and return its output, its skips and the leaves whose gradients are needed."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
 
@@ -258,7 +258,7 @@ class Execution:
 def may_draw(module: nn.Module) -> bool:
     """Return True if the module may draw random numbers.
 
-    A module that consists only of deterministic torch layers and functions, and has no hooks, does not.
+    A module without hooks that consists only of deterministic torch layers and functions draws none.
     """
     return any(
         layer.draws

@@ -12,9 +12,9 @@ can be reached without passing through another fork. Nothing is computed twice. 
     loss ──> [node] ──────────> [node] ─────────> inputs      first half: along here
                 └──> weights       └──> weights               second half: from each node down
 
-Some weights get their gradients in the first half. A node written as a Python function would otherwise
-compute everything twice. Nodes that share a weight cannot be split, because one node's path to the weight may
-lead through the other. Hooks on tensors inside a layer are called in both halves, but take effect only once.
+Some weights get their gradients in the first half. A node that is a Python function would otherwise compute
+everything twice. Nodes that share a weight cannot be split, because one node's path to the weight may lead
+through another node. Hooks on tensors inside a layer are called in both halves, but take effect only once.
 """
 
 from __future__ import annotations
