@@ -438,8 +438,7 @@ class RemotePeer:
         return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
-        """End calls that are waiting for a message, and drop later messages, so that their sender can end.
-        """
+        """End calls that are waiting for a message, and drop later messages, so that their sender can end."""
         self._receives_no_more = True
         self._in.abort()
 

@@ -1,7 +1,7 @@
 """Pools of hosts for ``on=``, and channels between programs on different hosts.
 
-The modules for channels between programs are imported on first use. Agents do not need them, and every import
-would delay the start of an agent.
+The modules for channels between programs are imported on first use. Agents do not need these modules, and
+every import would delay the start of an agent.
 """
 
 from __future__ import annotations

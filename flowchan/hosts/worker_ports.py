@@ -62,7 +62,7 @@ class HostWorkers:
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
-    # link counters of the agents that have died
+    # sums of the link counters of agents that have died
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
@@ -120,7 +120,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Combine the reports of the waiting threads of these streams' workers."""
+    """Combine the agents' reports on which threads of these streams' workers wait."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}

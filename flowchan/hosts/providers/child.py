@@ -23,9 +23,9 @@ UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIG
 class Child:
     """A child process that holds an agent.
 
-    The child has its own session, so that Ctrl-C in a terminal does not end it: that is the driver's
-    decision. Its output is relayed line by line, prefixed with the host's name. On the signal ``kill_by``,
-    the child ends the agent.
+    The child has its own session, so that Ctrl-C in a terminal does not end it: the driver decides when it
+    ends. Its output is relayed line by line, prefixed with the host's name. When the child receives the
+    signal ``kill_by``, it ends the agent.
     """
 
     def __init__(
