@@ -70,7 +70,7 @@ _NEED_TORCH = {
     **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
 }
-"""Modules of the names that need torch."""
+"""Modules that define the names that need torch."""
 
 
 def __getattr__(name: str) -> Any:

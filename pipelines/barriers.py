@@ -32,7 +32,7 @@ class _Generation:
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
-    """Used alternately: a thread that is early for the next meeting cannot pass the gate of this one."""
+    """Used alternately, so that a thread that is early for the next phase can't pass this phase's gate."""
 
     @classmethod
     def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
@@ -97,8 +97,8 @@ class Barrier:
 
         Raises:
             threading.BrokenBarrierError: ``timeout`` expired in this or another thread, or the barrier was
-            aborted or
-                reset. All waiting threads raise it, and so do later calls until :meth:`reset`.
+                aborted or reset. All waiting threads raise this error, and so do later calls until
+                :meth:`reset`.
         """
         generation = self._generation
         try:

@@ -36,7 +36,7 @@ MOST_THREADS = 32
 """Default maximum number of threads in a pool, the same as for Python's executors."""
 
 WAITING = 10**12
-"""Maximum number of waiting tasks. It is so large that ``submit`` never waits, as in any executor."""
+"""Maximum number of waiting tasks: so large that ``submit`` never waits, as in other executors."""
 
 
 class TaskPool(Executor):

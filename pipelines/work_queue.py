@@ -28,15 +28,13 @@ POLL_INTERVAL_S = 0.1
 """Seconds between two checks by an owner that is waiting for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Maximum number of unread answers, more than fit into memory.
-
-Between processes, each slot costs 256 bytes of address space, hence the smaller number.
+"""Maximum number of unread answers: more than fit into memory. Between processes, the number is smaller,
+because each slot costs 256 bytes of address space.
 """
 
 OWNER_TIMEOUT_S = 10.0
-"""Maximum seconds between claiming a name and publishing the queue.
-
-A creator that is alive needs microseconds.
+"""Maximum number of seconds between claiming a name and publishing the queue. A live creator needs
+microseconds.
 """
 
 

@@ -58,8 +58,8 @@ class Group(GroupSteps):
 
     name: str
     leaders: Group | None = None
-    """On rank 0 of a group that ``split`` created, the group of the first members of all parts, in rank
-    order; else None. Closing this member also closes its member of that group."""
+    """On rank 0 of a group that ``split`` created, the group of the first members of all new groups, in rank
+    order; otherwise None. Closing this member also closes its member of that group."""
 
     def _begin(self, name: str) -> None:
         self.name = name

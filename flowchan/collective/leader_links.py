@@ -44,7 +44,7 @@ from flowchan.collective.value_bytes import dumps
 from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
-"""Seconds to wait until a leader's last message has arrived completely."""
+"""Seconds to wait for the rest of a leader's last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
 """Largest arrays, in bytes, that leaders exchange whole; for larger ones, each leader combines one slice.
 Two hosts send the same amount either way, but exchanging whole arrays takes one step instead of two."""

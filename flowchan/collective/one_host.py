@@ -26,7 +26,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, take_over
 
 MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
-"""Codes with which the core reports how an operation ended."""
+"""Status codes with which the core reports how an operation ended."""
 
 PRESENT, LEFT, _GAVE_UP = range(3)
 

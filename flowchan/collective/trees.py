@@ -22,7 +22,7 @@ LEAST = 1e-4
 """Shortest time, in seconds, that is distinguished. Shorter times reflect other load on the machines rather
 than the connection."""
 HARDLY = 1.25
-"""A preferred message may arrive at most this many times as late as the earliest one."""
+"""A preferred message may take at most this many times as long to arrive as the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 

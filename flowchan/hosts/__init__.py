@@ -156,7 +156,7 @@ def ray(
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""Modules that are imported on first use, by the name that each defines."""
+"""Modules that are imported on first use, keyed by the name that each one defines."""
 
 
 def __getattr__(name: str) -> Any:

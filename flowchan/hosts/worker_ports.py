@@ -43,8 +43,8 @@ class WorkerPorts:
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""Limits at which the driver gives up on a host: the number of agents started on it within WITHIN_S seconds,
-and the number of agents in a row that never dialled."""
+"""Limits at which the driver gives up on a host: the number of agents started on the host within WITHIN_S
+seconds, and the number of agents in a row that never dialled."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 

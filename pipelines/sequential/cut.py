@@ -28,8 +28,8 @@ CHUNKS = 8
 
 PAYS = 50e6
 """Floating-point operations per part that justify another micro-batch. They take about a millisecond on one
-core, several times the cost of passing a micro-batch on. They are counted, not timed, so every run uses the
-same number of micro-batches."""
+core, which is several times the cost of passing on a micro-batch. They are counted, not timed, so every run
+uses the same number of micro-batches."""
 
 ADDS = 512
 """Minimum number of forward operations per parameter and micro-batch, if there is a backward pass. Each

@@ -245,9 +245,8 @@ class LiveView:
 
     Args:
         stream: Stream to write to (default: standard error, so that standard output contains only the
-            program's
-            output). If it is a terminal, the output of this process and its children appears above the
-            drawing.
+            program's output). If the stream is a terminal, the output of this process and its children
+            appears above the drawing.
         clock: Clock that determines when a line is due (default: ``time.monotonic``).
         graph: Graph whose progress is shown (default: none; the view then shows the activity of the stages).
     """

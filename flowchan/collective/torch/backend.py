@@ -34,7 +34,7 @@ from flowchan.collective.rendezvous.store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024
-"""Smallest operation, in bytes, that a thread runs while its caller continues."""
+"""Size in bytes from which a thread runs an operation while its caller continues."""
 _TURN = 0.02
 """Seconds after which a receiving thread lets another thread receive."""
 

@@ -29,7 +29,7 @@ from flowchan.items.arguments import whole
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients that are averaged at a time, while backward computes the gradients of earlier layers."""
+"""Bytes of gradients that are averaged together, while backward computes the gradients of earlier layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:

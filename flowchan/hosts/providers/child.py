@@ -14,7 +14,7 @@ from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
 """Function that returns why an agent ended, given the exit code (negative for a signal) and the output.
-``None`` means that these do not show that the agent has ended."""
+``None`` means that the exit code and the output do not show that the agent has ended."""
 
 GENTLY = 5.0  # grace period in seconds before SIGKILL, for a process that must first end remote processes
 UNKNOWN_EXIT = "ended with an unknown exit code, because the program ignores SIGCHLD or collects its children"

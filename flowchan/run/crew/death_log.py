@@ -14,8 +14,9 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths over a batch after all its members were tried. After that, members are excluded
-again, because a function that kills its worker only in its second call would otherwise run forever."""
+"""Maximum number of deaths with a batch after all its members were tried. After that many deaths, members are
+excluded again, because a function that kills its worker only in its second call would otherwise run
+forever."""
 
 
 class DeathLog:

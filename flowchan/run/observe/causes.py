@@ -32,9 +32,9 @@ A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
 LIMITED = 0.7
-"""Share of the limit of its rate from which a stage is held back by the limit."""
+"""Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
-"""Maximum number of cores that threads use if they share one lock."""
+"""Maximum number of cores that threads use if they share one interpreter lock."""
 CROWDED = 4.0
 """Maximum time that a thread is assumed to hold the lock without a core, as a multiple of its CPU time."""
 

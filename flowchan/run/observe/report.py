@@ -234,7 +234,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""Maps the title of a column to whether it is left-aligned, and to its cells with the title first."""
+"""Maps the title of a column to whether it is left-aligned, and to its cells, title first."""
 
 
 def _longest(cells: list[str]) -> int:

@@ -22,7 +22,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSecon
 EVERY_S = 0.5
 """Minimum number of seconds between two snapshots of a run."""
 COST = 1000
-"""Minimum ratio of the time between two snapshots to the time needed to take one."""
+"""Minimum ratio of the time between two snapshots to the time that taking one needs."""
 FINENESS = 8
 """A snapshot is dropped if its neighbours are no farther apart than their age divided by this number."""
 

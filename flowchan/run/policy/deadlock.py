@@ -14,7 +14,7 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
-"""Seconds without movement after which a run counts as stuck."""
+"""Seconds without any progress after which a run counts as stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read "
     "its branches independently"
@@ -24,7 +24,7 @@ MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
     "writer has free places but no memory left"
 )
-"""Remedies if a worker is waiting to put, if all are waiting to get, and if memory is short."""
+"""Remedies if a worker is waiting to put, if all workers are waiting to get, and if memory is short."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,10 +72,10 @@ STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Pause before a replacement starts, in seconds: after two deaths over the same item, and at most."""
+"""Pause before a replacement starts, in seconds: after two deaths on the same item, and at most."""
 
 HOPELESS = 4
-"""Number of times that a worker may die before it starts to work; the last death ends the run."""
+"""Number of deaths in a row, before the worker starts to work, that end the run."""
 
 
 @dataclass(frozen=True, slots=True)

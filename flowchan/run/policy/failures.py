@@ -13,7 +13,7 @@ from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""Exit code of a worker process that asks to be replaced, which does not count as a death (Retires)."""
+"""Exit code of a worker process that asks to be replaced (``Retires``); this does not count as a death."""
 
 
 class OwnEnd(BaseException):
@@ -63,7 +63,7 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""Used if no worker has died over the first item."""
+"""Used if no worker has died while processing the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:

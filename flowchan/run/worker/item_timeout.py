@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_TIMEOUT_S = 1e-6
-"""Shortest time limit in seconds, because zero would turn the timer off."""
+"""Shortest time limit in seconds; zero would turn the timer off."""
 
 
 def exceeded(stage: Stage) -> str:
