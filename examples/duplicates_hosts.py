@@ -45,7 +45,7 @@ def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Find files with identical content, hashing them on several hosts."
+        description="Find files with equal content, and compute the hashes on several hosts."
     )
     parser.add_argument("directory", nargs="?", default=str(STANDARD_LIBRARY))
     parser.add_argument("hosts", nargs="*")

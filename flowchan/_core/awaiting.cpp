@@ -88,7 +88,7 @@ void Await::leave(bool unused) {
 
 void Watch::ring() {
     doorbell_.fetch_add(1,
-                        std::memory_order_seq_cst);  // pairs with the load in `sleep` after it sets `asleep_`
+                        std::memory_order_seq_cst);  // partner: the load in `sleep`, after `asleep_` was set
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 

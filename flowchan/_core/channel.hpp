@@ -45,8 +45,8 @@ class Channel {
     uint64_t moved_there = 0;         // elsewhere: the owner's puts and gets when it was last asked
     int64_t last_found_nothing = 0;   // elsewhere: when the owner last had nothing for a select
     std::atomic<uint32_t> plain = 0;  // ring: this process's own session, opened when first needed
-    // number of coroutines of this process that wait here; a count for stats that orders no memory access
-    std::atomic<uint32_t> awaiting = 0;
+    std::atomic<uint32_t> awaiting =
+        0;  // coroutines of this process that wait here: a count for stats, no partner
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
     Channel(int fd, int socket, std::string name);
@@ -170,8 +170,8 @@ struct In {
     Turn turn;
     std::atomic<bool> copying = false;  // an item is being read in place: the port cannot be closed now
     // Receives, in the caller's place, an item that cannot be used: (its stand-in, deaths, error or None).
-    // An item can't be used if it can't be unpickled, or if `max_deaths` workers have died while processing
-    // it (0: no limit).
+    // That is an item that cannot be unpickled, or one with which `max_deaths` workers have died (0: no such
+    // limit).
     uint64_t max_deaths = 0;
     nb::object on_poison;
     std::vector<nb::object> due;  // callbacks for when the leased items are finished

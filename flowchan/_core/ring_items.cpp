@@ -285,8 +285,7 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {
     if (!std::erase(decoding_, number) || !std::exchange(decoding_seen_, false)) return;
-    // The link called first_undecoded() while this item was being decoded; wake it so that it looks again.
-    wakes.writers += h_->writer_queue.call(1);
+    wakes.writers += h_->writer_queue.call(1);  // the link has looked too early
 }
 
 uint64_t Ring::first_undecoded() {

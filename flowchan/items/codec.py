@@ -40,8 +40,8 @@ Packed = bytes | list[Any]
 def pack(value: object) -> Packed:
     """Serialise a value as a channel between processes does, so that it can be sent in the value's place.
 
-    :func:`unpack` restores the value. A receiver can therefore keep the packed item until it restores the
-    value, and decide what to do if that fails.
+    :func:`unpack` makes the value. So a receiver can keep the packed item before it makes any part of the
+    value, and decide what to do if this fails.
 
     Args:
         value: Any value that can be an item.
@@ -289,8 +289,7 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
     """Make the object that :func:`dumps` was given.
 
     A PINNED or PARCEL item comes as a tuple: a view that keeps the item alive, the pickle and its buffers,
-    and the fd bundle. The bundle is a pair: its descriptors, and the errno that explains why some are
-    missing.
+    and the fd bundle. The bundle is a pair of its descriptors and the errno of those that are missing.
     """
     if keeps_sealed.get() and not isinstance(data, tuple):
         return Sealed(data)

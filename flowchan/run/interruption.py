@@ -55,7 +55,7 @@ class Interruption:
         raise self._error(lambda _: outcome, number) from self._failure()
 
     def error(self) -> Interrupted:
-        """Return the error to raise for Ctrl-C. Reading the error's results ends the run if necessary."""
+        """Return the error to raise for Ctrl-C. Reading its results ends the run if it is still going on."""
         return self._error(self._tell)
 
     def _error(self, tell: Callable[[Interrupted], Outcome], number: int = signal.SIGINT) -> Interrupted:

@@ -44,9 +44,9 @@ class ObservedRun(ABC):
         """Return the current statistics of the run.
 
         Args:
-            window: Length, in seconds, of the period to which rates, shares and the cause refer (default: the
-                whole run). The ``window`` of the result is the actual length. It may be up to half a second
-                longer, or shorter if the run has not lasted that long.
+            window: Seconds to which rates, shares and the cause refer (default: the whole run). The
+                ``window`` of the result is the actual length. It may be up to half a second longer, or
+                shorter if the run has not lasted that long.
 
         Returns:
             Statistics of the stages, the channels and the hosts.
@@ -125,7 +125,7 @@ class ObservedRun(ABC):
 
         Returns:
             Text with one line for each stage. If the stage is waiting, the line gives the channel, the time
-            so far and the state of the stage at the other end.
+            so far and the state of the stage on the other end.
 
         Example:
             >>> from flowchan import Graph
@@ -150,7 +150,7 @@ class ObservedRun(ABC):
 
         Raises:
             RunError: A stage failed.
-            Interrupted: The program received Ctrl-C or SIGTERM. The exception holds the results.
+            Interrupted: Ctrl-C or SIGTERM came; it holds the results.
 
         Example:
             >>> from flowchan import Graph
@@ -176,7 +176,7 @@ class ObservedRun(ABC):
         return ready
 
     def health(self) -> Health:
-        """Return the current health of the run: readiness, states of the stages, and waiting requests.
+        """Return the present health of the run: whether it is ready, its stages, and its waiting requests.
 
         Returns:
             The health, for the probes of a service manager.

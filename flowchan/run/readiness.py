@@ -9,13 +9,13 @@ from flowchan.run.policy.health import Health, health_of
 from flowchan.run.supervisor import Supervisor
 
 POLL_INTERVAL_S = 0.02
-"""Seconds between two checks of whether all workers have started to work."""
+"""Seconds between two checks whether all workers have started work."""
 
 
 def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
     """Wait until all workers have started to work, the run stops or ends, or ``timeout`` seconds have passed.
 
-    Return whether all workers are working. If the run fails, it has ended when this function returns.
+    Return whether all workers work. A run that fails has ended when this returns.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
@@ -30,7 +30,7 @@ def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
 
 
 def health(supervisor: Supervisor) -> Health:
-    """Return the current health of a run."""
+    """Return the present health of a run."""
     state, stats = supervisor.state, supervisor.stats()
     waiting = 0 if supervisor.asking is None else supervisor.asking.waiting
     failed = bool(state.failures) or supervisor.crashed is not None

@@ -16,14 +16,14 @@ class Health:
     """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
 
     Attributes:
-        ready: Whether the run takes items and no stage is "starting". It stays True if, after a death or
-            ``run.scale()``, some workers of a stage are working while others start. It is False after a stop.
+        ready: Whether the run takes items and no stage is "starting". It stays True while some workers of a
+            stage work and others start, after a death or ``run.scale()``. It is False after a stop.
         failed: Whether the run has failed.
         stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
-            then "running", and finally "ended".
-        restarts_left: Number of restarts that each stage on processes has left now. Once a stage has none
-            left, the next death ends the run. Stages without a limit are left out.
-        waiting: Number of ``ask`` calls that are waiting for their answers.
+            "running" then, and "ended".
+        restarts_left: Number of restarts that each stage on processes has left at present. The next death
+            after them ends the run. Stages without a limit are left out.
+        waiting: Number of ``ask`` calls that wait for their answers.
 
     Example:
         >>> import dataclasses

@@ -1,13 +1,12 @@
 """Space the starts of a stage's items evenly: ``rate=``.
 
-Algorithm. The generic cell rate algorithm (ITU-T I.371) with a burst of one. In each run, a stage has one
-time value: the start of its next item. A worker takes that time for its item and advances the value by one
-interval, in one step under a lock. Then the worker waits until the time that it took. Unused starts are not
-saved up.
+Algorithm. The generic cell rate algorithm (ITU-T I.371) with a burst of one. A stage has one time in each
+run: the start of its next item. A worker takes that time for its item and moves it on by one interval, in one
+step under a lock. Then it waits until the time that it took. Time in which no item starts is not saved up.
 
 Invariants. A worker holds the lock only while it reads and writes the time. The kernel releases a lock on a
-file when the process that holds it ends. A worker killed at any point therefore leaves at most one start
-unused, and does not block other workers.
+file when the process that holds it ends. So a worker killed at any point leaves at most one start unused, and
+blocks no other worker.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def pace_of(stage: Stage) -> Pace | None:
 
 
 def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Return ``function`` with a wait before each call, until the time of its start.
+    """Return ``function`` with a wait before each call until its start.
 
     The wait raises ``OwnEnd`` if the run is aborted or fails, because that is not a failure of the item.
     """
@@ -135,7 +134,7 @@ def paced(function: Callable[..., Any], pace: Pace, is_over: Callable[[], bool])
 
 
 def wait_until(until: float, is_over: Callable[[], bool], purpose: str) -> None:
-    """Wait until a time on the monotonic clock; raise ``Broken`` if the run ends earlier."""
+    """Wait until a time on the monotonic clock; raise ``Broken`` if the run ends before."""
     while (remaining := until - time.monotonic()) > 0:
         if is_over():
             raise Broken(f"the run failed or was aborted while an item was waiting for its {purpose}")
