@@ -20,7 +20,7 @@ class Lock(Held, Shared):
     """Reentrant lock for threads in several processes, like ``threading.RLock``.
 
     Pass the lock to another process as an argument, through a channel, or by fork. If the process that holds
-    the lock dies, the next waiting thread gets the lock; the update that the dead process was making may be
+    the lock dies, the next waiting thread gets the lock. The update that the dead process was making may be
     incomplete. A forked child does not hold its parent's lock. With ``across="hosts"``, the lock works only
     while the process that created it is alive.
 

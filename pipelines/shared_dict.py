@@ -224,7 +224,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
 
 def _packed(value: Any) -> Any:
-    """Pack a value so that arrays, too, are copied on each access, and each reader owns its copy."""
+    """Pack a value. Even arrays are copied on each access, so that each reader owns its copy."""
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed

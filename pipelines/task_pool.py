@@ -42,10 +42,10 @@ WAITING = 10**12
 class TaskPool(Executor):
     """Executor that runs tasks on threads, processes or hosts.
 
-    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. With
-    processes, the next task already counts as started while it is waiting for a worker. If a worker process
-    dies, its task fails with ``WorkerDied``, and a new worker replaces it. Leaving the ``with`` block,
-    ``close()`` and the interpreter's exit all wait for the tasks.
+    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. If the
+    workers are processes, the next task already counts as started while it is waiting for a worker. If a
+    worker process dies, its task fails with ``WorkerDied``, and a new worker replaces it. Leaving the
+    ``with`` block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
         workers: Number of workers. Default: one process per core; or four threads more than there are cores,

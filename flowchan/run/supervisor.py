@@ -26,7 +26,7 @@ unless noted.
   however long it takes. ``run.stop(finish_queued=False)`` discards the items that are waiting in channels for
   a stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute,
   the run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded
-  time. The user gets the finished results: Ctrl-C in ``graph.run()``, in ``wait()``, in a loop over
+  time. The user gets the finished results. Ctrl-C in ``graph.run()``, in ``wait()``, in a loop over
   ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. The command prints one
   line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py, test_stop_signals.py,
   test_interrupted.py, test_supervisor.py, test_run_decisions.py)

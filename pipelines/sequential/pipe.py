@@ -344,7 +344,7 @@ class Sequential(nn.Module):
             optimizer: Function that takes a list of parameters and returns an optimizer. ``None``: each step
                 adds to the ``grad`` of the module's parameters, for your own optimizer.
             schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
-                several, ``"zbv"`` or ``"dualpipev"`` with two. Your own schedule is a text with one line per
+                several, ``"zbv"`` or ``"dualpipev"`` with two. Your own schedule is text with one line per
                 worker, or a function of worker, workers, parts and chunks that returns steps or a line.
                 ``None``: ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else
                 ``"1f1b"``.

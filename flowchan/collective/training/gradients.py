@@ -382,8 +382,8 @@ class AllReduceSGD:
 class ElasticAverage:
     """Train replicas of a module independently, and average them elastically every few steps.
 
-    At each average, the centre moves towards the mean of the replicas by the fraction ``strength``, and each
-    replica moves towards the centre by the fraction ``strength / group.size``. All replicas start with the
+    At each average, the centre moves by the fraction ``strength`` towards the mean of the replicas. Each
+    replica moves by the fraction ``strength / group.size`` towards the centre. All replicas start with the
     parameters of rank 0. The centre is equal on all members, bit for bit.
 
     The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and

@@ -1,9 +1,9 @@
 """Loops of the operators. Each loop works with ports, like a general stage that a user writes.
 
 Each function is the loop of one operator and receives an :class:`OperatorJob` and its ports. It returns when
-its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A loop
-takes the next item only after it has done all work for the current one, because taking an item marks the
-previous one as finished.
+its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. Taking an
+item marks the previous one as finished, so a loop takes the next item only after all work for the current
+one.
 """
 
 from __future__ import annotations
