@@ -58,8 +58,8 @@ class Waits:
         channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
-        moves: Whether something may still move: a worker that is not waiting, a dead worker that has not been
-            replaced yet, or an event loop with other work.
+        moves: Whether something may still move: a worker that is not waiting, a dead worker without a
+            replacement, or an event loop with other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)

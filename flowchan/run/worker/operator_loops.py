@@ -46,7 +46,7 @@ class OperatorJob:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
-    pace: Pace | None = None  # of an async function; otherwise the function waits for its own starts
+    pace: Pace | None = None  # for an async function; any other function itself waits for its starts
     errors: Out[Failed[Any]] | None = None
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None

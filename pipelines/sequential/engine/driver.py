@@ -1,8 +1,8 @@
 """The program's side of a run, which starts and ends the run and exchanges messages with the workers.
 
 The last stage, ``results``, only lends its ports to the program, which reads from them directly. A thread
-between the parts and the program would interrupt a part twice per batch: when the thread wakes up, and when
-it wakes the program. A watcher thread waits until the run ends, so callers that are waiting always return.
+between the parts and the program would interrupt a part twice per batch: when it wakes up, and when it wakes
+the program. A watcher thread waits until the run ends, so callers that are waiting always return.
 """
 
 from __future__ import annotations
