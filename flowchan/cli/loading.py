@@ -30,8 +30,8 @@ class LoadError(FlowchanError):
     """No graph could be loaded from the file.
 
     The file does not exist, is not valid Python, fails during import, or defines no graph or several graphs.
-    Another cause is arguments that do not fit the file's function. The message is one line; ``__cause__`` is
-    the user's own error.
+    The arguments may also not fit the file's function. The message is one line; ``__cause__`` is the user's
+    own error.
     """
 
 
