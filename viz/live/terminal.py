@@ -1,6 +1,6 @@
 """Show a run on a terminal as a table of its stages or as progress bars, or else print lines.
 
-While the drawing is shown, other output must appear above it: the program, its threads, C libraries, worker
+While the drawing is shown, other output must appear above it. The program, its threads, C libraries, worker
 processes and their children must not write into the table. The standard streams are therefore redirected to a
 pseudoterminal, which a thread reads. Because it is a terminal, all of these writers still write line by line
 and in colour.
