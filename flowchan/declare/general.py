@@ -165,8 +165,7 @@ class General(Builder):
                     first with the group of the survivors, then with the complete group.
                 gpus (int): GPUs reserved for each worker (default: 0). This requires worker processes.
                 per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
-                    ``(worker, item)`` (default: none). Each item goes to the worker with that number (from
-                    1).
+                    ``(worker, item)`` (default: none). The item goes to that worker, numbered from 1.
 
         Returns:
             ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.

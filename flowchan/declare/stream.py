@@ -96,16 +96,14 @@ class Stream(StreamHandle[T_co]):
                 retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
-                timeout (float): Time limit for one item in seconds (default: none). An item that exceeds the
-                    limit fails with ``TimeoutError``. A limit requires worker processes or an ``async def``
-                    function.
+                timeout (float): Time limit for one item in seconds (default: none). An item beyond the limit
+                    fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (int): GPUs reserved for each worker process (default: 0; the workers then share all
-                    GPUs).
+                gpus (int): GPUs reserved for each worker process (default: 0; workers then share all GPUs).
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
