@@ -11,7 +11,7 @@
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
 - :func:`dataset`: use a graph as the data of a training loop.
 
-Only ``dataset`` and ``Sequential`` need torch. They are imported when they are first used.
+Only ``dataset``, ``Sequential`` and its companions need torch. They are imported on first use.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _NEED_TORCH = {
     **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
 }
-"""Modules of the names that need torch."""
+"""Modules that define the names that need torch."""
 
 
 def __getattr__(name: str) -> Any:

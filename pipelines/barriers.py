@@ -1,11 +1,11 @@
 """Barrier, event and condition for threads in several processes.
 
-With ``across="hosts"`` they also work across machines, while the process that created the object is alive.
+With ``across="hosts"``, they also work across machines, as long as the process that created them is alive.
 All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict` holds the
 current gate. Closing the gate releases all waiting and later threads; putting an item releases one thread.
 Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. With
-``across="hosts"``, the process that created the first gate owns all gates, so no gate disappears because some
-other process exits.
+``across="hosts"``, the process that created the first gate owns all gates, so a gate does not disappear when
+some other process exits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _Generation:
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
-    """Used alternately: a thread that is early for the next meeting cannot pass the gate of this one."""
+    """Used alternately, so that a thread that is early for the next phase can't pass this phase's gate."""
 
     @classmethod
     def of(cls, parties: int, make: Callable[[int], Channel[None]]) -> _Generation:
         return cls(make(1), (make(parties), make(parties)))
 
     def arrive(self) -> int:
-        """Record an arrival, and return the number of earlier ones, counted by the channel itself."""
+        """Record an arrival, and return the number of earlier arrivals, which the channel itself counts."""
         while len(self.arrivals):
             self.arrivals.get_nowait()
         self.arrivals.put_nowait(None)
@@ -54,13 +54,12 @@ class Barrier:
     """Barrier at which a fixed number of threads, in any processes, repeatedly wait for each other.
 
     The same threads must take part each time. If one of them dies before it arrives, the others keep waiting,
-    as they would at a barrier from the standard library. If that can happen, pass a timeout to :meth:`wait`.
+    as they would at a barrier from the standard library. If a thread may die, pass a timeout to :meth:`wait`.
 
     Args:
         parties: Number of threads that must arrive, at least 1.
         action: Function that the last thread to arrive calls before any thread continues (default: none). If
-            it
-            raises, the barrier breaks.
+            it raises, the barrier breaks.
         across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
@@ -98,8 +97,8 @@ class Barrier:
 
         Raises:
             threading.BrokenBarrierError: ``timeout`` expired in this or another thread, or the barrier was
-            aborted or
-                reset. All waiting threads raise it, and so do later calls until :meth:`reset`.
+                aborted or reset. All waiting threads raise this error, and so do later calls until
+                :meth:`reset`.
         """
         generation = self._generation
         try:
@@ -119,7 +118,7 @@ class Barrier:
         return index
 
     def _now(self) -> _Generation:
-        """Return the current generation; if the one this process knows is broken, fetch the newest one."""
+        """Return the current generation; fetch the newest if this process only knows a broken one."""
         if self._generation.arrivals.broken:
             with contextlib.suppress(Broken):  # the barrier's creator has ended, so the barrier stays broken
                 self._generation = self._generations["now"]
@@ -183,10 +182,10 @@ class Barrier:
 
 
 def _clear(gate: Channel[None]) -> None:
-    """Empty a gate that was last used two meetings ago.
+    """Empty a gate that was last used two phases ago.
 
-    All parties have arrived since that meeting, so it is over. Any items left in the gate were meant for
-    participants that died.
+    All parties have arrived since that phase, so it is over. Any items left in the gate were meant for
+    threads that died.
     """
     while len(gate):
         gate.get_nowait()
@@ -225,7 +224,8 @@ class Event:
     def set(self) -> None:
         """Set the event.
 
-        All waiting threads continue. Later threads do not wait, until :meth:`clear` is called.
+        All waiting threads continue. Until :meth:`clear` is called, later calls of :meth:`wait` return at
+        once.
 
         Example:
             >>> from flowchan.pipelines import Event
@@ -240,10 +240,7 @@ class Event:
         self._gates["now"].close()
 
     def clear(self) -> None:
-        """Clear the event.
-
-        Threads that call :meth:`wait` later wait for the next :meth:`set`.
-        """
+        """Clear the event, so that later calls of :meth:`wait` wait for the next :meth:`set`."""
         with self._gates.lock:
             if self.is_set():
                 self._gates["now"] = self._gates._another(1)
@@ -273,14 +270,13 @@ class Condition(Held):
     """Condition variable for threads in several processes, like ``threading.Condition``.
 
     A thread acquires the lock and calls :meth:`wait`, which releases the lock while the thread is waiting. If
-    a waiting thread dies, ``notify`` wakes another one. About a hundred processes on one machine can wait at
-    a time.
+    a waiting thread has died, ``notify`` wakes another one. About a hundred processes on one machine can wait
+    at the same time.
 
     Args:
         lock: :class:`Lock` that guards the shared state (default: a new lock).
         across: ``"processes"`` on one machine (default), or ``"hosts"``. If ``lock`` is given, ``across``
-            must
-            match it and is by default that of the lock.
+            defaults to the lock's value and must be equal to it.
 
     Raises:
         TypeError: ``lock`` is not a :class:`Lock`.
@@ -338,7 +334,7 @@ class Condition(Held):
         self._lock.release()
 
     def __exit__(self, *how: Any) -> None:
-        # If wait() failed to take the lock again, there is nothing to release.
+        # If wait() failed to acquire the lock again, there is nothing to release.
         if how[1] is None or self._lock._is_owned():
             super().__exit__(*how)
 
@@ -374,7 +370,7 @@ class Condition(Held):
             finally:
                 self._lock._acquire_restore(depth)
                 self._waiting.pop(ticket, None)
-            # True if the notification came after the timeout, before this thread had the lock
+            # true if the notification came after the timeout but before this thread had the lock
             return gate.stats().items_in > 0
 
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
@@ -439,7 +435,7 @@ class Condition(Held):
         try:
             self._waiting[ticket].put_nowait(None)
             woken = True
-        except (Closed, Full):  # the waiting thread has died; or another notifier has woken it and then died
+        except (Closed, Full):  # the waiting thread has died, or another notifier woke it and then died
             woken = False
         del self._waiting[ticket]
         return woken

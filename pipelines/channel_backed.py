@@ -50,7 +50,7 @@ class Shared(abc.ABC):
 
 
 class Held(abc.ABC):
-    """Base class of objects that are acquired and released, also by a ``with`` statement."""
+    """Base class of objects that can be acquired and released, and used in a ``with`` statement."""
 
     @abc.abstractmethod
     def acquire(self) -> bool:

@@ -89,8 +89,7 @@ class _End:
 
         Args:
             timeout: Maximum seconds to wait (default: no limit).
-            into: Tensor or array to fill with the message. Its shape and type must be the same as the
-                message's.
+            into: Tensor or array to fill with the message. It must have the shape and type of the message.
 
         Returns:
             The message, or ``into``.
@@ -99,7 +98,7 @@ class _End:
             Drained: The peer has closed its side, and all its messages have been read.
             Broken: The peer has died.
             Empty: ``timeout`` expired.
-            ValueError: ``into`` does not match the message, which the next call then returns.
+            ValueError: ``into`` does not match the message. The next call returns that message.
 
         Example:
             >>> from flowchan.pipelines import Client, Server
@@ -159,7 +158,7 @@ class _End:
     def close(self) -> None:
         """Close this side.
 
-        The peer can still read the messages sent so far; after the last one it gets ``Drained``.
+        The peer can still read the messages sent so far. After the last message, it gets ``Drained``.
 
         Example:
             >>> from flowchan import Drained
@@ -183,7 +182,7 @@ class _End:
 
 
 class Client(_End):
-    """Connection to a :class:`Server`, which may also start after the client.
+    """Connection to a :class:`Server`. The client may be started before the server.
 
     Args:
         address: Address of the server (``server.address``).
@@ -334,7 +333,7 @@ class Server:
                 self._wakeups.remove(wakeup)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
-        """Receive the next message from any client; clients with messages get fair turns.
+        """Receive the next message from any client; clients that have messages take turns.
 
         A client that closes its side is skipped from then on.
 
@@ -346,7 +345,7 @@ class Server:
             The message and the client that sent it.
 
         Raises:
-            Broken: A client has died. It is raised once for each such client.
+            Broken: A client has died. This error is raised once for each such client.
             Empty: No message arrived within ``timeout`` seconds.
 
         Example:
@@ -433,7 +432,8 @@ class Server:
     def close(self, timeout: float = 10.0) -> None:
         """Close the server.
 
-        No more clients can join. Each connected client can still read its messages and then gets ``Drained``.
+        No further clients can connect. Each connected client can still read its messages and then gets
+        ``Drained``.
 
         Args:
             timeout: Maximum seconds to wait until all clients have read their messages (default: 10).

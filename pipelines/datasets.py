@@ -20,8 +20,8 @@ T_co = TypeVar("T_co", covariant=True)
 class Dataset(IterableDataset[T_co]):
     """Iterable that yields one epoch per iteration, returned by :func:`dataset`.
 
-    In a ``with`` block of the dataset, the same worker processes serve all epochs. Inside the block only one
-    iteration can run at a time, so ``zip(data, data)`` must be outside of it.
+    Inside ``with data:``, the same worker processes serve all epochs. Inside the block, only one iteration
+    can run at a time, so ``zip(data, data)`` must be outside the block.
 
     Args:
         stream: Stream of a graph, read only by the dataset.
@@ -92,8 +92,8 @@ def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = Fa
 
     Args:
         stream: Stream of a graph, read only by the dataset.
-        seed: Seed for the workers' random numbers. With the same seed, each epoch repeats its random numbers.
-            Default: a number from torch's generator, which ``torch.manual_seed`` determines.
+        seed: Seed for the workers' random numbers. With the same seed, an epoch draws the same random numbers
+            again. Default: a number from torch's generator, which ``torch.manual_seed`` determines.
         pin_memory: True to copy the tensors of each item into page-locked memory, on a thread of the graph
             (default: False). Without a GPU, this has no effect.
 

@@ -1,9 +1,9 @@
 """Lock and semaphore that threads in several processes can share.
 
-A :class:`Lock` is a channel with one item, the token, which is never removed permanently. The holder has the
-token on lease and gives it back to release the lock. If the holder's process dies, its lease ends and the
-token is available again. Therefore the token can never be lost or duplicated. A :class:`Semaphore` has
-several tokens, called permits.
+A :class:`Lock` is a channel with one item, the token, which is never removed permanently. The holder leases
+the token, and gives it back to release the lock. If the holder's process dies, its lease ends and the token
+is available again. Therefore the token can never be lost or duplicated. A :class:`Semaphore` has several
+tokens, called permits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flowchan.pipelines.channel_backed import Among, Held, Shared, check_among, 
 class Lock(Held, Shared):
     """Reentrant lock for threads in several processes, like ``threading.RLock``.
 
-    Give the lock to another process as an argument, through a channel, or by fork. If the process that holds
-    the lock dies, the next waiting thread gets it; an update that was in progress may be incomplete. A forked
-    child does not hold its parent's lock. With ``across="hosts"``, the lock works only while the process that
-    created it is alive.
+    Pass the lock to another process as an argument, through a channel, or by fork. If the process that holds
+    the lock dies, the next waiting thread gets the lock. The update that the dead process was making may be
+    incomplete. A forked child does not hold its parent's lock. With ``across="hosts"``, the lock works only
+    while the process that created it is alive.
 
     Args:
         across: ``"processes"`` on one machine (default), or ``"hosts"``.
@@ -50,8 +50,7 @@ class Lock(Held, Shared):
         self._open((channel,))
 
     def _renew(self) -> None:
-        # Within this process, threads compete for this lock first, so at most one of them waits for the
-        # token.
+        # Threads of this process first compete for this lock, so at most one of them waits for the token.
         self._turn = threading.RLock()
         self._depth = 0
         self._holder: int | None = None
@@ -143,8 +142,8 @@ class Semaphore(Held, Shared):
     """Semaphore for threads in several processes, like ``threading.BoundedSemaphore``.
 
     Any thread of a process may release a permit that the process has acquired. If a process dies, its permits
-    become free. A forked child holds none. With ``across="hosts"``, the semaphore works only while the
-    process that created it is alive.
+    become free. A forked child does not hold its parent's permits. With ``across="hosts"``, the semaphore
+    works only while the process that created it is alive.
 
     Args:
         value: Number of permits, at least 1 (default: 1).

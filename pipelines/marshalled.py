@@ -1,7 +1,7 @@
 """Serialise an object once, so that any process can read it many times.
 
-The serialised object is the only item of a channel in shared memory. A reader takes the item on lease and
-then gives it back, so a reader that dies does not remove the object.
+The serialised object is the only item of a channel in shared memory. A reader leases the item and then gives
+it back, so a reader that dies does not remove the object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Marshalled(Generic[T]):
     def read(self) -> T:
         """Return a new copy of the object.
 
-        Only one reader at a time can copy the object; the others wait.
+        Only one reader at a time can copy the object; other readers wait.
 
         Returns:
             The copy.

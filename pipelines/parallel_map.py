@@ -15,7 +15,7 @@ from flowchan.pipelines.user_calls import call, name_of, reason
 class Workers:
     """Handle of running workers, returned by :func:`map`.
 
-    Workers keep running even if they are never joined. They are ended when the program exits.
+    Workers keep running even if they are never joined. When the program exits, they are terminated.
 
     Args:
         n: Number of workers.
@@ -35,7 +35,7 @@ class Workers:
         self._n = n
         self._name = name_of(fn)
         self._results: dict[int, Any] = {}
-        self._failures: Channel[Failed[Any]] = Channel(n)  # removed by the call that raises its error
+        self._failures: Channel[Failed[Any]] = Channel(n)  # an item is removed when its error is raised
         graph = Graph(self._name)
         numbers = graph.source(_numbers, n)
         # If a worker dies, its call fails. A replacement might repeat side effects of the call.
@@ -44,8 +44,8 @@ class Workers:
         )
         graph._address(frozenset({"items"}))  # so each worker gets its own number
         done.errors.sink(self._failures.put, name="failures")
-        # Do not use a method here: the run would refer to this handle, a cycle that only the garbage
-        # collector frees.
+        # Do not use a method here: the run would then refer to this handle, in a cycle that only the garbage
+        # collector can free.
         done.sink(functools.partial(_keep, self._results), name="results")
         self._run = graph.start()
 
@@ -59,9 +59,8 @@ class Workers:
             The results in worker order, including any ``None``.
 
         Raises:
-            RunError: Workers failed. It holds one ``StageError`` for each failure that has not been raised
-                yet.
-                A later call returns the results of the other workers.
+            RunError: Workers failed. The exception holds one ``StageError`` for each failure that has not
+                been raised yet. A later call returns the results of the other workers.
             TimeoutError: ``timeout`` expired. The workers keep running.
         """
         self._run.wait(timeout)
@@ -69,7 +68,7 @@ class Workers:
         return [self._results[worker] for worker in range(1, self._n + 1) if worker in self._results]
 
     def check_errors(self) -> None:
-        """Raise ``RunError`` if workers have failed so far, without waiting.
+        """Raise ``RunError`` if workers have already failed. This does not wait for the workers.
 
         Each failure is raised only once.
 
@@ -130,9 +129,8 @@ def map(  # noqa: A001
         n: Number of workers, at least 1.
         fn: Function whose last argument is the worker's number, from 1 to ``n``.
         *args: Arguments for all workers. Threads share these objects; each process has a copy.
-        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. A worker whose process
-            dies
-            counts as failed.
+        on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. A worker whose process
+            dies counts as failed.
 
     Returns:
         The handle, whose ``join()`` returns the results.

@@ -2,9 +2,9 @@
 
 The processes of a program are the first one and those that it started with multiprocessing, directly or
 indirectly, with any start method. All of them have the same authentication key from multiprocessing. To claim
-a name, a process binds a Unix socket to an abstract address made from the key and the name. The kernel lets
-only one process bind the address, and frees it when that process ends. No process ever connects to the
-socket. A second address, which any process can read in ``/proc/net/unix``, contains the pid and the
+a name, a process binds a Unix socket to an abstract address, which is derived from the key and the name. The
+kernel lets only one process bind the address, and frees it when that process ends. No process ever connects
+to the socket. A second address, which any process can read in ``/proc/net/unix``, contains the pid and the
 descriptor of an in-memory file. The file holds the pickled value, signed with the key. Therefore no
 background process is needed, and nothing is left behind.
 """

@@ -1,9 +1,9 @@
 """Share a dictionary between processes, for settings and results.
 
-Each access copies the whole dictionary, so it is not meant for large data. The dictionary is the only item in
-a channel, and changes are made under a :class:`~flowchan.pipelines.locks.Lock`. A change puts the new
-dictionary behind the old one and then removes the old one. If a process dies between the two steps, the
-change is valid, and the next process to access the dictionary removes the old one.
+Each access copies the whole dictionary, so a shared dictionary is not suitable for large data. The dictionary
+is the only item in a channel, and changes are made under a :class:`~flowchan.pipelines.locks.Lock`. A change
+puts the new dictionary behind the old one and then removes the old one. If a process dies between the two
+steps, the change is valid, and the next process to access the dictionary removes the old one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class SharedDict(Shared, MutableMapping[K, V]):
     """Dictionary that several processes share. Each operation is atomic.
 
     To combine several operations into one atomic step, use ``with mapping.lock:``. Reading returns a copy of
-    the value: to change the value, assign to the key again, or use a nested ``SharedDict``. Keys and values
-    must be picklable, by pickle or cloudpickle. Some values are shared and not copied: channels, patterns
-    made of channels, and tensors after ``share_memory_()``. With ``across="hosts"``, the dictionary works
-    only while the process that created it is alive.
+    the value. To change the value, assign to the key again, or use a nested ``SharedDict``. Keys and values
+    must be picklable by pickle or cloudpickle. Some values are shared and not copied: channels, patterns made
+    of channels, and tensors after ``share_memory_()``. With ``across="hosts"``, the dictionary works only
+    while the process that created it is alive.
 
     Args:
         items: Initial items, a mapping or pairs (default: none).
@@ -65,7 +65,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     def _read(self) -> dict[K, Any]:
         with self.lock:
             while len(self._cell) == 2:
-                # the old dictionary: a process changed it, but died or was interrupted before removing it
+                # the old dictionary: a process put its replacement, but died or was interrupted before
+                # removing it
                 self._cell.get_nowait()
             port = self._cell.reader()
             try:
@@ -223,7 +224,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
 
 def _packed(value: Any) -> Any:
-    """Pack a value. Arrays are also copied on each access, so that a reader owns its copy."""
+    """Pack a value. Even arrays are copied on each access, so that each reader owns its copy."""
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed

@@ -36,22 +36,22 @@ MOST_THREADS = 32
 """Default maximum number of threads in a pool, the same as for Python's executors."""
 
 WAITING = 10**12
-"""Maximum number of waiting tasks. It is so large that ``submit`` never waits, as in any executor."""
+"""Maximum number of waiting tasks: so large that ``submit`` never waits, as in other executors."""
 
 
 class TaskPool(Executor):
     """Executor that runs tasks on threads, processes or hosts.
 
-    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. On processes,
-    the next task counts as started while it is waiting for a worker. If a worker process dies, its task fails
-    with ``WorkerDied``, and a new worker replaces it. Leaving the ``with`` block, ``close()`` and the
-    interpreter's exit all wait for the tasks.
+    ``submit`` returns a ``concurrent.futures.Future``. A task can be cancelled until it starts. If the
+    workers are processes, the next task already counts as started while it is waiting for a worker. If a
+    worker process dies, its task fails with ``WorkerDied``, and a new worker replaces it. Leaving the
+    ``with`` block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
-        workers: Number of workers (default: one process per core, or four threads more than cores but at most
-            32). Required for hosts.
-        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``. The hosts must be able to
-            import the tasks' functions, unless the main script defines them.
+        workers: Number of workers. Default: one process per core; or four threads more than there are cores,
+            but at most 32. Required for hosts.
+        on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. The hosts must be able
+            to import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).
         initializer: Function that each worker calls before its first task (default: none). If it raises, all
             tasks fail with ``BrokenExecutor``.
@@ -178,8 +178,7 @@ class TaskPool(Executor):
             *iterables: Iterables of arguments. They are consumed immediately.
             timeout: Maximum seconds from this call until each result (default: no limit).
             chunksize: Number of calls that a process gets as one task (default: 1). A larger number is faster
-                for
-                many short calls.
+                for many short calls.
 
         Returns:
             An iterator over the results. It raises ``TimeoutError`` if ``timeout`` expires, and the exception
@@ -242,8 +241,8 @@ class BackgroundTask(Future[T]):
     Args:
         fn: Function to call.
         *args: Positional arguments.
-        on: ``"thread"`` (default), ``"process"``, or a pool of ``flowchan.hosts``.
-        **kwargs: Keyword arguments.
+        on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. **kwargs: Keyword
+            arguments.
 
     Raises:
         TypeError: ``fn`` cannot be called.
@@ -368,7 +367,7 @@ class _CallTable:
             del future
 
     def fail(self, failed: Failed[Any]) -> None:
-        """Fail the future of a call that failed, of a worker that died, or of a task too large to be sent.
+        """Fail a future because its call failed, its worker died, or its task is too large to be sent.
 
         If the task could not be sent, the item is only its number. If the result arrived before its host was
         lost, the failure is ignored.
@@ -399,7 +398,7 @@ def _usual_workers(placement: Placement) -> int:
 
 
 def _end(end: Callable[[Any], None], value: Any) -> None:
-    """Set a future's result or exception. If one of its callbacks raises, the pool carries on."""
+    """Set a future's result or exception. If one of its callbacks raises, the pool continues."""
     try:
         end(value)
     except InvalidStateError:
@@ -411,7 +410,7 @@ def _end(end: Callable[[Any], None], value: Any) -> None:
 
 
 class _NotReady(Exception):
-    """The initializer of a worker raised ``args[0]``."""
+    """Error of a worker whose initializer raised ``args[0]``."""
 
 
 def _broken(error: BaseException) -> BrokenExecutor:
@@ -470,7 +469,7 @@ def _answer(packed: Any) -> Any:
             )
         raise
     if isinstance(packed, list):
-        packed.clear()  # If the call fails, the item is sent back, and it should not carry its arrays.
+        packed.clear()  # If the call fails, the item is sent back; it should then not contain its arrays.
     return pack(fn(*args, **kwargs))
 
 

@@ -1,4 +1,4 @@
-"""Call a user's function on behalf of another caller, and pass that caller any exception."""
+"""Call a user's function for a caller elsewhere, and pass any exception back to that caller."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from flowchan.declare.callables import name_of as declared
 class ExitRequested(Exception):
     """Wrapper for a ``BaseException`` that is not an ``Exception``, such as ``SystemExit``.
 
-    It ends the call that raised it, but not the worker, which also serves other calls. ``args[0]`` is the
-    original exception.
+    The original exception ends the call that raised it, but not the worker, which also serves other calls.
+    ``args[0]`` is the original exception.
     """
 
 
@@ -27,7 +27,7 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason(error: BaseException) -> BaseException:
-    """Return the exception that the user's function raised, given the one that :func:`call` raised."""
+    """Return the exception that the user's function raised; ``error`` is the one that :func:`call` raised."""
     return error.args[0] if isinstance(error, ExitRequested) else error
 
 

@@ -28,15 +28,13 @@ POLL_INTERVAL_S = 0.1
 """Seconds between two checks by an owner that is waiting for the last answers."""
 
 ANSWERS = {"threads": 10**12, "processes": 10**7, "hosts": 10**7}
-"""Maximum number of unread answers, more than fit into memory.
-
-Between processes, each slot costs 256 bytes of address space, hence the smaller number.
+"""Maximum number of unread answers: more than fit into memory. Between processes, the number is smaller,
+because each slot costs 256 bytes of address space.
 """
 
 OWNER_TIMEOUT_S = 10.0
-"""Maximum seconds between claiming a name and publishing the queue.
-
-A creator that is alive needs microseconds.
+"""Maximum number of seconds between claiming a name and publishing the queue. A live creator needs
+microseconds.
 """
 
 
@@ -116,9 +114,8 @@ class WorkQueue:
             The answer or question.
 
         Raises:
-            Drained: The queue is closed, and all questions are finished. In the owner, all answers have also
-                been
-                read.
+            Drained: The queue is closed, and all questions are finished. For the owner, this also means that
+                all answers have been read.
             Empty: ``timeout`` expired.
         """
         return self._sides.next_answer(timeout) if self.is_owner else self._sides.next_question(timeout)
@@ -136,7 +133,7 @@ class WorkQueue:
         return self.get(timeout=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield items, like :meth:`get`, until it would raise ``Drained``.
+        """Yield the items that :meth:`get` returns, until :meth:`get` would raise ``Drained``.
 
         For a worker, iteration ends when the owner has closed the queue and all questions are finished. For
         the owner, it ends when the owner has also read all answers.
@@ -149,7 +146,7 @@ class WorkQueue:
             yield item
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until every question has an answer; :meth:`get` still returns the answers.
+        """Wait until every question has been answered; :meth:`get` still returns the answers.
 
         Only the owner may call this method, and each question must get exactly one answer.
 
@@ -210,7 +207,7 @@ class _SharedQueue(Shared):
         self.name = name
         self._owner = os.getpid(), threading.current_thread()
         self._open((Channel(capacity, across=across), Channel(ANSWERS[across], across=across)))
-        # Keep the queue open when its last worker leaves, because another worker may come.
+        # Keep the queue open when its last worker leaves, because another worker may join.
         self._keep_open = self.channels[0].reader()
 
     def _renew(self) -> None:
@@ -320,7 +317,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
     The first caller with a name creates the queue and owns it. Later callers open the queue as workers. The
     name stays taken while the creating process has a handle of the queue, even after the queue is closed. A
     late worker therefore sees a closed queue. If the owner calls this function again after closing the queue,
-    it creates a new one.
+    the call creates a new queue.
 
     Args:
         name: Name of the queue (default: none; such a queue is always new).

@@ -1,7 +1,7 @@
 """Draw pictures of a graph, and show a run while it is in progress.
 
-Both only read frozen values and statistics. While a live view is open on a terminal, an additional thread
-reads the program's output.
+Pictures and live views only read frozen values and statistics. While a live view is open on a terminal, an
+additional thread reads the program's output.
 
 ``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` return text that needs no
 renderer.

@@ -41,7 +41,7 @@ def width_of(text: str, size: float, *, bold: bool) -> float | None:
 
 
 def with_widths(svg: str, keep: str) -> str:
-    """Add to each text in a picture its width, except to texts that contain ``keep``."""
+    """Add its width to each text in a picture, except to texts that contain ``keep``."""
 
     def fixed(found: re.Match[str]) -> str:
         attributes, size, text = found.groups()

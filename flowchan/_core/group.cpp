@@ -179,7 +179,7 @@ void Member::depart() {
     uint32_t present = PRESENT;
     slot_of(rank).membership.compare_exchange_strong(present, LEFT);
     slot_of(rank).over = 1;
-    std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull, as in give_up
+    std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull, as in give_up
     wake_all();
 }
 
@@ -188,7 +188,7 @@ void Member::give_up() {
     slot_of(rank).membership.compare_exchange_strong(present, GAVE_UP);
     // From now on, this member's arrays may be overwritten while other members read them. They must see the
     // new `membership` before they see new data.
-    std::atomic_thread_fence(std::memory_order_release);  // partner: the fence in pull
+    std::atomic_thread_fence(std::memory_order_release);  // pairs with the fence in pull
     broken_ = true;
     wake_all();
 }
@@ -256,12 +256,12 @@ void Member::publish(Call call, uint32_t flags, uint64_t bytes) {
     own.filled = filled_;
     own.took = took_;
     fault_point();
-    own.round.store(round_, std::memory_order_release);  // partner: has_arrived
+    own.round.store(round_, std::memory_order_release);  // pairs with has_arrived
     fault_point();
     if (fenced_)
         std::atomic_thread_fence(std::memory_order_seq_cst);
     else
-        std::atomic_signal_fence(std::memory_order_seq_cst);  // partner: fence_all_threads in await
+        std::atomic_signal_fence(std::memory_order_seq_cst);  // pairs with fence_all_threads in await
     if (slot_of(rank).sleepers.load(std::memory_order_relaxed)) futex_wake(own.round, UINT32_MAX, true);
 }
 

@@ -73,7 +73,7 @@ class ByRank {
 using Sizes = ByRank<uint64_t>;
 
 struct alignas(LINE) Cell {
-    std::atomic<uint32_t> round{0};  // partner: Member::await
+    std::atomic<uint32_t> round{0};  // pairs with Member::await
     uint32_t flags = 0;
     uint64_t key = 0;  // key of the call; equal on all members of one operation
     uint64_t bytes = 0;
@@ -120,7 +120,7 @@ struct GroupHeader {
 enum Table : uint32_t { CHANNELS, OFFERS, TABLES };
 struct ChannelEntry {
     uint64_t pid = 0, fd = 0;
-    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; partner: Member::channel_from
+    std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; pairs with Member::channel_from
 };
 
 // How an operation ended. In these cases it did not start:
@@ -207,7 +207,7 @@ class Member {
         }
         bool try_lock() {
             uint32_t free = 0;
-            return word_.compare_exchange_strong(free, 1) && own();  // partner: unlock
+            return word_.compare_exchange_strong(free, 1) && own();  // pairs with unlock
         }
         bool try_lock_for(int64_t ns) {
             if (word_.exchange(2) == 0) return own();

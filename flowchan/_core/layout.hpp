@@ -76,8 +76,8 @@ struct alignas(64) Session {
     uint32_t in_reader_queue;
     uint32_t in_writer_queue;
     // For a writer of an ordered stage that is waiting for its turn. `awaits` is the number of its item plus
-    // one (0: not waiting). `word` is the futex word that it sleeps on; its partner is the sleeper's compare
-    // in the kernel. `called`: the writer was woken.
+    // one (0: not waiting). `word` is the futex word that it sleeps on; the kernel compares the word before
+    // the writer sleeps. `called`: the writer was woken.
     uint64_t awaits;
     std::atomic<uint32_t> word;
     uint32_t called;
@@ -176,10 +176,11 @@ struct Header : Constants {
     uint64_t slots_at;    // slots grow down from the end of the file to here
     uint64_t blocks_top;  // blocks grow up from blocks_at to here
     uint64_t damaged;     // nonzero: an impossible value was found. Set together with BROKEN, never cleared
-    // Limit of the bytes inside, or 0 for max_bytes. A larger item enters only an empty channel. It
-    // needs no redo: it is set before any other process has the channel.
+    // Limit on the bytes in the channel; 0 means that max_bytes is the limit. A larger item enters only an
+    // empty channel. This word needs no redo, because it is set before any other process has the channel.
     uint64_t share;
-    // A writer is waiting for bytes, not for a place. It needs no redo: the next attempt sets it again.
+    // Whether a writer is waiting for bytes, not for a place. This word needs no redo, because the writer's
+    // next attempt sets it again.
     uint64_t short_of_memory;
     // pid of a process that died with a counted writer open, or 0; if set, the end is not clean
     uint64_t cut_off;
@@ -201,8 +202,8 @@ struct Header : Constants {
 
     alignas(64) WaitQueue reader_queue;  // wait queues need no redo, see waiting.hpp
     WaitQueue writer_queue;
-    // Time of the last search for dead sessions: a hint, no partner. Every call reads it, so no word that
-    // changes often shares its line.
+    // Time of the last search for dead sessions: a hint, which orders no other memory access. Every call
+    // reads it, so no word that changes often shares its cache line.
     alignas(64) std::atomic<uint64_t> swept_ns;
     Redo redo[RECORDS];
 

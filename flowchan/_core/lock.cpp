@@ -48,7 +48,7 @@ SharedLock::Got SharedLock::lock(bool patient) {
     return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
 }
 
-// Return whether a thread with this memory mapped is alive. Return true if that cannot be determined.
+// Return whether `thread` is alive and has this memory mapped. Return true if that cannot be determined.
 bool SharedLock::is_used_by(uint64_t thread) const {
     struct stat st;
     char path[32];

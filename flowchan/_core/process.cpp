@@ -35,7 +35,7 @@ struct Pidfd {
 
 namespace {
 
-std::atomic<uint64_t> own_start_{0};  // 0: not yet queried; no partner
+std::atomic<uint64_t> own_start_{0};  // 0: not yet queried
 
 // held during a fork, so that in the child it can be unlocked and its data is consistent
 std::mutex open_mutex;

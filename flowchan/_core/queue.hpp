@@ -28,7 +28,7 @@ class FutexMutex {
     void lock() {
         uint32_t seen = 0;
         if (word_.compare_exchange_strong(seen, 1, std::memory_order_acquire))
-            return;  // partner: unlock's release
+            return;  // pairs with unlock's release
         for (int i = 0; i < 100; ++i) {
             cpu_relax();
             seen = 0;
@@ -38,7 +38,7 @@ class FutexMutex {
     }
     void unlock() {
         if (word_.exchange(0, std::memory_order_release) == 2)
-            futex_wake(word_, 1, false);  // partner: lock's acquire
+            futex_wake(word_, 1, false);  // pairs with lock's acquire
     }
 
   private:

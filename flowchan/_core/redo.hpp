@@ -43,9 +43,8 @@ struct alignas(64) Redo {
     template <class Words>
     void apply(const Words& words, uint64_t n) const {
         for (uint64_t i = 0; i < n; ++i) {
-            // Atomic, because some words are read as hints without the lock (the partner is
-            // Traits<Ring>::ready in blocking.hpp). Relaxed, because a reader that acts on a hint takes the
-            // lock and checks the word again.
+            // Atomic, because Traits<Ring>::ready in blocking.hpp reads some words as hints without the lock.
+            // Relaxed, because a reader that acts on a hint takes the lock and checks the word again.
             std::atomic_ref(*words.at(entry[i].offset)).store(entry[i].value, std::memory_order_relaxed);
             fault_point();
         }

@@ -140,7 +140,7 @@ bool Ring::lock(bool patient) {
 // `damaged`.
 bool Ring::lock_without_mutex() {
     lock_.give_up();
-    // Both stores are hints for readers without the lock, so they have no partner.
+    // Both stores are hints for readers without the lock, so they order no other memory access.
     std::atomic_ref(h_->damaged).store(1, std::memory_order_relaxed);
     std::atomic_ref(h_->state).store(BROKEN, std::memory_order_relaxed);
     return true;

@@ -285,7 +285,8 @@ bool Ring::may_view(const Slot* slot) const {
            slot->block + class_size(uint32_t(slot->cls)) <= end;
 }
 
-// Make the session the viewer of the slot whose state is about to become `state`. Return the new state.
+// Make the session the viewer of a slot. `state` is the state that the slot is about to get; return it with
+// the viewer added.
 uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& change) {
     change.set(this->session(session).views, this->session(session).views + 1);
     change.set(h_->viewed_bytes, h_->viewed_bytes + slot->size);
@@ -404,8 +405,8 @@ bool Ring::payload_exists(const Slot* slot) const {
     if (slot->cls >= CLASSES) return false;
     if (slot->cls == 0) return slot->block == 0 && slot->size <= Slot::INLINE;
     const uint64_t room = class_size(uint32_t(slot->cls));
-    // `write` calls this without the lock: the partner is Redo::apply. Relaxed, because an existing slot
-    // always stays above `slots_at`.
+    // `write` calls this without the lock, while Redo::apply may store the word. Relaxed, because an existing
+    // slot always stays above `slots_at`.
     const uint64_t end =
         std::min(std::atomic_ref(h_->slots_at).load(std::memory_order_relaxed), windows_.blocks_to());
     return slot->size <= room && slot->block >= blocks_at_ && slot->block % UNIT == 0 && room <= end &&

@@ -12,7 +12,7 @@ namespace flowchan {
 namespace {
 
 constexpr size_t WAITV_MAX = 128;  // FUTEX_WAITV_MAX
-// set permanently if the kernel or a system-call filter refuses futex_waitv; no partner
+// set permanently if the kernel or a system-call filter refuses futex_waitv; it orders no other memory access
 std::atomic<bool> waitv_refused{false};
 
 std::atomic<uint32_t>& word(const WaitedWord& w) {

@@ -34,7 +34,7 @@ constexpr uint32_t CROWD = 2;
 
 struct Node {
     enum State { NOT_WAITING, ASLEEP, WOKEN };
-    std::atomic<uint32_t> word{0};  // the futex word; its partner is the sleeper's compare in the kernel
+    std::atomic<uint32_t> word{0};  // the futex word, which the kernel compares before the waiter sleeps
     uint32_t seen = 0;
     State state = NOT_WAITING;
     Node *before = nullptr, *after = nullptr;

@@ -155,7 +155,7 @@ struct PortClock {
 };
 
 struct WaitQueue {
-    std::atomic<uint32_t> seq{0};  // the futex word; its partner is the sleeper's compare in the kernel
+    std::atomic<uint32_t> seq{0};  // the futex word, which the kernel compares before the waiter sleeps
     uint32_t waiting = 0;
     uint32_t woken = 0;
     // number of waiters that may continue without this channel: they also wait for other channels, or for a
@@ -185,10 +185,10 @@ struct WaitQueue {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers. No more readers are on their way than there are cores. A reader that takes an
-    // item and leaves another wakes the next reader (Ring::try_take). While a waiter is starving, all are
-    // woken, because such a reader may have to let it go first. Workers of a stage with the lowest ranks are
-    // woken first.
+    // Do the same for readers. At most as many readers are on their way as there are cores. A reader that
+    // takes an item and leaves another wakes the next reader (Ring::try_take). While a waiter is starving,
+    // all are woken, because such a reader may have to let it go first. Workers of a stage with the lowest
+    // ranks are woken first.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: another slice of the same wait.

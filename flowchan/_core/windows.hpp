@@ -9,8 +9,8 @@
 // word may have several addresses.
 //
 // Windows are opened under the ring's lock. `block` and `offset_in_window` may be called without it.
-// `blocks_` is written before `blocks_to_`, whose acquire is the partner of its release; a window that is
-// read too new covers more, not less.
+// `blocks_` is written before `blocks_to_`: the release store to `blocks_to_` pairs with an acquire load. A
+// reader that sees a newer window sees one that covers more, not less.
 #pragma once
 
 #include <atomic>

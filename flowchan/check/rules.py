@@ -69,7 +69,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
     for rule in _RULES:
         found.extend(rule(graph, stages))
     count = Counter(stage.name for stage in stages)
-    items = {  # leave out duplicate names, because it is not clear to which stage they refer
+    items = {  # leave out duplicate names, because it is not clear which stage they refer to
         Origin(stage.name, output.port): output
         for stage in stages
         if count[stage.name] == 1
@@ -209,7 +209,7 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def _readers(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     """Check that each output has exactly one reader. A result does not need one.
 
-    Stages with duplicate names are left out, because it is not clear who reads them.
+    Stages with duplicate names are left out, because it is not clear which stage reads them.
     """
     count = Counter(stage.name for stage in stages)
     readers: dict[Origin, list[Stage]] = {}

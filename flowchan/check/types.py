@@ -1,7 +1,7 @@
 """Check the rules "ports" and "type": streams and items must fit the stage's function.
 
-The checks rely on annotations only if these are certain. They compare classes, and the classes of generic
-types. Types that are unknown, unusually abstract or merely convertible are accepted.
+The checks rely on an annotation only if its meaning is certain. They compare classes, and the classes of
+generic types. Types that are unknown, unusually abstract or merely convertible are accepted.
 
 beartype.door is not used: it can prove that one type is a subtype of another, but not that two types may fit.
 It also raises for protocols, TypedDicts and unresolved names. Importing it takes 77 ms and would save 35

@@ -1,8 +1,8 @@
 """Launch several processes of one script on this host, with the environment variables of torchrun.
 
-Each rank leads its own process group, so its children can be killed with it, and Ctrl-C reaches it only
-through this process. If this process is killed, the kernel kills the ranks, and a guard process kills their
-children.
+Each rank leads its own process group, so its children can be killed together with it, and Ctrl-C reaches a
+rank only through this process. If this process is killed, the kernel kills the ranks, and a guard process
+kills their children.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowchan.run.crew.at_exit import die_with
 from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.tcp import joined, listen
 
-KILL_DELAY_S = 5.0  # seconds between the request to end and SIGKILL
+KILL_DELAY_S = 5.0  # seconds between asking a rank to end and SIGKILL
 _OWN_END = 1.0  # seconds that the other ranks have to end on their own after a failure
 _POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises because another rank has failed
@@ -219,7 +219,7 @@ class LaunchJob:
         first: int = 0,
     ) -> None:
         self.interrupts = 0
-        # ranks that failed before any was asked to end, in the order of detection
+        # ranks that failed before any rank was asked to end, in the order of detection
         self._failed: list[Rank] = []
         self._end_by = float("inf")
         self._kill_by = float("inf")
@@ -304,8 +304,8 @@ def variables(
 ) -> dict[str, str]:
     """Return the environment for all ranks on a host, with the variables that torchrun sets.
 
-    The variables that identify a rank are added later. ``local_count`` of ``count`` ranks run on this host,
-    which is number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
+    The variables that identify a rank are added later. ``local_count`` of the ``count`` ranks run on this
+    host, which is host number ``group`` of ``groups``. ``master`` is a free address on rank 0's host.
     """
     address, _, port = master.rpartition(":")
     return {

@@ -53,8 +53,8 @@ class RankEnded:
 class Share:
     """Ranks that run on one host.
 
-    ``local_count`` of ``count`` ranks run on it, from number ``first`` on. It is host number ``host`` of
-    ``hosts``, with the name ``name``. ``towards`` is the launcher's address.
+    ``local_count`` of the ``count`` ranks run on the host, from number ``first`` on. The host is number
+    ``host`` of ``hosts`` and has the name ``name``. ``towards`` is the launcher's address.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Share:
 
 
 def run_ranks(share: Share, script: Sequence[str], pin: bool, orders: In[Any], messages: Out[Any]) -> None:
-    """Run the ranks on one host. The first host also sends addresses at which the others reach it."""
+    """Run the ranks on one host. The first host also sends addresses at which other hosts can reach it."""
     if share.host == 0:
         address = route_to(share.towards)
         messages.put(Begin(free_address(address), free_address(address), secrets.token_hex(16)))

@@ -30,8 +30,8 @@ class LoadError(FlowchanError):
     """No graph could be loaded from the file.
 
     The file does not exist, is not valid Python, fails during import, or defines no graph or several graphs.
-    Another cause is arguments that do not fit the file's function. The message is one line; ``__cause__`` is
-    the user's own error.
+    The arguments may also not fit the file's function. The message is one line; ``__cause__`` is the user's
+    own error.
     """
 
 
@@ -54,7 +54,7 @@ def load(target: str, args: Sequence[str] = ()) -> Blueprint:
         The graph.
 
     Raises:
-        LoadError: The target defines no graph, or several without ``NAME``.
+        LoadError: The target defines no graph, or it defines several and ``NAME`` was not given.
     """
     path, name = split_target(target)
     module = load_module(path)
@@ -216,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return the number of the last line of the user's own file in the traceback, as text."""
+    """Return " (line N)" for the last traceback entry in the user's own file, or "" if there is none."""
     lines = []
     trace = error.__traceback__
     while trace is not None:

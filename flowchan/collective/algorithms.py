@@ -82,9 +82,9 @@ class AlgorithmChoice:
             operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
                 ``"gather"`` or ``"alltoall"``.
             name: The algorithm; None selects the fastest. ``allreduce`` and ``reduce`` accept ``"exchange"``
-                and ``"slices"``. The other operations accept ``"chunks"`` and, if members may read each
-                other's memory, ``"direct"`` (not ``reduce_scatter``). All of them also accept torch's
-                ``"gloo"``, ``"mpi"`` and ``"nccl"``.
+                and ``"slices"``. The other operations accept ``"chunks"``. If members may read each other's
+                memory, they also accept ``"direct"``, except for ``reduce_scatter``. All of them also accept
+                torch's ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:
             ValueError: The operation has no such algorithm, or the backend is not available.
@@ -112,7 +112,7 @@ class AlgorithmChoice:
             self._chosen_backends.pop(doing, None)
         else:
             self._chosen_backends[doing] = backend
-        # while any are chosen, the core leaves all calls to Python
+        # as long as a backend is chosen, the core leaves all calls to Python
         self._queue(bool(self._chosen_backends) - before)
 
     def _backend_for(self, doing: int, x: Any) -> str | None:

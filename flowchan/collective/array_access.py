@@ -21,7 +21,7 @@ def is_numpy(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether ``x`` is sent as raw memory, which means an array or a tensor."""
+    """Return whether ``x`` is sent as raw memory, because it is an array or a tensor."""
     return is_tensor(x) or is_numpy(x)
 
 

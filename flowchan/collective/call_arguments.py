@@ -1,7 +1,7 @@
 """Checks of the arguments in a group's calls, and text for calls in messages.
 
-All checks run before anything is sent, so an invalid argument raises on one member only. The other members
-keep waiting until that member makes its next call.
+All checks run before anything is sent, so an invalid argument raises only on the member that passed it. The
+other members keep waiting until that member makes its next call.
 """
 
 from __future__ import annotations

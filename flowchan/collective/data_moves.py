@@ -1,6 +1,6 @@
 """Group operations that move arrays, or that combine arrays and scatter the result.
 
-Each operation checks its arguments before it sends anything, and chooses the memory for its result.
+Each operation checks its arguments before it sends anything, and then chooses the memory for its result.
 """
 
 from __future__ import annotations

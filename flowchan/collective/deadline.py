@@ -11,7 +11,7 @@ RemainingTime = Callable[[], float | None]
 
 
 def countdown(timeout: Any) -> RemainingTime:
-    """Return a function that returns how many of the ``timeout`` seconds remain.
+    """Return a function that returns the remaining part of the ``timeout`` seconds.
 
     If ``timeout`` is invalid, the function returns it unchanged, and the next step of the call raises the
     error.

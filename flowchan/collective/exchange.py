@@ -24,11 +24,11 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
 
 HEADER = struct.Struct("<BIQQ")  # kind, number of the operation, key of the call, length of the data
-SEGMENT = struct.Struct("<IQ")  # header of a segment in a gathered message: host, length of its data
+SEGMENT = struct.Struct("<IQ")  # header of a segment in a gathered message: host, length of the host's data
 DATA, FAILED, LEFT = range(3)
 STALLED = 10.0
 """Seconds of waiting after which a warning that names the missing members is logged."""
-PIECE = 1 << 20  # most bytes passed to one system call
+PIECE = 1 << 20  # maximum number of bytes passed to one system call
 
 log = logging.getLogger("flowchan.collective")
 
@@ -71,7 +71,7 @@ class ConnectionStats:
 class Connections:
     """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` and ``ranks`` map each host to the connection to its leader and to that leader's rank.
+    ``sockets`` maps each host to the connection to its leader, and ``ranks`` maps it to that leader's rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -326,7 +326,7 @@ class ExchangeStep:
         return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Describe the hosts that the step is waiting for, except those that wait for another late host."""
+        """Describe the hosts that the step is waiting for, except those that another late host delays."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
         names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"the host of rank {rank}" for rank in names)

@@ -27,7 +27,7 @@ class Group(GroupSteps):
     """One member of a group of processes or threads, created by :func:`group` or :func:`members`.
 
     All members call the same operations in the same order. An operation returns when this member's part is
-    done. Used as a context manager, a member closes when its block ends.
+    done. If the member is used as a context manager, it closes when the block ends.
 
     Attributes:
         rank: Number of this member, from 0.
@@ -35,8 +35,8 @@ class Group(GroupSteps):
         local_rank: Number of this member among those of its host, from 0: the index of its device.
         local_size: Number of members on the host of this member.
         name: Name of the group in messages; may be empty.
-        leaders: On rank 0 of a group that :meth:`split` created, the group of the first members of all parts;
-            else None.
+        leaders: On rank 0 of a group that :meth:`split` created, the group of the first members of all new
+            groups; otherwise None.
 
     Raises:
         MemberDied: A member died before it completed its part. On one host, either all survivors raise this
@@ -60,8 +60,8 @@ class Group(GroupSteps):
 
     name: str
     leaders: Group | None = None
-    """On rank 0 of a group that ``split`` created, the group of the first members of all parts, in rank
-    order; else None. Closing this member also closes its member of that group."""
+    """On rank 0 of a group that ``split`` created, the group of the first members of all new groups, in rank
+    order; otherwise None. Closing this member also closes its member of that group."""
 
     def _begin(self, name: str) -> None:
         self.name = name
@@ -113,12 +113,11 @@ class Group(GroupSteps):
 
         Args:
             x: An array or tensor, which is overwritten with the result, or any other value, which is combined
-                with
-                Python's operators.
+                with Python's operators.
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"`` or
-                ``"xor"``. For other values also a function that takes two values; rank 0 runs it for all
-                members.
-            out: Array for the result, with the type and number of elements of ``x``; ``x`` then stays
+                ``"xor"``. For values that are not arrays, it may also be a function that takes two values;
+                rank 0 runs it for all members.
+            out: Array for the result, with the same element type and size as ``x``; ``x`` then stays
                 unchanged.
             timeout: Seconds; None means no limit.
             wait: False returns a :class:`Handle` at once.
@@ -371,9 +370,9 @@ class Group(GroupSteps):
         """Combine the values of all members that still have one, with a function that takes two values.
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
-        runs it for all members; if it raises, all members raise. If ``fn`` is ``min``, ``max``, or ``add``,
-        ``mul``, ``and_``, ``or_`` or ``xor`` from the ``operator`` module, each member runs it instead, which
-        saves one step.
+        runs the function for all members; if it raises, all members raise. If ``fn`` is ``min``, ``max``, or
+        ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from the ``operator`` module, each member runs it
+        instead, which saves one step.
 
         Args:
             value: The value of this member.
@@ -397,7 +396,7 @@ class Group(GroupSteps):
     def join(
         self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """Take part in ``allreduce_with`` without a value, until no member contributes any more.
+        """Take part in ``allreduce_with`` without a value, until no member contributes any longer.
 
         Args:
             fn: The function that the other members pass to :meth:`allreduce_with`.
@@ -435,7 +434,7 @@ class Group(GroupSteps):
 
         Raises:
             MemberDied: The receiver is gone. The error is :class:`MemberLeft` if it closed the group.
-            TimeoutError: The receiver still has too many unread messages when the time is up.
+            TimeoutError: The receiver still had too many unread messages after ``timeout`` seconds.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -505,7 +504,7 @@ class Group(GroupSteps):
                     f"receive: timeout must be None with wait=False, got {timeout}; pass it to handle.wait()"
                 )
             return self._messages.start(source, use)
-        # Return the call itself: a statement after it would let Ctrl-C lose the message.
+        # Return the call itself: if another statement followed, Ctrl-C could lose the message.
         return self._messages.receive(source, timeout, use)
 
     def receive_any(self, *, timeout: float | None = None) -> tuple[Any, int]:
@@ -520,8 +519,8 @@ class Group(GroupSteps):
             The value, and the rank of its sender.
 
         Raises:
-            MemberDied: All messages that arrived have been received, and one member died. If a remote member
-                ended before this member first used its connection, it counts as a member that left.
+            MemberDied: All messages that arrived have been received, and one member died. A remote member
+                that ended before this member first connected to it counts as a member that left.
             MemberLeft: All messages that arrived have been received, and all other members left.
             GroupError: A receive that was started with ``wait=False`` is in progress.
             TimeoutError: No message arrived in time.
@@ -580,7 +579,7 @@ class Group(GroupSteps):
     # --- groups within the group ---
 
     def split(self, key: Any, *, name: str = "", timeout: float | None = None) -> Group | None:
-        """Divide the group into one new group for each key. All members must call it.
+        """Divide the group into one new group for each key. All members must call this method.
 
         Args:
             key: Members with equal keys form a group and keep their order.
@@ -589,7 +588,7 @@ class Group(GroupSteps):
 
         Returns:
             This process's member of its new group, or None if ``key`` is None. On rank 0 of each new group,
-            ``leaders`` is the group of all these first members.
+            ``leaders`` is a group of the first members of all new groups.
 
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -614,8 +613,8 @@ class Group(GroupSteps):
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
         """Return a new group of the remaining members, after others died or left.
 
-        All remaining members must call it; they keep their order. The old group is closed: members that still
-        use it get :class:`MemberDied`. A member that dies during the call is left out.
+        All remaining members must call this method; they keep their order. The old group is closed: members
+        that still use it get :class:`MemberDied`. A member that dies during the call is left out.
 
         If the group spans several hosts, the members reconnect at the old group's address (``at=``), and rank
         0 decides which members remain.
@@ -628,8 +627,8 @@ class Group(GroupSteps):
             This process's member of the new group.
 
         Raises:
-            GroupError: On several hosts: this member cannot reach rank 0, rank 0 is gone, or the old group
-                was created without an address.
+            GroupError: The group spans several hosts, and this member cannot reach rank 0, rank 0 is gone, or
+                the old group was created without an address.
             TimeoutError: A remaining member did not call ``shrink`` in time.
 
         Example:

@@ -34,7 +34,7 @@ class Handle:
         self._future = future
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the operation and return its result. It may be called repeatedly.
+        """Wait for the operation and return its result. This method may be called repeatedly.
 
         Args:
             timeout: Seconds to wait; None means no limit.
@@ -59,7 +59,7 @@ class Handle:
 
 
 class HandleOwner(Protocol):
-    """A member that starts operations. ``_queue`` is passed each change in the number of unfinished ones."""
+    """A member that starts operations. ``_queue`` receives each change in the number of unfinished ones."""
 
     def _queue(self, change: int) -> None: ...
     def close(self) -> None: ...
@@ -97,7 +97,7 @@ class Later:
         return Handle(future)
 
     def settle(self, timeout: float | None) -> None:
-        """Wait until all started operations have ended. Their errors are raised from their handles."""
+        """Wait until all started operations have ended. Their handles raise their errors."""
         if self._last is not None:
             try:
                 self._last.exception(timeout)

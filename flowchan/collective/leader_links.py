@@ -44,7 +44,7 @@ from flowchan.collective.value_bytes import dumps
 from flowchan.errors import GroupError, MemberDied
 
 LAST = 1.0
-"""Seconds to wait until a leader's last message has arrived completely."""
+"""Seconds to wait for the rest of a leader's last message."""
 WHOLE, WHOLE_OF_TWO = 64 * 1024, 1 << 20
 """Largest arrays, in bytes, that leaders exchange whole; for larger ones, each leader combines one slice.
 Two hosts send the same amount either way, but exchanging whole arrays takes one step instead of two."""
@@ -157,8 +157,8 @@ class Links(Connections):
     def gather(self, call: Call, own: Any, tree: Tree, timeout: float | None) -> dict[int, memoryview]:
         """Gather the data of all leaders at the root of the tree in one step.
 
-        At the root, return the data of the other leaders by host; elsewhere return an empty dictionary. It
-        raises the same errors as :meth:`swap`.
+        At the root, return the data of the other leaders by host; elsewhere return an empty dictionary. This
+        method raises the same errors as :meth:`swap`.
         """
         found = self._run_step(Gathering(self, call, own, tree, timeout))
         if tree.root != self.host:
@@ -168,8 +168,8 @@ class Links(Connections):
     def spread(self, call: Call, memory: Any, tree: Tree, timeout: float | None) -> memoryview:
         """Send ``memory`` from the tree's root to the other leaders in one step.
 
-        The other leaders receive into their ``memory``, or into new memory if it is None. It raises the same
-        errors as :meth:`swap`.
+        The other leaders receive into their ``memory``, or into new memory if it is None. This method raises
+        the same errors as :meth:`swap`.
         """
         found = self._run_step(Spreading(self, call, memory, tree, timeout))
         return memory if tree.root == self.host else found[tree.parent[self.host]]
@@ -181,9 +181,9 @@ class Links(Connections):
         return self._trees[root, small]
 
     def measure(self, timeout: float | None) -> None:
-        """Measure the connections, from which the trees are then built. All leaders call it at the same time.
+        """Measure the connections, so that trees can be built. All leaders call this at the same time.
 
-        It raises the same errors as :meth:`swap`.
+        This method raises the same errors as :meth:`swap`.
         """
         call, remaining = ("measuring the connections", 0, 0), countdown(timeout)
         hosts, measured = len(self.sockets) + 1, {}
@@ -221,7 +221,7 @@ class Links(Connections):
         operation.
         """
         if self._leaving:
-            return  # the others receive the message that this member leaves
+            return  # the others receive the message that this member is leaving
         word = dumps(error)
         peers = {host: LeaderPeer(call, [word], FAILED) for host in self.sockets}
         if goes_on:
@@ -234,9 +234,9 @@ class Links(Connections):
         self.close()
 
     def _go(self, step: ExchangeStep) -> None:
-        """Run a step. If it raises, the connections are closed, or another thread is about to close them.
+        """Run a step. After an error, the connections are closed, or another thread is about to close them.
 
-        After an error it is not known how much of each message was transferred.
+        It is then not known how much of each message was transferred.
         """
         with self._in_use:
             if self._closed:
@@ -257,7 +257,7 @@ class Links(Connections):
                 raise
 
     def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
-        """Report to the other leaders which leader died, so that they do not take this one for dead."""
+        """Report to the other leaders which leader died, so that they do not think that this one has died."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:

@@ -148,7 +148,7 @@ class LinkedGroup(Group):
         pass
 
     def _part(self, key: Any, name: str, timeout: float | None) -> Group | None:
-        """Form the part of the group that has this member's key. Its members on one host share memory."""
+        """Form the part of the group with this member's key. Members of the part on one host share memory."""
         remaining = countdown(timeout)
         part = self._on_node(
             (NAMES[SPLIT], SPLIT, 0), lambda: self._node._part(key, name, remaining()), first=True
@@ -342,7 +342,7 @@ class LinkedGroup(Group):
         if own:
             local = self._hosts[source].index(root)
             self._on_node(call, lambda: self._node._spread(x, local, remaining()), first=True)
-        # before any data arrives, checks that all members on this host make the same call
+        # before any data arrives, this checks that all members on this host make the same call
         elif self._node.size > 1:
             self._first(call, b"", 0, remaining, (x, root))
 

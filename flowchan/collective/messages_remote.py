@@ -1,11 +1,11 @@
-"""Messages to members on other hosts, over one connection for each pair and direction in use.
+"""Messages to members on other hosts: one connection from each sender to each of its receivers.
 
 Every member has a listening thread. A message that is sent waits in a channel until another thread has
-connected to the receiver and forwards the message. On the receiving side, a thread puts it into the channel
-that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
+connected to the receiver and forwards the message. On the receiving side, a thread puts the message into the
+channel that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
 
-A member *watches* a peer from which it expects a first message. A watching connection carries only the news
-that the peer leaves.
+A member *watches* a peer from which it expects a first message. A watching connection carries only one kind
+of news: that the peer is leaving.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class RemotePeers:
             return self._peers[rank]
 
     def adopt(self, sock: socket.socket, hello: Hello) -> None:
-        """Take over a connection from a sending or watching peer, or from another leader."""
+        """Accept a connection that a sending or watching peer, or another leader, has opened."""
         if "host" in hello:
             self.leaders.put((hello["host"], sock))
         elif "watches" in hello:
@@ -260,7 +260,7 @@ class RemotePeers:
 
 
 class RemotePeer:
-    """Member ``rank`` on another host, from the view of ``owner``."""
+    """Member ``rank`` on another host, as a peer of ``owner``."""
 
     def __init__(self, owner: RemotePeers, rank: int) -> None:
         self.watch: socket.socket | None = None
@@ -457,10 +457,7 @@ class RemotePeer:
         return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
-        """End calls that are waiting for a message, and drop later messages.
-
-        Dropping them lets their sender end.
-        """
+        """End calls that are waiting for a message, and drop later messages, so that their sender can end."""
         self._receives_no_more = True
         self._in.abort()
 

@@ -26,7 +26,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 from flowchan.transport.descriptors import Borrowed, Inherited, Sent, hand_over, now, take_over
 
 MEMBER_LOST, MISMATCH, NO_MEMORY, TIMED_OUT, _INTERRUPTED, CLOSED, TAKEN, WITHIN, BUSY = range(1, 10)
-"""Codes with which the core reports how an operation ended."""
+"""Status codes with which the core reports how an operation ended."""
 
 PRESENT, LEFT, _GAVE_UP = range(3)
 
@@ -186,7 +186,7 @@ class SharedGroup(_core.Group, Group):
     # --- methods that the core calls ---
 
     def _failed(self, end: int, doing: int, x: Any, more: Any) -> NoReturn:
-        """Raise the error for the code with which an operation ended."""
+        """Raise the exception that matches the status of an operation."""
         call = NAMES[doing]
         if end == MISMATCH:
             x, more = self._original_call or (x, more)
@@ -245,7 +245,7 @@ class SharedGroup(_core.Group, Group):
     def _hold_slot(self) -> None:
         """Lock this member's descriptor until a process joins as this member.
 
-        From the lock, the other members see that a process can still join as this member.
+        The lock shows the other members that a process can still join as this member.
         """
         self._maker, self._family = os.getpid(), os.fstat(self._fd).st_ino
         _unused.add(self)
@@ -371,7 +371,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
     All processes that ``gather`` connects must call it.
 
     Args:
-        gather: Exchanges a value with all these processes.
+        gather: Function that exchanges a value with all these processes.
         rank: Rank of this process.
         members: Ranks of the members.
         name: Name of the group in messages.

@@ -28,6 +28,6 @@ times a number for the call's other arguments."""
 def key_of(key: int, x: Any) -> int:
     """Return the key of a call; for ``TYPED`` arrays, the key also depends on the element type.
 
-    In shared memory the core includes the element type.
+    In shared memory, the core adds the element type to the key.
     """
     return key if key % 4 != TYPED else zlib.crc32(repr((key, array_access.kind(x)[0])).encode())

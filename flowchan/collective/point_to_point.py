@@ -57,7 +57,7 @@ class Peer(Protocol):
         """Return whether the peer's channel will get no further messages."""
 
     def has_left(self) -> bool:
-        """Return whether a peer that is gone has left the group, as far as this member knows."""
+        """Return whether, as far as this member knows, a peer that is gone has left the group."""
 
     def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a peer that is gone."""
@@ -219,7 +219,7 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            try:  # no ``with`` block, because leaving it is a call, in which Ctrl-C would lose the message
+            try:  # no ``with`` block: leaving it is a call, in which Ctrl-C would lose the message
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
                 continue
@@ -254,7 +254,7 @@ def take(again: list[Any], channel: Any, timeout: float | None, use: Use) -> Any
     taken: list[Any] = []
     try:
         if again:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            with contextlib.suppress(IndexError):  # another thread took the message first
                 append_result(taken, again.pop, 0)
         if not taken:
             append_result(taken, channel.get, timeout)

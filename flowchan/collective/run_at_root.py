@@ -1,4 +1,4 @@
-"""Combination of the members' values with a user's function.
+"""Combine the members' values with a user's function.
 
 Rank 0 runs the function and sends the result to all members. If each member ran it, a function that draws
 random numbers or reads the clock would return different results.

@@ -2,8 +2,8 @@
 
 Each survivor publishes that it has arrived, and waits for an offer. Once all survivors have arrived, the
 first of them creates the memory of a new group and offers it to each of the others. The new group is valid
-once all its members have completed a round in it, so all of them agree on that. If another member dies before
-that, the survivors try again.
+once all its members have completed a round in it, so they all agree that it is valid. If another member dies
+earlier, the survivors try again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_ALLOWED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EP
 
 
 class ShrinkMember(Protocol):
-    """The methods that shrinking uses of a member on one host."""
+    """The methods of a member on one host that shrinking uses."""
 
     _ranks: Sequence[int]
     _local: LocalPeers
@@ -54,7 +54,7 @@ M = TypeVar("M", bound=ShrinkMember)
 
 
 class Shrinking(Generic[M]):
-    """The part that one member of ``old`` takes in shrinking the group.
+    """One member's part in shrinking the group ``old``.
 
     ``member(fd, rank)`` creates a member of a new group. ``give_up`` is the monotonic time after which
     ``run`` raises ``TimeoutError``.

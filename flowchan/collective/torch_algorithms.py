@@ -2,8 +2,8 @@
 
 The first operation that uses a backend makes the members create it together; torch's own groups are not
 affected. Each operation begins and ends with a round of the group. The first round detects calls that do not
-match. After the last round, all members return or all raise. That round finds members that are lost, and it
-raises one member's error on all members.
+match. The last round finds lost members, and raises one member's error on all members. After it, either all
+members return or all raise.
 
 A member that fails destroys its backend before the last round. This ends its connections, so the others do
 not wait for it. Creating a backend has a time limit.
@@ -50,7 +50,7 @@ _Ended = Callable[[float], bool]
 
 
 class StuckBackend(Exception):
-    """A member is lost, and the backend has not noticed it."""
+    """Error of a backend that has not noticed that a member is lost."""
 
 
 def check(name: str) -> None:
@@ -294,7 +294,7 @@ class TorchAlgorithm:
         return joined((self._store.host, self._store.port))
 
     def _connect(self, address: str, device: torch.device, remaining: RemainingTime) -> None:
-        """Create the backend in a thread: if a member is missing, creating it cannot be interrupted."""
+        """Create the backend in a thread, because the call cannot be interrupted if a member is missing."""
         group, made = self._group, Future[Any]()
         rank, size, own_address = group.rank, group.size, group._reached_at()
 
@@ -312,7 +312,7 @@ class TorchAlgorithm:
         self._backend = made.result()
 
     def _finish(self, work: Any, device: torch.device, remaining: RemainingTime) -> None:
-        """Wait for an operation. An operation of NCCL has ended once the device has run it."""
+        """Wait for an operation. An NCCL operation has ended once the device has run it."""
         pause = 1e-5
 
         def ended(seconds: float) -> bool:

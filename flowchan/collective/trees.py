@@ -1,4 +1,4 @@
-"""Trees of a group's hosts, along which data goes from one host to all or from all to one.
+"""Trees of a group's hosts, along which data is sent from one host to all or from all to one.
 
 When the leaders of the hosts have connected, each pair measures how long it takes to send one byte and to
 send ``REFERENCE`` bytes. A tree is built from these times with the greedy rule "earliest completion first".
@@ -22,7 +22,7 @@ LEAST = 1e-4
 """Shortest time, in seconds, that is distinguished. Shorter times reflect other load on the machines rather
 than the connection."""
 HARDLY = 1.25
-"""A preferred message may arrive at most this many times as late as the earliest one."""
+"""A preferred message may take at most this many times as long to arrive as the earliest one."""
 _TIMES = struct.Struct("<dd")
 
 
@@ -44,7 +44,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of hosts: the parent of each host, and its children in the order in which they are sent to."""
+    """A tree of hosts: the parent of each host, and its children in the order in which it sends to them."""
 
     root: int
     parent: dict[int, int]

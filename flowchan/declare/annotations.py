@@ -53,7 +53,7 @@ def plain_function(function: Any) -> Any:
     function = inspect.unwrap(function)
     if inspect.ismethod(function):
         return function.__func__
-    # This needs the method itself, not only whether the object is callable.
+    # ``callable()`` does not suffice, because the method itself is needed.
     if not inspect.isroutine(function) and hasattr(type(function), "__call__"):  # noqa: B004
         return inspect.unwrap(type(function).__call__)
     return function
@@ -91,7 +91,7 @@ def returned_type(function: Any) -> Any:
 
 
 def element_type(kind: Any) -> Any:
-    """Return the element type of an iterable type, if it is a standard container or iterator."""
+    """Return the element type of a standard container or iterator type, or ``None`` for any other type."""
     if kind is str:
         return str
     if kind in (bytes, bytearray, range):

@@ -184,8 +184,8 @@ class Blueprint(General):
         """Declare a stream whose writer is declared later, to form a loop.
 
         The stream must be read by a stage with ports. No source ends the loop, so one stage in it must return
-        when its work is done. This closes the outputs of that stage, and the other stages see their inputs
-        end.
+        when its work is done. Returning closes the outputs of that stage, and the inputs of the other stages
+        then end.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).

@@ -38,7 +38,7 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the origin that stands for the loop
+        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin of the loop
         # streams from other graphs that stages of this graph read
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
@@ -234,7 +234,7 @@ class Builder:
         self._edges = None
 
     def _split_per_worker(self, origin: Origin) -> None:
-        """Create a separate channel for this output in each worker of its stage."""
+        """Give each worker of the stage its own channel for this output."""
         self._change_output(origin, channel_per_worker=True)
 
     def _change_output(self, origin: Origin, **changes: Any) -> None:

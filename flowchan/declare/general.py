@@ -161,11 +161,11 @@ class General(Builder):
                 restartable (bool): Whether the function keeps no state between items, so that a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: whether only the dead worker is restarted (default: False; implies
-                    ``restartable``). The others keep their processes. Their function is called again, first
-                    with the group of the survivors, then with the complete group.
+                    ``restartable``). The other workers keep their processes. Their function is called again,
+                    first with the group of the survivors, then with the complete group.
                 gpus (float): GPUs reserved for each worker process, or a share of one below 1 (default: 0).
                 per_worker (str or tuple): ``In`` parameter, or a tuple of them, whose items are pairs
-                    ``(worker, item)`` (default: none). The item goes to the worker with that number, from 1.
+                    ``(worker, item)`` (default: none). The item goes to that worker, numbered from 1.
 
         Returns:
             ``None``, one stream or a tuple of streams: one for each ``Out`` parameter.
@@ -175,8 +175,8 @@ class General(Builder):
             ValueError: An option is out of range, or does not fit the function.
 
         If a parameter is annotated with ``flowchan.collective.Group``, the workers form a gang: they start
-        together, each with its membership in the group. If one dies and the stage is restartable, all
-        restart, each with the items that it had not finished.
+        together, each with its membership in the group. If one worker dies and the stage is restartable, all
+        of them restart, each with the items that it had not finished.
 
         Example:
             >>> from flowchan import Graph, In, Out

@@ -1,6 +1,6 @@
 """Describe each operator in one row, for the checks, the plan, the run, the report and the pictures.
 
-None of these compares names of operators. To add an operator, add a row here, a body (see
+None of them compares operator names. To add an operator, add a row here, a body (see
 ``flowchan/run/worker/operator_loops.py``), and a method of ``Stream`` that declares a stage with it.
 """
 
@@ -49,7 +49,7 @@ class Operator:
     per_item: bool = False
     """Whether the operator keeps no state between items, so that another worker can continue."""
     one_output: bool = False
-    """Whether each item has exactly one output, so that putting it also completes the item."""
+    """Whether each item has exactly one output, so that putting the output also completes the item."""
     ordered: bool = True
     """Whether several workers can keep the order of their input."""
     worker_per_input: bool = False
@@ -65,11 +65,11 @@ class Operator:
     role: Role = "stage"
     """How the operator is drawn, and which items count: for a source its outputs, otherwise its inputs."""
     owes: bool = False
-    """Whether each input leads to one output or one failed item. A sink's outputs are its finished items."""
+    """Whether each item leads to one output or one failed item. A sink's finished items count as outputs."""
     lets_go: str = ""
-    """Word for the items that the operator takes and drops; empty if it never drops items."""
+    """Word in reports for the items that the operator takes and drops; empty if it never drops items."""
     answers: bool = False
-    """Whether requests sent with ``ask()`` can pass, because the output for each item is known."""
+    """Whether requests sent with ``ask()`` can pass through, because the output for each item is known."""
     groups: bool = False
     """Whether each output is a list of several items."""
     repeats: bool = False

@@ -37,27 +37,27 @@ class WorkOptions(NameOption, total=False):
     """Options of every operator that calls a function for each item."""
 
     on: PlacementOption
-    """Placement of the workers: ``"thread"`` (default), ``"process"``, or the hosts of a pool of
-    ``flowchan.hosts``. ``"hosts"`` means the hosts of ``flowchan run --hosts``."""
+    """Placement of the workers: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``.
+    ``"hosts"`` means the hosts of ``flowchan run --hosts``."""
     workers: int
     """Number of workers (default: 1)."""
     retries: int
-    """How often an item is retried if the function raises (default: 0)."""
+    """Number of times that an item is retried if the function raises (default: 0)."""
     retry_delay: float | None
     """Seconds before each retry (default: 0)."""
     retry_on: type[Exception] | tuple[type[Exception], ...]
     """Exception types that trigger a retry (default: all)."""
     timeout: float | None
-    """Time limit for one item in seconds (default: none). An item that exceeds it fails with
-    ``TimeoutError``. This requires an ``async def`` function, or worker processes, which are killed and
+    """Time limit for one item in seconds (default: none). An item that exceeds the limit fails with
+    ``TimeoutError``. A limit requires an ``async def`` function, or worker processes, which are killed and
     replaced."""
     rate: float | None
     """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
     starts are evenly spaced, and each retry is a start. Workers on hosts can't have a limit."""
     restarts: int
     """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10). Deaths
-    over items are not counted. With the default, or with 10**9 or more, the run also ends if a worker dies
-    four times in a row before it starts to work."""
+    that count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more,
+    the run also ends if a worker dies four times in a row before it starts to work."""
     max_deaths: int
     """Number of worker deaths after which an item counts as failed (default: 3)."""
     gpus: float

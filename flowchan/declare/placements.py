@@ -55,7 +55,10 @@ class Placement:
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether the same part of a crew can serve both placements: here, if neither has hosts."""
+        """Return whether one part of a crew can serve both placements.
+
+        Two placements of this class can share a part if neither has hosts.
+        """
         return not self.hosts and not other.hosts
 
 

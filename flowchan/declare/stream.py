@@ -1,8 +1,8 @@
 """Define streams: handles of output channels, with methods that declare the next stage.
 
 Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
-handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` in the caller's line.
-Errors that show only in the whole graph are reported by ``check``.
+handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the caller's line.
+``check`` reports errors that show only in the whole graph.
 """
 
 from __future__ import annotations
@@ -81,28 +81,28 @@ class Stream(StreamHandle[T_co]):
 
         Args:
             function: Function with one parameter, an ``async def`` function, or a class whose instances are
-                called. If a worker process dies, its replacement has a new instance.
-                After :meth:`batch`, it may return a list as long as the batch. An exception in that list
-                makes only the item with the same index fail.
+                called. If a worker process dies, its replacement creates a new instance.
+                After :meth:`batch`, the function may return a list as long as the batch. An exception in that
+                list makes only the item with the same index fail.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
-                    for the hosts of ``flowchan run --hosts``, or a pool of ``flowchan.hosts``.
+                    for the hosts of ``flowchan run --hosts``, or a pool from ``flowchan.hosts``.
                 workers (int): Number of workers (default: 1).
                 ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
-                retries (int): How often an item is retried if the function raises (default: 0).
+                retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
                 retry_on (type or tuple): Exception types that trigger a retry (default: all).
-                timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it
-                    fails with ``TimeoutError``. This requires worker processes or an ``async def`` function.
+                timeout (float): Time limit for one item in seconds (default: none). An item beyond the limit
+                    fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): GPUs reserved for each worker process (default: 0, so that workers share all). A
+                gpus (float): GPUs reserved for each worker process (default: 0; workers then share all GPUs). A
                     number below 1 is a share of one.
 
         Returns:
@@ -189,12 +189,12 @@ class Stream(StreamHandle[T_co]):
     def sink(self, function: Effect[T_co], **options: Unpack[WorkOptions]) -> None:
         """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
 
-        If a worker dies, the side effect may happen twice for its item.
+        If a worker dies, the side effect may happen twice for the item that it was processing.
 
         Args:
             function: Function with one parameter; its result is ignored. It may be an ``async def`` function
                 or a class whose instances are called.
-            **options: Keyword options that :meth:`map` lists, without ``ordered`` and ``capacity``.
+            **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
 
         Raises:
             TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
@@ -223,7 +223,7 @@ class Stream(StreamHandle[T_co]):
         Args:
             key: Function that returns the key of an item.
             n: Number of streams, at least 1.
-            **options: Keyword options of the stage, listed by :meth:`map`, without ``ordered``.
+            **options: Keyword options of :meth:`map`, except ``ordered``.
 
         Returns:
             A tuple of ``n`` streams.
@@ -291,7 +291,7 @@ class Stream(StreamHandle[T_co]):
 
         Returns:
             A stream with one item, the list. ``graph.run()[stream]`` returns the list. The stream does not
-            need a reader. If it has none, ``run.iter(stream)`` yields the items while the graph runs.
+            need a reader. If no stage reads it, ``run.iter(stream)`` yields the items while the graph runs.
 
         Raises:
             TypeError: An option is unknown.
@@ -482,8 +482,8 @@ class Stream(StreamHandle[T_co]):
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function that takes two values.
             to_workers: Whether each worker that contributed gets the result (default: False). If so, the
-                stage that reads the results needs ``per_worker=``. It may be an earlier stage, through a
-                feedback, or a later one.
+                stage that reads the results must be declared with ``per_worker=``. That stage may be a later
+                one or, through a feedback, an earlier one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:

@@ -71,7 +71,7 @@ def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[A
 
 
 def origins(graph: Builder, *streams: StreamHandle[Any]) -> tuple[Origin, ...]:
-    """Return the input origins of a stage of ``graph`` that reads these streams."""
+    """Return the origins of these streams, for the inputs of a stage of ``graph``."""
     return tuple(
         stream._origin if stream.graph is graph else graph._is_foreign(stream.name, stream.graph)
         for stream in streams

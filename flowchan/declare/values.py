@@ -30,7 +30,7 @@ DEFAULT_MAX_DEATHS = 3
 
 
 class Origin(NamedTuple):
-    """Output port of a stage, as the origin of the items at an input.
+    """Output port of a stage, from which an input gets its items.
 
     If ``stage`` is empty, ``port`` is a number in the graph's tables of loops and of streams from other
     graphs.
@@ -181,13 +181,13 @@ class Stage:
     def keeps_its_own(self) -> bool:
         """Return whether the items of a dead worker may go only to its replacement.
 
-        This is so if a reader distinguishes the workers, because some outputs may exist already. It is also
-        so for a gang, whose workers all restart together.
+        This is the case if a reader distinguishes the workers, because some outputs may already exist. It is
+        also the case for a gang, whose workers all restart together.
         """
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return an output's channels: pairs of the only worker that writes (0: all) and the name."""
+        """Return an output's channels as pairs: the only worker that writes (0 for all) and the name."""
         if not output.channel_per_worker or self.worker_count == 1:
             return ((0, output.name),)
         return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
@@ -206,7 +206,8 @@ class Edge:
         name: Name of the channel.
         writer: Name of the stage that writes to it.
         writer_port: Output port of that stage.
-        reader: Name of the stage that reads from it; ``None`` for a result of the run, or without a reader.
+        reader: Name of the stage that reads from it; ``None`` for a result of the run, or if no stage reads
+            it.
         reader_port: Input port of that stage, or ``None``.
         item: Type of the items, or ``None`` if unknown.
         capacity: Capacity in items.

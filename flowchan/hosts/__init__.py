@@ -1,7 +1,7 @@
 """Pools of hosts for ``on=``, and channels between programs on different hosts.
 
-The modules for channels between programs are imported on first use. Agents do not need them, and every import
-would delay the start of an agent.
+The modules for channels between programs are imported on first use. Agents do not need these modules, and
+every import would delay the start of an agent.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def ray(
 
 
 _LATER = {"open_channel": "flowchan.remote.remote_channel", "serve": "flowchan.remote.serving"}
-"""Modules that are imported on first use, by the name that each defines."""
+"""Modules that are imported on first use, keyed by the name that each one defines."""
 
 
 def __getattr__(name: str) -> Any:

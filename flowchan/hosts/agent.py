@@ -3,8 +3,9 @@
 ``python -m flowchan.hosts.agent`` reads one line of JSON from its standard input, dials the driver, and
 starts each worker in its own process.
 
-Each port of a worker has its own ring, which the link fills or empties. A remote worker therefore recovers as
-a local one does. When it dies, its rings return the items that it held, and its replacement receives them.
+Each port of a worker has its own ring, which the link fills or empties. A remote worker is therefore
+recovered in the same way as a local one. When the worker dies, its rings return the items that it held, and
+its replacement receives them.
 
 The agent has three threads: one carries out the driver's commands, one maintains the link, and one watches
 the worker processes. If the agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with
@@ -258,7 +259,7 @@ class Agent:
     def _keep_link(self) -> None:
         """Watch the link, and dial again when the connection breaks.
 
-        Everything that did not arrive is then sent again over the new connection.
+        Everything that had not arrived is then sent again over the new connection.
         """
         peer_timeout = self._orders.peer_timeout
         for event in link_events.watch(self._link, peer_timeout / 4):
@@ -292,7 +293,7 @@ class Agent:
     def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
-        If that does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
+        If this does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
         that have already passed without a message from the driver.
         """
         orders = self._orders

@@ -67,7 +67,7 @@ class AgentHandle:
         self.why = ""  # why the agent ended
         self.has_connected = False
         self.echoed = 0  # number of the last echo
-        self.waiting = Waiting(0, {})  # last report of the waiting threads of the agent's workers
+        self.waiting = Waiting(0, {})  # the agent's last report on which threads of its workers wait
         self.is_decided = threading.Event()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks

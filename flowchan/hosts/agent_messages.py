@@ -2,7 +2,7 @@
 
 They are sent on the link's control stream (stream 0).
 
-The two sides have already authenticated each other, so the messages are pickled as items are. Events of the
+The two sides have already authenticated each other, so the messages are pickled like items. Events of the
 host's workers use the same stream, and the agent does not read them.
 """
 
@@ -29,7 +29,7 @@ class Start:
         info: The worker as its own code sees it.
         stage: Its stage, pickled.
         modules: Modules that the pickle refers to and that the host may lack.
-        suspicion: Earlier deaths that its first item may have caused.
+        suspicion: Earlier deaths that the worker's first item may have caused.
         inputs: The channels of its input ports. The rings behind the ports outlive a worker's process.
         outputs: The channels of its output ports.
         errors: The channel for its errors, if the stage has one.
@@ -91,7 +91,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Send this message back. Its return shows that every earlier report from a worker has arrived."""
+    """Send this message back. Its return shows that all earlier reports from workers have arrived."""
 
     number: int
 

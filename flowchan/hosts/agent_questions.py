@@ -9,7 +9,7 @@ from flowchan.hosts.agent_messages import AskWaits, Echo
 class AgentQuestions:
     """The questions that one run asks its agents.
 
-    Call each method repeatedly until it returns true, which it does once per question.
+    Call a method repeatedly until it returns true. The next call then asks a new question.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """Pickling of a stage's code for a host.
 
-Code is pickled by reference if the host has its module, and by value if the host lacks a module of the
-user's. Modules that are installed, with pip or with Python itself, are always pickled by reference.
+Code is pickled by reference if the host has its module. If the host lacks one of the user's modules, the code
+from that module is pickled by value. Modules that are installed, with pip or with Python itself, are always
+pickled by reference.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class _StagePickler(ByValuePickler):
 
 
 class PackedStages:
-    """The pickled stages of a run; each is pickled once per set of missing modules."""
+    """The pickled stages of a run. Each stage is pickled once for each set of missing modules."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[str, tuple[str, ...]], tuple[bytes, tuple[str, ...]]] = {}
@@ -67,7 +68,7 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those modules that can't be imported in this process.
+    """Return those of the modules that can't be imported in this process.
 
     No module is imported: the search covers only the top-level package.
     """

@@ -27,7 +27,7 @@ class DriverListener:
     Args:
         listener: The listener that authenticates connections.
         name: The name of the thread.
-        within: Runs the thread's function and handles its failure.
+        within: Runs the thread's function and handles an exception from it.
         agent: Receives the connection of each agent.
     """
 

@@ -46,7 +46,7 @@ class _Agent:
         self.is_over = False  # whether the program has released the agent
 
     def check(self) -> None:
-        """Report how the agent ended, if it has. It stays a zombie so that its process id is not reused."""
+        """Report how the agent ended, if it has. It stays a zombie, so that its process id is not reused."""
         if self.has_ended:
             return
         end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -56,7 +56,7 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process first: it may not lead its group yet, and once dead it never will.
+        # Kill the process first: it may not lead its process group yet, and once it is dead, it never will.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

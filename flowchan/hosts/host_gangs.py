@@ -14,7 +14,7 @@ class HostGangs:
     """Form and end the groups whose rendezvous uses the driver's listener.
 
     Attributes:
-        listener: The driver's listener, once the run starts.
+        listener: The driver's listener; set when the run starts.
     """
 
     def __init__(self) -> None:

@@ -25,14 +25,14 @@ class Pool(Placement):
     """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
 
     Each worker of a stage is placed on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
-    ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets their shares: on ``pool[{"gpu1": 3, "gpu2":
-    1}]``, three of four workers run on ``gpu1``, or six of eight. Pools from one provider share its agents
-    within a run.
+    ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets the hosts' shares of the workers: with
+    ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four workers, or six of eight, run on ``gpu1``. Pools from one
+    provider share its agents within a run.
 
     Attributes:
         provider: The provider that starts the agents.
         peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
-            The driver gives up on a silent agent after 1.5 times as long.
+            The driver gives up on an agent that has been silent for 1.5 times as long.
         tls: Whether the connections are encrypted.
 
     Example:
@@ -76,7 +76,7 @@ class Pool(Placement):
             other: Another placement.
 
         Returns:
-            Whether one crew can serve both placements.
+            Whether one part of a crew can serve both placements.
         """
         return isinstance(other, Pool) and other.provider == self.provider
 
@@ -96,7 +96,7 @@ class Pool(Placement):
 
 
 def pool_of(call: str, provider: Provider, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False) -> Pool:
-    """Make a pool of all hosts of a provider. Error messages begin with ``call``, the called function."""
+    """Make a pool of all hosts of a provider. Error messages begin with ``call``, a function's name."""
     waits = finite_seconds(call, "peer_timeout", peer_timeout)
     names: tuple[str, ...] = ()
     missing = ""

@@ -4,10 +4,10 @@ The ports of a remote worker are in the driver's process, like those of any othe
 stream of the link to its host. The link sends the items that the ports receive, and puts the outputs that
 come back. Leases, order and recovery therefore stay in the driver's channels.
 
-If a worker dies while its agent is alive, it is recovered and replaced on its host. If an agent dies or is
-silent for too long, it is fenced: its messages are ignored. The driver gives back the items that its workers
-held. Another agent on the same host then restarts the workers; if none can be started there, an agent on
-another host of their pool does.
+If a worker dies while its agent is alive, it is recovered and replaced on its host. If an agent dies or has
+been silent for too long, it is fenced: its messages are ignored. The driver gives back the items that its
+workers held. Another agent on the same host then restarts the workers. If no agent can be started there, an
+agent on another host of the pool restarts them.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class HostsPart:
         self._order_start(message.worker, stream)
 
     def _finished(self, agent: AgentHandle, number: int) -> None:
-        """Note that the link has put all outputs of a stream and closed its ports in this process."""
+        """Record that the link has put all outputs of a stream and closed its ports in this process."""
         with self._lock:
             for stream in self._streams.values():
                 stream.finished |= stream.agent is agent and stream.number == number

@@ -1,8 +1,8 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
 The provider starts this module on the host in place of an agent, so the probe sees what an agent would see.
-It dials, authenticates, and describes the host in its hello. The program then sends transfers, each a size
-followed by that many bytes, and the probe answers each with one byte.
+It dials, authenticates, and describes the host in its hello. The program then sends transfers. A transfer is
+a size followed by that many bytes, and the probe answers each transfer with one byte.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text form of a pool for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
+"""Text form of a pool, for commands: ``local:2``, ``ssh:gpu1,user@gpu2``, ``slurm``, ``ray:4``.
 
 Options follow the hosts, as in ``ssh:gpu1,gpu2,tls,peer_timeout=30`` and ``ray:4,GPU=1``.
 """

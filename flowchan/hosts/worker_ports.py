@@ -43,8 +43,8 @@ class WorkerPorts:
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
-"""Limits at which the driver gives up on a host: the number of agents started on it within WITHIN_S seconds,
-and the number of agents in a row that never dialled."""
+"""Limits at which the driver gives up on a host: the number of agents started on the host within WITHIN_S
+seconds, and the number of agents in a row that never dialled."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
@@ -62,7 +62,7 @@ class HostWorkers:
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
-    # link counters of the agents that have died
+    # sums of the link counters of agents that have died
     before: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     round_trip: float = 0.0  # round-trip time of the last dead agent's link, in seconds
 
@@ -120,7 +120,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Combine the reports of the waiting threads of these streams' workers."""
+    """Combine the agents' reports on which threads of these streams' workers wait."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}

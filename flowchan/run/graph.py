@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Graph(Blueprint, Runnable):
-    """Stages joined by channels.
+    """Graph of stages that are connected by channels.
 
     Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
     they return. Then call :meth:`run`, or :meth:`start` to interact with it while it runs.

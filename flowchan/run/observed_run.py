@@ -41,7 +41,7 @@ class ObservedRun(ABC):
 
     @refuses_misspelt("stats")
     def stats(self, *, window: float | None = None) -> RunStats:
-        """Return the current statistics of the run (R8).
+        """Return the current statistics of the run.
 
         Args:
             window: Number of most recent seconds to which the rates, the shares of time and the cause of the

@@ -13,7 +13,7 @@ POLL_INTERVAL_S = 0.02
 
 
 def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
-    """Wait until all workers have started work, the run stops or ends, or ``timeout`` seconds have passed.
+    """Wait until all workers have started to work, the run stops or ends, or ``timeout`` seconds have passed.
 
     Return whether all workers have started. If the run fails, this returns only after it has ended.
     """

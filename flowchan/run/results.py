@@ -124,7 +124,7 @@ class ResultGathering:
             raise taken_in.broken
 
     def keep(self, stage: str) -> None:
-        """Keep the items that are left until the block ends, if the calling thread was their reader."""
+        """Keep the remaining items until the block ends, if the calling thread was reading them."""
         if self._loops[stage] == threading.get_ident():
             self._interrupted_loops.add(stage)
 
@@ -153,7 +153,7 @@ class ResultGathering:
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break a result. If its reader only left, other results could look complete without being so."""
+        """Break a result. If only its port were closed, other results could wrongly look complete."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
@@ -245,8 +245,8 @@ _HANDED_OVER = object()
 class _TakenInFirst:
     """Iterator over a result: first the items that the run has collected, then those from the port.
 
-    Once it exists, the run collects no further items ahead of the reader, so memory is bounded by the
-    channels again.
+    Once this iterator exists, the run collects no further items ahead of the reader, so the channels bound
+    the memory again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:
@@ -278,7 +278,8 @@ class _TakenInFirst:
 class _GatheredResult:
     """Items of a result that filled its channel before the program read it.
 
-    A thread collects more items until a reader comes. ``reader_left`` returns whether that reader has left.
+    A thread collects further items until a reader takes over. ``reader_left`` returns whether that reader has
+    left.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @methods_end_at_caller
 class Run(ObservedRun):
-    """Run of a graph, which has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
+    """Run of a graph that has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
 
     Use it as a context manager. Leaving the block closes the inputs and waits until the run has ended. If an
     exception leaves the block, the run is aborted first.
@@ -183,21 +183,23 @@ class Run(ObservedRun):
     ) -> Any:
         """Put an item into an ``input()`` stream and return the result for this item.
 
-        If the item fails, its error is raised here. The stages between the input and the result must process
-        single items or batches. After a timeout, or if the call is cancelled, the next stage drops the item.
+        If the item fails, this call raises its error. The stages between the input and the result must
+        process single items or batches. After a timeout, or if the call is cancelled, the next stage drops
+        the item.
 
         Args:
             stream: Stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
-            max_waiting: Number of ``ask`` calls at this stream that may wait for their results before this
-                one (default: no limit). Beyond it, the call raises ``Full`` at once and puts nothing.
+            max_waiting: Maximum number of ``ask`` calls on this stream that wait for their results at the
+                same time (default: no limit). If that many are waiting already, this call raises ``Full`` at
+                once and puts nothing.
 
         Returns:
             The result for this item.
 
         Raises:
-            Full: ``max_waiting`` calls wait already.
+            Full: ``max_waiting`` calls are already waiting.
             TimeoutError: No result arrived within ``timeout`` seconds.
             RunError: The run failed before the result arrived.
             ValueError: The graph does not allow ``ask`` on this stream.
@@ -355,7 +357,7 @@ class Run(ObservedRun):
 
     @refuses_misspelt("stop")
     def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:
-        """Stop the sources, and let the stages finish everything in flight (R5).
+        """Stop the sources, and let the stages finish everything in flight.
 
         This returns at once. A later call may set another timeout or discard the queued items.
 
@@ -398,7 +400,7 @@ class Run(ObservedRun):
 
     @refuses_misspelt("scale")
     def scale(self, stage: Stream[Any] | str, workers: int) -> None:
-        """Change the number of a stage's workers while the graph runs (R13).
+        """Change the number of a stage's workers while the graph runs.
 
         This returns at once; ``stats()`` shows how many workers the stage has. A worker that is removed
         finishes its item first. Numbers of removed workers are not reused. The call has no effect if the
@@ -440,7 +442,8 @@ class Run(ObservedRun):
     def _interrupted(self) -> Interrupted | None:
         """Return the error to raise for Ctrl-C in the body of a loop over items, outside of a ``with`` block.
 
-        The run is ended when the exception leaves the loop, or when the results are read from it.
+        The run is ended when the exception leaves the loop, or when the program reads the results from the
+        exception.
         """
         return None if self._in_block or self._supervisor.ended.is_set() else self._interruption.error()
 

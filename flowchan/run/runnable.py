@@ -52,7 +52,7 @@ class Runnable(ABC):
             seed: Random seed for all workers, at least 0. Workers in runs with equal seeds draw equal random
                 numbers. The default is a new seed, which the report shows.
             memory: Maximum number of bytes in all channels together; each channel gets the same share. The
-                default is half of the memory of the machine or the control group.
+                default is half of the memory of the machine or of the process's control group.
 
         Returns:
             The running graph.

@@ -15,70 +15,54 @@ unless noted.
   (test_early_end.py)
 - R3 Failure. An exception that no ``errors`` stream receives ends the run. Sources stop, channels break and
   workers end. ``run()`` raises one RunError that contains StageErrors with stage, item, worker and the
-  original
-  traceback; the first failure comes first. No error is lost, including BaseException in a worker. A channel
-  ends
-  cleanly only if none of its writers failed. A worker that meets a broken channel therefore breaks all its
-  channels before it leaves any. The ports of a failed worker are closed only after all channels are broken.
-  If a
-  run fails or is aborted, no reader mistakes part of the items for all of them.
+  original traceback; the first failure comes first. No error is lost, not even a BaseException in a worker. A
+  channel ends cleanly only if none of its writers failed. A worker that finds a channel broken therefore
+  breaks all its channels before it leaves any. The ports of a failed worker are closed only after all
+  channels are broken. If a run fails or is aborted, no reader mistakes part of the items for all of them.
   (test_failure.py, test_partial_results.py, test_random_breaks.py)
 - R4 Death. The death of a worker is noticed within 200 ms and reported with signal and exit code. If its
   callable may have held state, which is now lost, the run warns. (test_death.py, test_run_decisions.py)
 - R5 Stop. The first Ctrl-C, SIGTERM or ``run.stop()`` stops the sources. Everything in flight is finished,
   however long it takes. ``run.stop(finish_queued=False)`` discards the items that are waiting in channels for
-  a
-  stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute, the
-  run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded time.
-  The
-  user gets the finished results: Ctrl-C in ``graph.run()``, ``wait()``, ``iter()``, a loop over it and the
-  ``with`` block raises ``Interrupted`` with results and report. The command prints one line and its report,
-  and
-  exits with 130, or with 143 after SIGTERM.
-  (test_stop.py, test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+  a stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute,
+  the run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded
+  time. The user gets the finished results. Ctrl-C in ``graph.run()``, in ``wait()``, in a loop over
+  ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. The command prints one
+  line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py, test_stop_signals.py,
+  test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. However a run ends, no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
   (test_start_methods.py)
-- R8 Account. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items failed.
-  If
-  a run fails or is aborted, they also count the items discarded in each stage and left in each channel.
-  (test_account.py, test_account_of_breaks.py)
+- R8 Statistics. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items
+  failed. If a run fails or is aborted, they also count the items that were discarded in each stage and those
+  left in each channel. (test_account.py, test_account_of_breaks.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code or while the item is unpickled. One
-  worker
-  at a time tries it again while the others continue, and the error tells how each of them died. With
+  worker at a time tries it again while the others continue, and the error tells how each of them died. With
   ``max_deaths=1`` an item is also blamed for deaths until its output has been put, so it is never processed
-  twice. In a batch, only members that kill their workers alone fail. A death over an item does not use a
-  restart.
-  All other deaths of workers use the restarts of their stage, each of which counts for 60 s of work. The run
-  warns before the last restart is used. (test_blame.py, test_begun_once.py, test_decisions.py,
-  tests/deaths/test_deadly_batches.py)
+  twice. In a batch, only members that kill their workers alone fail. A death that is blamed on an item does
+  not use a restart. All other deaths of workers use the restarts of their stage, each of which counts for 60
+  s of work. The run warns before the last restart is used. (test_blame.py, test_begun_once.py,
+  test_decisions.py, tests/deaths/test_deadly_batches.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
-  all
-  restart, each with the item that it held. No item is blamed because the other workers were ended. If a
-  survivor raises MemberDied, this is not a failure. On hosts, broken connections between members count as a
+  all restart, each with the item that it held. No item is blamed for the end of the other workers. If a
+  survivor raises MemberDied, that is not a failure. On hosts, a broken connection between members counts as a
   death. When one worker ends because its outputs have no readers, all end. In an elastic gang, the other
-  workers
-  keep their processes and continue as a smaller group. The replacement makes the group complete again, and
-  each
-  item has its outputs once.
-  (test_gangs.py, tests/deaths/test_gang_deaths.py, tests/deaths/test_elastic_gangs.py,
-  tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
+  workers keep their processes and continue as a smaller group. The replacement makes the group complete
+  again, and each item has its outputs once. (test_gangs.py, tests/deaths/test_gang_deaths.py,
+  tests/deaths/test_elastic_gangs.py, tests/hosts/test_host_gangs.py, tests/hosts/test_elastic_host_gangs.py)
 - R12 Pools. The processes of a pool are kept from one run to the next, each with its callable, but keep
-  nothing
-  else from a run. Forked processes keep memory of other runs that are active when the pool starts them. Each
-  run
-  is complete. A worker that failed, died or did not end gets a new process in the next run. Leaving the block
-  finishes an active run, and raises the failure of the last run if it has not been raised yet.
-  (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
+  nothing else from a run. Forked processes keep memory of other runs that are active when the pool starts
+  them. Each run is complete. A worker that failed, died or did not end gets a new process in the next run.
+  Leaving the block finishes an active run, and raises the failure of the last run if it has not been raised
+  yet. (test_pool_workers.py, test_pool_after_failures.py, test_pool_blocks.py, test_pool_ends.py)
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes while the
-  graph
-  runs, if the stage processes one item at a time. Order is kept, and each item has its outputs once, even if
-  workers are killed in the meantime. A removed worker finishes its item. A new worker that can't be started
-  does
-  not affect the others. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py)
+  graph runs, if the stage processes one item at a time. The order of items is kept, and each item has its
+  outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
+  that can't be started does not affect the others. (test_elastic_stages.py,
+  tests/deaths/test_scaling_deaths.py)
 """
 
 from __future__ import annotations
@@ -273,7 +257,7 @@ class Supervisor:
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller is waiting for the answer to a request any more.
+        """Tell other hosts that no caller is waiting for the answer to a request any longer.
 
         Event loops call this method, so it never blocks. If the queue is full, no message is sent, and a
         worker does unnecessary work.
@@ -308,7 +292,7 @@ class Supervisor:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a defect in flowchan, of which the waiting threads must learn
+        except BaseException as error:  # a defect in flowchan; the waiting threads must learn of it
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -328,7 +312,7 @@ class Supervisor:
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # This comes last because it may raise, and by then all waiting threads must have seen the run end.
+        # This comes last because it may raise; all waiting threads must have seen the run end before.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -352,7 +336,7 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return when workers that the run does not need any more start to be late."""
+        """Return when workers that the run no longer needs start to be late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:
@@ -487,7 +471,7 @@ class Supervisor:
             self._decide(Ended(worker))
 
     def _cancel_tasks(self) -> None:
-        """Cancel all coroutines if the run is ending, else those of sources whose outputs have no readers.
+        """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.
 
         In a finishing run, coroutines get a moment to end first.
         """

@@ -14,7 +14,7 @@ from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.supervisor import Supervisor
 
 # Supervisors whose thread is alive, even if the program has dropped the handle of the run. A forked child
-# inherits the set but not the runs. It is a plain set, because this can be copied in one step while other
+# inherits the set but not the runs. This is a plain set, because it can be copied in one step while other
 # threads start runs; a WeakSet can't.
 _running: set[weakref.ref[Supervisor]] = set()
 

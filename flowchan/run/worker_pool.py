@@ -30,8 +30,8 @@ from flowchan.transport.interrupts import interrupts_deferred
 MOST_PORTS = CHANNELS_IN_AN_ITEM - 1
 """Maximum number of ports of a worker.
 
-They are sent as one item, together with the channel for the worker's events. A worker of an elastic gang also
-gets a channel that delivers its groups."""
+The ports are sent as one item, together with the channel for the worker's events. A worker of an elastic gang
+also gets a channel that delivers its groups."""
 
 
 class WorkerPool(Runnable):
@@ -39,8 +39,9 @@ class WorkerPool(Runnable):
 
     In its ``with`` block, :meth:`run` and :meth:`start` work like those of the graph, for one run at a time.
     The worker processes are kept for all runs, with everything that they have loaded. A callable class is
-    instantiated once for each worker, in the first run, and closed at the end of the block. If a process died
-    or its worker failed, it is replaced in the next run. Worker threads are new in each run.
+    instantiated once for each worker, in the first run, and the instances are closed at the end of the block.
+    If a process died or its worker failed, the next run starts a new process. Worker threads are new in each
+    run.
 
     Args:
         graph: The graph.

@@ -8,8 +8,8 @@ point. Only this file knows how code stays correct in that case:
 - ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
 - ``append_result(results, call, …)``: one native call whose result is never lost.
 - ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raises,
-  but not those of a signal handler that ran during the call. ``is_interrupt(error)`` is the same test as a
-  function.
+  but not those of a signal handler that ran during the call. ``is_interrupt(error)`` makes the same test
+  outside an ``except`` clause.
 - ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
 - ``terminate_as_interrupt()``: a block in which SIGTERM has the same effect as Ctrl-C.
 

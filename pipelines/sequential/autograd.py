@@ -1,6 +1,6 @@
 """Calls of a pipe whose outputs require grad.
 
-To autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
+For autograd, all parts together are one function of the input and of all parameters. Its backward pass runs
 back through the parts, micro-batch by micro-batch.
 
     batch ──split──> [part 0] ──> [part 1] ──> … ──> outputs ──join──> y      y = pipe(x)
@@ -10,8 +10,8 @@ back through the parts, micro-batch by micro-batch.
 
 Everything around the pipe therefore works as with the plain module. This includes other layers, a loss over
 the whole batch, hooks on parameters, wrappers that reduce gradients, and gradient accumulation. The workers
-(:mod:`graph_worker`) keep the graph of a call until a backward pass without ``retain_graph``, or until the
-program drops the output.
+(:mod:`graph_worker`) keep the autograd graph of a call until a backward pass without ``retain_graph``, or
+until the program drops the output.
 
 Only one call or backward pass runs at a time. If a layer changes, later calls use new :class:`_Workers`. The
 old ones exist until all outputs that they computed have been released.
@@ -140,11 +140,11 @@ class Differentiable:
         self._lock = threading.Lock()  # protects the starting and ending of workers
         self._workers: _Workers | None = None
         self._every: weakref.WeakSet[_Workers] = weakref.WeakSet()
-        self._seen: Any = None  # state of the modules that the processes have
+        self._seen: Any = None  # state of the modules in the worker processes
         self._closed = False
 
     def call(self, value: Any) -> Any:
-        """Compute the module's output for a batch; it requires grad if the plain module's output would."""
+        """Compute the module's output for a batch. The output requires grad if the plain module's would."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; create another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
@@ -179,7 +179,7 @@ class Differentiable:
         """End the workers; later backward passes that need them raise ``Closed``."""
         with self._lock:
             self._closed = True
-            # includes the current workers, which the next line might otherwise free
+            # includes the current workers, which the next line could otherwise free
             every = list(self._every)
             self._workers = None
             for workers in every:

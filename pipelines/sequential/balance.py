@@ -40,7 +40,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     for count in range(2, parts + 1):
         row, begins = [float("inf")] * (layers + 1), [0] * (layers + 1)
         for n in range(count, layers + 1):
-            # The last of several equally good cuts: a layer without cost stays with the previous layer.
+            # Choose the last of several equally good cuts, so that a layer without cost stays with the
+            # previous one.
             row[n], begin = min((max(least[cut], upto[n] - upto[cut]), -cut) for cut in range(count - 1, n))
             begins[n] = -begin
         least = row
@@ -76,7 +77,7 @@ def costs(
 
 
 def seconds(module: nn.Sequential, value: Any) -> float:
-    """Measure the time of a forward pass through a copy of the whole module, in seconds.
+    """Measure the seconds that a forward pass through a copy of the whole module takes.
 
     The measurement uses the current number of threads.
     """

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 @dataclass(slots=True)
 class Moments:
-    """Moments of ``count`` values per channel: the mean, and the sum of squared deviations from the mean.
+    """Moments of ``count`` values per channel: the mean, and the sum of the squared deviations from it.
 
     Both tensors have shape (channels,) and type double.
     """
@@ -43,7 +43,7 @@ class Moments:
 
 
 def moments(x: Tensor) -> Moments:
-    """Compute the moments of a batch norm layer's input, whose dimension 1 is the channels."""
+    """Compute the moments of a batch norm layer's input, whose dimension 1 holds the channels."""
     variance, mean = torch.var_mean(x.double(), [0, *range(2, x.dim())], correction=0)
     count = x.numel() // x.shape[1]
     return Moments(count, mean, variance * count)

@@ -86,9 +86,9 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def check_container(module: nn.Sequential) -> None:
-    """Check that a container only calls its layers in order; the parts would skip anything else that it does.
+    """Check that a container only calls its layers in order; parts would skip anything else that it does.
 
-    Raises ``TypeError`` if it has its own ``forward``, and ``ValueError`` if it has hooks.
+    Raises ``TypeError`` if the container has its own ``forward``, and ``ValueError`` if it has hooks.
     """
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
@@ -107,7 +107,7 @@ def _check_skips(module: nn.Sequential) -> None:
 
     Raises ``ValueError`` for a ``Pop`` without a ``Stash``, a ``Stash`` without a ``Pop``, and two ``Stash``
     layers without a ``Pop`` between them. A layer that is not an ``nn.Sequential`` may contain such layers
-    and use them in any order. Their names are not checked from there on.
+    and use them in any order. From there on, their names are not checked.
     """
     stashed: dict[str, str] = {}  # stashed names, each with the path of its Stash layer
     unknown: set[str] = set()
@@ -265,7 +265,7 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # CUDA may be initialised with the first output, before more workers are forked.
+        # The first output may initialise CUDA before more workers are forked.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'
@@ -298,7 +298,8 @@ def _device(name: Any) -> torch.device:
 
 
 # --- FSDP gathers parameters for a whole call and reduces their gradients once. That works for a whole pipe
-# with its parts on threads. Within a pipe, it would happen for each micro-batch, with wrong gradients. ---
+# with its parts on threads. For layers inside a pipe, FSDP would gather and reduce once per micro-batch, and
+# the gradients would be wrong. ---
 
 
 def refuse_sharded_layers(module: nn.Module) -> None:
@@ -417,7 +418,7 @@ def check_shapes(module: nn.Sequential, micro: Any, dim: int = 0) -> list[float]
     name the layer. If a layer cannot run on ``meta``, the check ends without an error.
     """
     samples = batch_size(micro, dim=dim)
-    for size in (samples, samples + 1):  # the second size rules out a coincidence
+    for size in (samples, samples + 1):  # the second size rules out that the first one matches by coincidence
         counts = _check_run(module, mapped(partial(_without_numbers, size, dim), micro), size, dim)
     return [count / size for count in counts] if any(counts) else None
 

@@ -28,8 +28,8 @@ CHUNKS = 8
 
 PAYS = 50e6
 """Floating-point operations per part that justify another micro-batch. They take about a millisecond on one
-core, several times the cost of passing a micro-batch on. They are counted, not timed, so every run uses the
-same number of micro-batches."""
+core, which is several times the cost of passing on a micro-batch. They are counted, not timed, so every run
+uses the same number of micro-batches."""
 
 ADDS = 512
 """Minimum number of forward operations per parameter and micro-batch, if there is a backward pass. Each
@@ -62,7 +62,7 @@ class Cut:
         self.module, self.on, self.chunks, self.devices = module, on, chunks, devices
         self.dim, self.join = dim, join
         self._lock = threading.Lock()
-        self._verify = verify  # is called with the first micro-batch
+        self._verify = verify  # called with the first micro-batch
         self._free = isinstance(counts, int) and _on_cpu(module, devices)
         self._open = self._free and 1 < cast("int", counts) < len(module)
         self._seen = self._counted = False
@@ -120,7 +120,7 @@ class Cut:
         return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
-        """Split a batch for training; its outputs need not be joinable."""
+        """Split a batch for training; the outputs of its micro-batches need not be joinable."""
         with self._lock:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
@@ -130,8 +130,8 @@ class Cut:
     def halvable(self) -> bool:
         """Return True if training should use :meth:`halves`.
 
-        Between hosts, the halves would double the network traffic. If layers share a parameter, they are not
-        possible, because two parts would own the parameter.
+        Between hosts, the halves would double the network traffic. If layers share a parameter, halves are
+        not possible, because two parts would own the parameter.
         """
         owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
         enough = len(self._layers) >= 2 * len(self.parts) > 2

@@ -1,6 +1,6 @@
 """Forecast of the best schedule for a model.
 
-It measures the layers' times and simulates every schedule with them.
+This module measures the times of the layers, and simulates every schedule with these times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inference: a graph with one stage per part, through which micro-batches follow each other.
+"""Inference: a graph with one stage per part, through which micro-batches flow one after another.
 
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors────────^
@@ -9,8 +9,8 @@ can replace a killed part and repeat its micro-batch. The run starts with the fi
 is complete. The stage ``results`` lends its port to such threads, and handles failures.
 
 A call splits its batch into micro-batches to keep all parts busy; a stream sends whole batches. A stream has
-at most ``2 * parts + 2`` batches in flight before it requests another. This limits memory use, and it is
-enough to give every part work while the program handles one batch and prepares the next.
+at most ``2 * parts + 2`` batches in flight before it requests another. This limit bounds memory use, and
+still gives every part work while the program handles one batch and prepares the next.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PartWorker:
     def __post_init__(self) -> None:
         torch.set_grad_enabled(False)  # applies to this thread only, which is the worker's
         self.only_reads = only_reads(self.part)
-        # such a part needs none of run_part's additional steps
+        # such a part does not need run_part's additional steps
         self.is_simple = self.processes and self.part.device is None and is_plain_torch(self.part.module)
         if self.processes:
             take_cores(self.part.number, self.processes, self.hosts)
@@ -99,8 +99,8 @@ class PartWorker:
 class Batch:
     """A batch in flight.
 
-    ``sizes`` are the sample counts of its micro-batches. ``values`` are their outputs, except for the numbers
-    in ``missing``.
+    ``sizes`` are the sample counts of its micro-batches. ``values`` are the outputs of the micro-batches,
+    except those whose numbers are in ``missing``.
     """
 
     run: InferenceRun
@@ -168,7 +168,7 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _record_failure(self, failed: Failed[Any]) -> None:
-        """Record that a part failed on a micro-batch, or that its process died too often on it."""
+        """Record that a part failed on a micro-batch, or that the part's process died too often on it."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
         part = self.parts[len(micro.events)]  # each finished part has appended its times
@@ -250,7 +250,7 @@ class Inference:
         self._numbers, self.events = numbers, events
         self._most = 2 * len(cut.parts) + 2
         self._lock = threading.Lock()  # protects the starting, ending and input of runs
-        self._seen: object = None  # state of the module that the processes have
+        self._seen: object = None  # state of the module in the worker processes
         self._closed = False
         self.run = self._declared()
 
@@ -276,7 +276,7 @@ class Inference:
             batch.run.out.pop(number, None)
 
     def stream(self, batches: Iterable[Any], keep: object = None) -> Iterator[Any]:
-        """Compute the output of each batch, in order. The returned iterator keeps ``keep`` alive."""
+        """Compute the output of each batch, in order. The returned iterator holds a reference to ``keep``."""
         self._raise_if_closed()
         return self._streamed(iter(batches), keep)
 

@@ -87,7 +87,7 @@ def run_part(part: Part, value: Any, skips: Skips, keep: bool = True) -> tuple[A
     """Run a part, and return its output and the skips for later parts.
 
     ``keep`` means that the input must not be changed, because it may have other readers. An input from
-    another process belongs to this part alone.
+    another process belongs only to this part.
     """
     if part.device is not None:
         value, skips = mapped(lambda tensor: tensor.to(part.device), (value, skips))
@@ -111,8 +111,8 @@ def called(module: nn.Sequential, value: Any) -> Any:
 def may_write(module: nn.Module) -> bool:
     """Return True if the module may change its input in place.
 
-    A torch layer that has parameters and no hooks does not, and its output is new memory, which later layers
-    may change. Every other layer is assumed to change its input.
+    A torch layer that has parameters and no hooks does not change its input. Its output is new memory, which
+    later layers may change. Every other layer is assumed to change its input.
     """
     while isinstance(module, nn.Sequential) and len(module) and not module._forward_pre_hooks:
         module = module[0]
@@ -186,6 +186,6 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
 
 
 def forks() -> bool:
-    """Return True if processes are started by fork; do not fix the program's start method."""
+    """Return True if processes are started by fork. This does not fix the program's start method."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"

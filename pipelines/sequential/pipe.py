@@ -50,10 +50,10 @@ from flowchan.pipelines.sequential.training import Training, TrainingOptions
 class Sequential(nn.Module):
     """Module whose parts work on different micro-batches at the same time.
 
-    It replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
+    A pipe replaces the plain module: it has the same layers, parameters and ``state_dict``, and ``pipe(x)``
     returns the output of ``module(x)``. Gradients flow back through the parts. Workers start with the first
     batch. They run until :meth:`close` is called, a ``with`` block is left, or the pipe is garbage-collected.
-    Several threads may use one pipe. If a pipe cannot be faster than its module, it warns once.
+    Several threads may use one pipe. If the pipe cannot be faster than its module, it warns once.
 
     Args:
         module: An ``nn.Sequential``, a list of layers, or a module that ``torch.fx`` can trace.
@@ -62,13 +62,13 @@ class Sequential(nn.Module):
         **options: Keyword options of the pipe:
             on (str or pool): ``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool
                 (with synchronised copies).
-            chunks (int): Micro-batches per call or training step (default: at most 8, each large enough to
-                pay off).
+            chunks (int): Micro-batches per call or training step (default: at most 8, each large enough to be
+                worthwhile).
             balance (str): Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the
                 first batch).
             sample: A typical batch on which ``balance`` measures the layers (default: none).
-            param_scale (float): Factor for the bytes of parameters with ``"memory"``, for gradients and
-                optimizer state (default: 1).
+            param_scale (float): With ``"memory"``: factor by which the bytes of parameters are multiplied, to
+                include gradients and optimizer state (default: 1).
             devices (list): One device per part, to which its inputs are moved (default: where the layers
                 are).
             recompute (bool): Whether the backward pass recomputes activations instead of keeping them
@@ -293,8 +293,7 @@ class Sequential(nn.Module):
 
         Args:
             batches: Inputs of the module, one per batch. If the iterable raises, the exception is raised
-                after the
-                outputs of the earlier batches.
+                after the outputs of the earlier batches.
 
         Returns:
             An iterator over the outputs, in the order of the batches.
@@ -343,12 +342,12 @@ class Sequential(nn.Module):
         Args:
             loss: Function of output and target that returns the mean over the batch, like torch's losses.
             optimizer: Function that takes a list of parameters and returns an optimizer. ``None``: each step
-                adds to
-                ``grad`` of the module's parameters, for your own optimizer.
+                adds to the ``grad`` of the module's parameters, for your own optimizer.
             schedule: ``"gpipe"``, ``"1f1b"`` or ``"zbh1"`` with one part per worker, ``"interleaved"`` with
-                several, ``"zbv"`` or ``"dualpipev"`` with two. Or your own: text with one line per worker, or
-                a function of worker, workers, parts and chunks that returns steps or a line. ``None``:
-                ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else ``"1f1b"``.
+                several, ``"zbv"`` or ``"dualpipev"`` with two. Your own schedule is text with one line per
+                worker, or a function of worker, workers, parts and chunks that returns steps or a line.
+                ``None``: ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else
+                ``"1f1b"``.
             workers: Number of workers; ``None``: the number that the schedule needs.
             recompute: Whether the backward pass recomputes activations; ``None``: as in the pipe.
             clip: Maximum norm of all gradients together; ``None``: no clipping.

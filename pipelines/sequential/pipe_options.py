@@ -17,13 +17,13 @@ class SequentialOptions(TypedDict, total=False):
     on: Literal["thread", "process"] | Placement
     """``"thread"`` (default), ``"process"`` (with shared parameters), or a host pool (with copies)."""
     chunks: int | None
-    """Micro-batches per call or training step (default: at most 8, each large enough to pay off)."""
+    """Micro-batches per call or training step (default: at most 8, each large enough to be worthwhile)."""
     balance: Literal["time", "memory"] | None
     """Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the first batch)."""
     sample: Any
     """A typical batch on which ``balance`` measures the layers (default: none)."""
     param_scale: float
-    """Factor for the bytes of parameters with ``"memory"`` (default: 1)."""
+    """With ``"memory"``: factor by which the bytes of parameters are multiplied (default: 1)."""
     devices: Sequence[torch.device | str] | None
     """One device per part, to which its inputs are moved (default: where the layers are)."""
     recompute: bool

@@ -1,7 +1,7 @@
 """Segments of a traced module: consecutive operations from its ``forward``.
 
 A segment uses the module's own layers, parameters and buffers. It passes on the values that later segments
-need: a single value, or several values as a tuple. A residual connection may therefore cross any number of
+need: a single value, or a tuple of several values. A residual connection may therefore cross any number of
 borders between segments. A segment is data, not generated code, so it can be copied and pickled like any
 layer.
 """
@@ -32,7 +32,7 @@ class Name(str):
 class Operation:
     """One operation of a segment.
 
-    ``name`` is the name of its result. ``over`` names the values that no later operation needs. ``target`` is
+    ``name`` is the name of its result. ``over`` lists the values that no later operation needs. ``target`` is
     a function, or the name of a method or a layer. For ``get_attr``, it is a pair: the owner's name and the
     name of the attribute.
     """
@@ -55,7 +55,7 @@ class Owned(nn.Module):
         for name in names:
             if name in owner._parameters:
                 self._parameters[name] = owner._parameters[name]
-            else:  # share the dict, so that buffers which owner.double() replaces are also replaced here
+            else:  # share the dict, so that a buffer that owner.double() replaces is also replaced here
                 self._buffers = owner._buffers
 
 

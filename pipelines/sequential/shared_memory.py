@@ -3,12 +3,12 @@
 The program owns the parameters. Its optimizer, ``load_state_dict``, ``tensor.data`` and wrappers that reduce
 gradients all change the program's tensors, and the processes must compute with the current values. Therefore
 the memory of the tensors is moved once, in place, into a memfd that each part's process maps. The tensors
-stay the same objects, and any other tensors that share their memory move along. A change is immediately
-visible on both sides without copying, and each value is stored once. When a layer in a process writes to its
-buffers, the program sees the change too.
+stay the same objects, and the memory of any other tensors that share it is moved as well. A change is
+immediately visible on both sides without copying, and each value is stored once. When a layer in a process
+writes to its buffers, the program also sees the change.
 
 Another process opens the memory through ``/proc`` while this process is alive. The kernel frees the memory
-when the last process that maps it has ended, in whatever way.
+when the last process that maps it has ended, even if that process was killed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _block_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class SharedModule:
-    """Wrapper with which a module is pickled for another process.
+    """Wrapper in which a module is pickled for another process.
 
     The process maps the module's tensors. If ``remote`` is true, the process is on another host and copies
     them.

@@ -1,4 +1,4 @@
-"""Simulation of schedules: waiting times and memory use, without running the model. It does not use torch.
+"""Simulate schedules, without the model: waiting times and memory use. This module does not use torch.
 
 Each worker runs its steps in order. Before a step, it receives the step's inputs from other workers. After
 ``F``, it sends the output to the worker of the next part. After ``B`` or ``I``, it sends the gradient to the
@@ -105,15 +105,15 @@ def simulate(
         forward: Time of a forward step, either one for all parts or one per part.
         backward: Time of a backward step, either one for all parts or one per part.
         capacity: Number of messages that fit into a channel between two workers; ``None``: no limit.
-        weights: Time within ``backward`` that the gradients of the weights take (default: half).
+        weights: Part of the ``backward`` time that the gradients of the weights take (default: half of it).
 
     Returns:
         The events and the peak memory of all workers.
 
     Raises:
-        ValueError: A step occurs twice, a part is on two workers, or ``B`` precedes ``F``. Or the workers
-            deadlock; the message then says what each worker is waiting for. Or a time or ``capacity`` is not
-            positive.
+        ValueError: A step occurs twice, a part is on two workers, ``B`` precedes ``F``, the workers deadlock,
+            or a time or ``capacity`` is not positive. After a deadlock, the message says what each worker is
+            waiting for.
     """
     if capacity is not None and capacity < 1:
         raise ValueError(f"simulate: capacity must be at least 1, or None for no limit, got {capacity!r}")

@@ -3,7 +3,7 @@
 On the same host, the program and the parts share the memory of the tensors. Another host has copies. Both
 sides list the tensors of a part in the same order. Torch counts the changes to each tensor, and each side
 records the count at which the other side's copy is up to date. Later changes are sent with the next command
-or answer. Torch does not count changes through ``tensor.data``, so these are not detected.
+or answer. Torch does not count changes through ``tensor.data``, so such changes are not detected.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Same:
 def state_of(parts: Sequence[Part], copied: bool = False) -> list[Any]:
     """Return a value that changes whenever the layers of the parts change.
 
-    It covers attributes, hooks, and the tensors whose memory the processes do not share, such as those on
-    another host. ``copied``: tensors on a device are also not shared. Torch counts the changes to each
-    tensor, except those through ``tensor.data``. It does not count changes to inference tensors, which are
-    therefore always treated as changed.
+    The value covers attributes, hooks, and the tensors whose memory the processes do not share, such as those
+    on another host. If ``copied`` is true, tensors on a device are not shared either. Torch counts the
+    changes to each tensor, except those through ``tensor.data``. It does not count changes to inference
+    tensors, which are therefore always treated as changed.
 
     Raises ``ValueError`` if layers have hooks.
     """

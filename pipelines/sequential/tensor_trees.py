@@ -1,8 +1,8 @@
 """Nested values: a tensor or ``None``, or a tuple, list or dictionary of such values.
 
 All tensors have one batch dimension, by default the first. A batch is split along this dimension into
-micro-batches of nearly equal size; the first ones may have one more sample. Outputs are joined in the same
-order.
+micro-batches of nearly equal size; the first ones may have one more sample than the others. Outputs are
+joined in the same order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Replace each tensor in a value with ``function(tensor)``; other leaves stay."""
+    """Replace each tensor in a value with ``function(tensor)``; other leaves stay unchanged."""
     if isinstance(value, Tensor):
         return function(value)
     return _together(lambda found: function(found[0]) if isinstance(found[0], Tensor) else found[0], [value])

@@ -306,7 +306,7 @@ class _Picture:
 
 
 def _width(timeline: Timeline) -> float:
-    """Return a width for the rows, within limits, at which a box of median length can show its number."""
+    """Return a row width, within limits, at which a box of median length has room for its number."""
     spans = [
         event.end - event.begin
         for event in timeline.events

@@ -1,12 +1,12 @@
-"""Cutting of modules with their own ``forward``, by tracing them with ``torch.fx``.
+"""Cut modules that have their own ``forward``, by tracing them with ``torch.fx``.
 
 ``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
 two operations.
 
 torch's own layers stay whole. Their modes, hooks, parameters and buffers therefore behave as in the plain
 module, and so do ``eval()``, ``to()``, optimizers and ``load_state_dict``. A submodule that cannot be traced
-with proxies is also kept whole: one that branches on values, or whose operations depend on its mode. The
-module is traced in both modes. If a trace fails or the two differ, both traces are repeated, and the
+with proxies, because it branches on values or its operations depend on its mode, is also kept whole. The
+module is traced in both modes. If a trace fails or the two traces differ, both are repeated, and the
 innermost submodule at fault is kept whole.
 """
 
@@ -65,7 +65,7 @@ class Traced:
             self.layers._modules[_label(nodes[begin], self.layers)] = cutting.segment(begin, end)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the ids of modules, because a copy has different modules."""
+        """Return the state to copy, without the ids of modules, because the copy has different modules."""
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

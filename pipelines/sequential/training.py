@@ -99,7 +99,7 @@ class Training:
         self._plans = Plans(schedule, workers, len(parts), chunks)
         check_training(parts, *options[:5])
         self._outside = options.optimizer is None
-        self._seen: Any = None  # state of the layers that the processes have
+        self._seen: Any = None  # state of the layers in the worker processes
         self._owners = self._plans.owners
         self._options, self._chunks = options, chunks
         self._declare(parts)
@@ -196,7 +196,7 @@ class Training:
     def step(self, x: Any, target: Any) -> Tensor:
         """Train on one batch: run the passes of all its micro-batches, and update the parameters.
 
-        If the parts have no optimizer, the step adds to ``grad`` of the module's parameters, like
+        If the parts have no optimizer, the step adds to the ``grad`` of the module's parameters, like
         ``loss.backward()``.
 
         Args:
@@ -486,7 +486,7 @@ def _seen(parts: Sequence[Part]) -> Any:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
-    """Add to ``grad`` of the parameters as a backward pass does, in memory that belongs to the parameters."""
+    """Add to the ``grad`` of parameters like a backward pass, in memory that belongs to the parameters."""
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         if gradient is not None and parameter.grad is None:
             parameter.grad = gradient.detach().to(parameter.device, copy=True)

@@ -1,4 +1,4 @@
-"""C7: ``*_nowait`` calls and expired timeouts raise Full or Empty, which have no other meaning."""
+"""C7: only ``*_nowait`` calls and expired timeouts raise Full or Empty."""
 
 from __future__ import annotations
 

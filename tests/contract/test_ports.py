@@ -246,7 +246,7 @@ def test_leased_item_keeps_the_channel_from_being_drained(make, spawn_peer):
 
 
 def test_closing_a_reading_port_finishes_its_item(make):
-    """C4: a reader that closes its port has finished its items."""
+    """C4: when a reader closes its port, the items that it holds count as finished."""
     ch = make()
     ch.put_many([1, 2, 3])
     ch.close()

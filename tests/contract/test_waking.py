@@ -140,7 +140,7 @@ def test_no_reader_starves(make, spawn_peer, batch):
 def test_no_writer_starves(make, spawn_peer):
     """C8: each of several writers puts an item, although the others keep putting items.
 
-    The test ends when every writer has put one.
+    The test ends once 100 items from every writer have been read.
     """
     ch = make(2)
 

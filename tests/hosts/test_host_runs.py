@@ -1,4 +1,4 @@
-"""Test that a graph over hosts has the same results as on one machine."""
+"""Test that a graph gives the same results on several hosts as on one machine."""
 
 from __future__ import annotations
 

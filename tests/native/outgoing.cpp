@@ -1,6 +1,6 @@
 // The outgoing queue of a link that always has more to send than one call sends. Arguments: the number of
-// rounds, and the number of bytes to copy in each round. The bytes received are compared, and no piece of
-// memory may become large.
+// rounds, and the number of bytes to copy in each round. Checks that the bytes arrive unchanged and that no
+// allocation grows large.
 #include <sys/socket.h>
 #include <unistd.h>
 

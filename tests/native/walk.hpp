@@ -77,8 +77,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // The recovery survives if n = 0. Neighbouring steps start at different points, so that each
-            // point is tried at some step.
+            // The recovery survives if n = 0. Each step m of the operation starts the recovery at a different
+            // n, so over neighbouring m every point of the recovery is tried.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");

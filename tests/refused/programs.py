@@ -1,6 +1,7 @@
 """Programs that the tests run in their own processes, with a refused system call or without ``/proc``.
 
-``python programs.py FUNCTION CALL ERROR`` prints the result.
+``python programs.py FUNCTION CALL ERROR`` runs FUNCTION while the system call CALL fails with ERROR, and
+prints the result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test R8 (Account): ``run.stats()`` at any time, and ``run.report()`` after the run.
+"""Test R8 (Statistics): ``run.stats()`` at any time, and ``run.report()`` after the run.
 
 The number of items in must equal items out plus failed items.
 """

@@ -1,4 +1,4 @@
-"""Test R8 (Account) for runs that fail, are aborted, are stopped or lose a worker.
+"""Test R8 (Statistics) for runs that fail, are aborted, are stopped or lose a worker.
 
 Each item that was put into a channel must be out, failed, unwanted, discarded, or left in a channel.
 """

@@ -145,7 +145,7 @@ def test_aborted_run_does_not_wait_for_the_next_start() -> None:
 
 
 class KillsOnce:
-    """Function that kills its process in the first call, and returns the time in later calls."""
+    """Function that returns the time of its call, but kills its process the first time the item is 2."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -38,7 +38,7 @@ def is_failure(failed):
     )
 
 
-# async stages on threads, in this process
+# the third case is an async stage, which runs on threads of this process
 @pytest.mark.parametrize(
     ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
 )

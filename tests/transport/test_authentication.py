@@ -158,7 +158,7 @@ def outcome(sock: socket.socket, dialled: bool) -> str:
 def with_relay(change: Callable[[bool, int, bytes], bytes]) -> dict[bool, str]:
     """Return both outcomes of a handshake with an attacker between the ends.
 
-    The attacker may change every message: ``change(dialled, number, message)``.
+    The attacker replaces each message with the result of ``change(dialled, number, message)``.
     """
     with connected() as (dialled, his_listens), connected() as (his_dialled, listens):
 

@@ -43,9 +43,9 @@ class Bar:
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """Return one progress bar for each end of the graph.
 
-    The bar shows the stage with a known total that is nearest to the end. If there is none, it shows a stage
-    that combines many items into one, because later stages have little to do until then. Otherwise it shows
-    the end.
+    The bar shows the stage with a known total that is nearest to the end. If the bar cannot show such a
+    stage, it shows a stage that combines many items into one, because later stages have little to do until
+    that stage ends. Otherwise the bar shows the end.
     """
     known = _Totals(graph, stats)
     read = {edge.writer for edge in stats.edges if edge.reader is not None}

@@ -1,9 +1,9 @@
 """Show a run on a terminal as a table of its stages or as progress bars, or else print lines.
 
-While the drawing is shown, other output appears above it. Otherwise the program, its threads, C libraries,
-worker processes and their children would write into the table. The standard streams are therefore redirected
-to a pseudoterminal, which a thread reads. Because it is a terminal, all of these writers still write line by
-line and in colour.
+While the drawing is shown, other output must appear above it. The program, its threads, C libraries, worker
+processes and their children must not write into the table. The standard streams are therefore redirected to a
+pseudoterminal, which a thread reads. Because it is a terminal, all of these writers still write line by line
+and in colour.
 """
 
 from __future__ import annotations
@@ -78,13 +78,14 @@ def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
 
 
 def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple[Live, threading.RLock]:
-    """Return a drawing on ``stream`` that lasts until ``ends`` closes; then it stays or disappears.
+    """Return a drawing on ``stream`` that lasts until ``ends`` closes; it then stays if it ``persists``.
 
     If the stream is standard error, the output of this process and its children appears above the drawing.
     The caller must defer interrupts while it calls this function and while it closes ``ends``.
 
     The caller must hold the returned lock while it draws. rich decides which lines to overwrite before it
-    writes. Without the lock, the later of two threads would use lines that the other has already overwritten.
+    writes. Without the lock, the second of two threads could act on a decision that the output of the first
+    has made wrong.
     """
     from rich.console import Console
     from rich.live import Live
@@ -244,9 +245,8 @@ class LiveView:
 
     Args:
         stream: Stream to write to (default: standard error, so that standard output contains only the
-            program's
-            output). If it is a terminal, the output of this process and its children appears above the
-            drawing.
+            program's output). If the stream is a terminal, the output of this process and its children
+            appears above the drawing.
         clock: Clock that determines when a line is due (default: ``time.monotonic``).
         graph: Graph whose progress is shown (default: none; the view then shows the activity of the stages).
     """

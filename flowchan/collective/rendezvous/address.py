@@ -3,9 +3,9 @@
 To shrink a group over hosts, rank 0 decides which members remain. It listens at the address again and waits
 for all members that are known to be alive. Each member that arrives reports which members on its host are
 alive, according to their shared memory. After ``REJOIN_TIMEOUT_S`` seconds, rank 0 tries to connect to the
-members that are still missing. Members that accept are only late, so rank 0 waits longer for them. It then
-sends the list of survivors to all that have arrived, and they form a group as usual. If another member dies
-before that is done, all of them start over.
+members that are still missing. A member that accepts the connection is only late, so rank 0 waits longer for
+it. Rank 0 then sends the list of survivors to all members that have arrived, and they form a group as usual.
+If another member dies before the group is formed, all of them start over.
 
 If the network is partitioned, only the part with rank 0 continues, because only rank 0 decides. A member that
 cannot reach rank 0 fails, and all members fail if rank 0 is gone. While rank 0 is only late, the others wait.
@@ -119,7 +119,7 @@ def _reached(at: str, secret: bytes, rank: int | None, size: int, timeout: float
 class Place:
     """The address where a group has met.
 
-    ``number`` says how many times the original group has been shrunk.
+    ``number`` is the number of times that the original group has been shrunk.
     """
 
     at: str

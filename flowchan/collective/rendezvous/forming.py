@@ -146,6 +146,6 @@ def this_host() -> str:
     """
     with open("/proc/sys/kernel/random/boot_id") as boot:
         paths = (f"/proc/self/ns/{kind}" for kind in ("net", "pid", "user"))
-        # a kernel without namespaces of one kind has all processes in one
+        # without one kind of namespace in the kernel, all processes share one
         spaces = (os.stat(path).st_ino if os.path.exists(path) else 0 for path in paths)
         return "/".join([boot.read().strip(), *map(str, spaces), str(os.getuid())])

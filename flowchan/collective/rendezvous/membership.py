@@ -100,7 +100,8 @@ class Membership:
 class _Listener:
     """Ends the group of a member when the driver requests it or is lost.
 
-    Members may not notice otherwise that a member on another host died, or that a new member is to join.
+    Otherwise, members might not notice that a member on another host has died, or that a new member is to
+    join.
     """
 
     def __init__(self, participant: Participant, member: Group) -> None:

@@ -43,7 +43,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
     connector = Connector(bytes.fromhex(secret), route_to(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     group = meet_by(gather, rank, connector, timeout, name)
     try:
-        group.barrier()  # after it, all members have read the last values
+        group.barrier()  # after the barrier, all members have read the last values
     except BaseException:
         group.close()
         raise

@@ -34,7 +34,7 @@ from flowchan.collective.rendezvous.store import meet_by_store
 from flowchan.errors import GroupError, Mismatch
 
 _LATER = 64 * 1024
-"""Smallest operation, in bytes, that a thread runs while its caller continues."""
+"""Size in bytes from which a thread runs an operation while its caller continues."""
 _TURN = 0.02
 """Seconds after which a receiving thread lets another thread receive."""
 
@@ -110,8 +110,9 @@ class Receives:
     """Receives that run while their caller sends.
 
     Receives from one source run one at a time, and so do receives from any source. A receive from any source
-    may get a message that a receive from that sender is waiting for. The two kinds therefore take turns, and
-    each first looks at the messages that the other has received. This keeps each sender's messages in order.
+    may get a message that a receive from its sender is waiting for. The two kinds of receive therefore take
+    turns, and each first looks at the messages that the other kind has received. This keeps each sender's
+    messages in order.
     """
 
     def __init__(self, member: Group) -> None:
@@ -167,7 +168,7 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message for any waiting receive, or none if none arrives during this turn."""
+        """Receive one message for any waiting receive, unless no message arrives during this turn."""
         self._receiving.add(source)
         self._changed.release()
         received: Any = None
@@ -204,7 +205,7 @@ class Receives:
 
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A group in the form of torch's process group.
+    """A group with the interface of torch's process group.
 
     Every collective takes lists of tensors and options. As in torch's own process groups, it also accepts a
     single tensor, and the operation or the root in place of the options. DDP's ``join`` makes such calls.
@@ -290,7 +291,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather several tensors.
 
-        ``outputs`` is indexed by rank and then by tensor; for ``allgather`` it is by tensor and then by rank.
+        ``outputs`` is indexed by rank and then by tensor; for ``allgather``, by tensor and then by rank.
         """
         parts_argument("allgather_coalesced", "output_tensor_lists", outputs, self._group.size)
         for rank, parts in enumerate(outputs):

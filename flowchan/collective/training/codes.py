@@ -1,6 +1,6 @@
 """Compression of the gradients that members exchange.
 
-Each buffer has its own code object, which may keep the elements that it has left out so far.
+Each buffer has its own code object, which may store the elements that it has not sent yet.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Code(Protocol):
 class TopK:
     """An encoding that sends only the largest elements of a gradient by absolute value.
 
-    Elements that are left out are added to the next gradient (error feedback), so they arrive later but are
-    not lost.
+    Elements that are left out are added to the next gradient (error feedback), so they are sent later but not
+    lost.
 
     Args:
         fraction: Fraction of the elements to send, above 0 and at most 1 (default 0.01); at least one element
@@ -93,7 +93,7 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the elements that were left out so far to a tensor, and encode the largest elements of the sum.
+        """Add the elements that were not sent yet to a tensor, and encode the largest elements of the sum.
 
         Args:
             x: One-dimensional tensor.
@@ -167,7 +167,7 @@ def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.
 def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
     """Return the function that averages one buffer whose elements have this type.
 
-    The function may run in the member's own thread, while operations of other members wait for it.
+    The function may run in the member's background thread, while operations of other members wait for it.
     """
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:

@@ -34,7 +34,8 @@ Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[A
 class State:
     """State of the training loop, as passed to hooks.
 
-    If only other replicas have a sample in a step, ``sample``, ``output`` and ``loss`` are None.
+    In a step for which this replica has no sample but others do, ``sample``, ``output`` and ``loss`` are
+    None.
 
     Attributes:
         training: False during :meth:`Engine.test`.
@@ -115,8 +116,8 @@ class Engine:
 
         Args:
             batches: Samples of each epoch (pairs of an input and a target), or a function that takes the
-                number of an epoch and returns its samples. If a graph's stream that ends with ``collect()``
-                is passed, the graph prepares samples during training.
+                number of an epoch and returns its samples. It may also be the stream that a graph's
+                ``collect()`` returned; the graph then prepares samples during training.
             epochs: Total number of epochs.
 
         Raises:
@@ -155,8 +156,8 @@ class Engine:
     def test(self, batches: Batches) -> float:
         """Return the mean loss over the batches of all members, without training.
 
-        Hooks may call it during training, which then continues unchanged. It calls ``on_sample`` and
-        ``on_forward``.
+        Hooks may call this method during training, which then continues unchanged. The method calls
+        ``on_sample`` and ``on_forward``.
 
         Args:
             batches: Samples, as in :meth:`train`.
@@ -285,7 +286,7 @@ class Mean:
         self.count += count
 
     def over(self, group: Group | None = None) -> float:
-        """Return the mean over all members. All members must call it.
+        """Return the mean over all members. All members must call this method.
 
         Args:
             group: The group; with None, only the values of this process are used.
@@ -299,7 +300,7 @@ class Mean:
 
 
 class _Step:
-    """A function as an optimizer's ``step``, which :class:`AllReduceSGD` calls."""
+    """A function in the form of an optimizer's ``step``, for :class:`AllReduceSGD`."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step

@@ -30,7 +30,7 @@ from flowchan.items.text import shown
 __all__ = ["AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
 
 _BUCKET = 1 << 20
-"""Bytes of gradients that are averaged at a time, while backward computes the gradients of earlier layers."""
+"""Bytes of gradients that are averaged together, while backward computes the gradients of earlier layers."""
 
 
 def synchronize(module: nn.Module, group: Group, root: int = 0) -> None:
@@ -174,7 +174,7 @@ class Gradients:
             _Bucket(parameters, combine_by(op, compress, parameters[0].dtype))
             for parameters in _in_buckets(module)
         ]
-        # for the first buffers; all members must start them in the same order
+        # handles for the first buffers; all members must start these in the same order
         self._started: list[Handle] = []
         self._buffer_of = {parameter: buffer for buffer in self._buffers for parameter in buffer.views}
         # weak, because the garbage collector does not see references from a parameter's hooks
@@ -189,7 +189,7 @@ class Gradients:
     def wait(self) -> None:
         """Wait until all gradients have been replaced with their means or sum over all members.
 
-        Call it after ``backward``, before using the gradients.
+        Call this method after ``backward`` and before using the gradients.
         """
         for buffer in self._buffers[len(self._started) :]:
             buffer.complete()
@@ -394,9 +394,9 @@ class AllReduceSGD:
 class ElasticAverage:
     """Train replicas of a module independently, and average them elastically every few steps.
 
-    At each average, the centre moves towards the mean of the replicas by ``strength``, and each replica moves
-    towards the centre by ``strength / group.size``. All replicas start with the parameters of rank 0. The
-    centre is equal on all members, bit for bit.
+    At each average, the centre moves by the fraction ``strength`` towards the mean of the replicas. Each
+    replica moves by the fraction ``strength / group.size`` towards the centre. All replicas start with the
+    parameters of rank 0. The centre is equal on all members, bit for bit.
 
     The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
     alpha, so the algorithm is stable for any group size.
@@ -443,7 +443,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of the optimizer, and average the replicas if it is time. Call it after each step."""
+        """Count a step of the optimizer, and average the replicas if due. Call this after each step."""
         self._steps += 1
         if self._steps % self._every:
             return
@@ -452,7 +452,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # only now: if a member died above, the centre has not moved
+        for parameter, pull in own:  # only now, so that the centre has not moved if a member died above
             parameter.sub_(pull)
 
     def join(self) -> None:

@@ -14,7 +14,7 @@ from flowchan.hosts.providers.provider import Launch
 
 Explain = Callable[[int, ProcessOutput], str | None]
 """Function that returns why an agent ended, given the exit code (negative for a signal) and the output.
-``None`` means that these do not show that the agent has ended."""
+``None`` means that the exit code and the output do not show that the agent has ended."""
 
 GENTLY = 5.0  # grace period in seconds before SIGKILL, for a process that must first end remote processes
 UNKNOWN_EXIT = (
@@ -25,9 +25,9 @@ UNKNOWN_EXIT = (
 class Child:
     """A child process that holds an agent.
 
-    The child has its own session, so that Ctrl-C in a terminal does not end it: that is the driver's
-    decision. Its output is relayed line by line, prefixed with the host's name. On the signal ``kill_by``,
-    the child ends the agent.
+    The child has its own session, so that Ctrl-C in a terminal does not end it: the driver decides when it
+    ends. Its output is relayed line by line, prefixed with the host's name. When the child receives the
+    signal ``kill_by``, it ends the agent.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Their fork server (:mod:`flowchan.hosts.fork_server`) has imported flowchan for 
 tenth of the time that a new Python process takes.
 
 The first agent starts the fork server, which always ends with the program. Some settings take effect only
-when a process starts or imports modules; for these, agents have the server's values. If the program has
+when a process starts or imports modules. For these, agents have the fork server's values. If the program has
 changed such a setting, the next agent starts another server.
 """
 
@@ -141,7 +141,7 @@ class _Seed:
 
 
 class Forked:
-    """An agent on this machine, whose end is always reported. Killing it kills all processes that it started.
+    """An agent on this machine, whose end is always reported. Killing it also kills all processes it started.
 
     To kill the agent, this end of its socket is shut down rather than closed. Closing it might have no
     effect, because a process that was forked in the meantime may have a copy.

@@ -1,7 +1,7 @@
 """Agents on the nodes of a Ray cluster.
 
-Ray selects nodes with free resources and starts one actor on each, whose only job is to hold an agent. Items
-are sent over flowchan's links, not through Ray.
+Ray selects nodes with free resources and starts one actor on each node. The actor's only job is to hold an
+agent. Items are sent over flowchan's links, not through Ray.
 
 Ray is imported on first use. It must not restart the actors, because each new agent needs a new epoch.
 """
@@ -41,7 +41,7 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Ray:
-    """One agent on each of ``count`` different nodes with these free ``resources``, keyed by Ray's names."""
+    """One agent on each of ``count`` different nodes that have these ``resources`` (Ray's names) free."""
 
     count: int
     resources: tuple[tuple[str, float], ...] = ()

@@ -1,8 +1,8 @@
 """Explanation of how an agent behind a command such as ``ssh`` ended.
 
 The end of the command does not show whether the agent has ended. A broken connection ends the command but not
-the agent, and ``ssh`` exits with 255 both in that case and for a killed agent. A small shell script on the
-host therefore runs the agent, and prints a line when the agent starts and another when it ends.
+the agent, and ``ssh`` exits with 255 both in that case and if the agent was killed. A small shell script on
+the host therefore runs the agent, and prints a line when the agent starts and another when it ends.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ end of its only task."""
 class Slurm:
     """One agent on each node of the current allocation.
 
-    The allocation is looked up each time it is needed, so the value is the same everywhere. The agents run
-    this program's Python by its path, because the nodes of a cluster share their files. Killing an agent ends
-    its job step.
+    The value does not contain the allocation, which is looked up each time it is needed. The agents run this
+    program's Python by its path, because the nodes of a cluster share their files. Killing an agent ends its
+    job step.
     """
 
     address: str | None = None

@@ -14,8 +14,9 @@ from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker import item_timeout
 
 MOST_LATER_DEATHS = 20
-"""Maximum number of deaths over a batch after all its members were tried. After that, members are excluded
-again, because a function that kills its worker only in its second call would otherwise run forever."""
+"""Maximum number of deaths with a batch after all its members were tried. After that many deaths, members are
+excluded again, because a function that kills its worker only in its second call would otherwise run
+forever."""
 
 
 class DeathLog:
@@ -29,18 +30,18 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
-        # How workers died over the item that the replacement will try again.
+        # How workers died while processing the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died over members of the same item
+        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died on members of the same item
         # 0, or 1 + the number of deaths since all members were tried
         self._tried: Counter[WorkerId] = Counter()
         self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()
 
     def started(self, id: WorkerId) -> Suspicion:
-        """Record that a worker's process is being started, and return the deaths over its first item."""
+        """Record that a worker's process is being started, and return the deaths on its first item."""
         self._terminated.discard(id)
         self._trying.pop(id, None)
         deaths, members = tuple(self._how.get(id, ())), dict(self._members.get(id, {}))
@@ -54,7 +55,7 @@ class DeathLog:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Return whether batch members were tried. If so, only the replacement may get the batch."""
+        """Return whether members of a batch were tried. If so, only the replacement may get that batch."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
@@ -95,14 +96,15 @@ class DeathLog:
         )
 
     def _look_at_members(self, worker: PlannedWorker, ended: ProcessExit) -> None:
-        """Record the batch member over which the worker died.
+        """Record the batch member that the worker was processing when it died.
 
         If a worker dies while it tries several members together, none of them can be blamed, and the batch
         fails. Once all members were tried, outputs may have been put that depend on which members are
         excluded. Up to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        if ended.over_item < worker.stage.max_deaths:  # another item, or too few deaths to try members
+        # the worker died on another item, or not yet often enough to try the batch members one by one
+        if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)
         elif 0 < self._tried[id] <= MOST_LATER_DEATHS:

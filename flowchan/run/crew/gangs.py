@@ -1,4 +1,4 @@
-"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
+"""Form the groups of the gangs on this machine; ``hosts/host_gangs.py`` forms those of gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups: a worker whose group
 has ended reports this and waits for its membership in the next group. Its function is then called again and
@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Tell the group that a worker has died, so that its peers stop waiting, even if it never joined."""
+        """Tell the group that a worker has died, even before it joined, so that its peers stop waiting."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

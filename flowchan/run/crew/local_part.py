@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 class LocalPart:
     """Part of the crew on this machine; see :class:`CrewPart`.
 
-    ``pooled`` are the processes of a pool, if the run belongs to one.
+    ``pooled`` holds the processes of a pool, if the run belongs to one.
 
-    Invariant. Threads of the program add to ``threads`` while the supervisor reads it. Every reader therefore
-    copies it in one step.
+    Invariant. Threads of the program add to the dictionary ``threads`` while the supervisor reads it. Every
+    reader therefore copies the dictionary in one step.
     """
 
     def __init__(self, ports: RunPorts, pooled: PooledProcesses | None = None) -> None:

@@ -48,7 +48,7 @@ def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     """Run ``work`` on a helper thread of a run.
 
     If ``work`` raises, the run fails, because it would otherwise wait forever. ``report`` returns the
-    function that takes the run's events at the time of the call.
+    function that receives the run's events at that time.
     """
     try:
         with contextlib.suppress(Closed, Broken):  # the run has ended

@@ -59,7 +59,7 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """Error for a main script that runs code at import that only the program may run."""
+    """Error for a main script that, when imported, runs code that only the program may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)

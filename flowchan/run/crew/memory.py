@@ -1,4 +1,4 @@
-"""Memory budget of a run, and the number of processes that the kernel killed when memory was short.
+"""Memory budget of a run, and the number of processes that the kernel killed because memory was short.
 
 All channels of the run share the budget.
 """

@@ -24,7 +24,7 @@ class CrewPart(Protocol):
         """Start all workers that have a process, or raise an error.
 
         ``report`` is called with each event from a worker, in the order in which the worker reported them.
-        When its process has ended, ``ProcessEnded`` or ``Death`` follows as the last event.
+        When the process of a worker has ended, ``ProcessEnded`` or ``Death`` follows as its last event.
         """
 
     def replace(
@@ -37,7 +37,7 @@ class CrewPart(Protocol):
         Args:
             ids: One worker, or all workers of a gang that is to restart.
             blamed: The worker that may have died because of its item. The supervisor terminated the others.
-            later: Do not start the replacements yet, because :meth:`start_workers` will be called.
+            later: Whether to leave the start of the replacements to a later call of :meth:`start_workers`.
 
         Returns:
             Events for the workers that could not be started.

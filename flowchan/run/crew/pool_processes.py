@@ -37,7 +37,7 @@ from flowchan.run.worker.streams import terminals
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks whether a process has ended without a report."""
+"""Seconds between two checks of whether a process has ended without a report."""
 
 
 class PooledProcess:

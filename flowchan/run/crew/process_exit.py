@@ -15,7 +15,8 @@ class ProcessExit:
         exitcode: Exit code, negative for a signal; None if unknown.
         pid: Process id; 0 if unknown.
         lived: How long the process ran, in seconds.
-        over_item: How many workers have died over the item that it held; see :func:`deaths_over_item`.
+        over_item: How many workers have died while processing the item that it held; see
+            :func:`deaths_over_item`.
         host: Host of the process; empty for this machine.
         counts: Whether the death uses one of the restarts of its stage.
     """

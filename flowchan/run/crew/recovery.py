@@ -20,7 +20,7 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers that died in the user's code over the item of this dead worker, including this one.
+    """Count the workers, including this dead one, that died in the user's code while processing its item.
 
     Returns 0 if the worker died outside the user's code.
     """

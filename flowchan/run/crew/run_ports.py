@@ -151,7 +151,7 @@ class RunPorts:
     def activity(self) -> Activity:
         """See :class:`RunChannels`.
 
-        No channel shows whether workers on hosts are waiting. They are all counted as waiting here; an
+        No channel shows whether workers on hosts are waiting. All of them are counted as waiting here; an
         observation then asks the hosts.
         """
         moved, reading, writing = _core._observe(list(self.channels.values()))

@@ -51,8 +51,8 @@ class Watch:
     def _ended(self, readable: list[int]) -> list[WorkerId]:
         """Return the workers whose processes have ended, and stop watching these processes.
 
-        They must be unregistered explicitly: a forked child may have inherited a pidfd, so closing it would
-        not be enough.
+        Their pidfds must be unregistered explicitly: closing a pidfd is not enough, because a forked child
+        may have inherited it.
         """
         ended = []
         with self._lock:

@@ -61,7 +61,7 @@ class WorkerProcesses:
             info: Information that the worker gets about itself.
             stage: Pickled stage.
             ports: Ports of the worker.
-            suspicion: Earlier deaths over its first item.
+            suspicion: Earlier deaths while processing its first item.
             gpus: Number of GPUs reserved for the worker.
             memberships: Memberships in the groups of its gang.
 

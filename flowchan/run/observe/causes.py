@@ -1,4 +1,4 @@
-"""Decide what limits a run, as a pure function of its statistics in a window of time.
+"""Find what limits a run, as a pure function of its statistics in a window of time.
 
 Algorithm. The utilisation of a stage is the share of time in which its *working* workers are not waiting. (A
 working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
@@ -32,9 +32,9 @@ A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
 LIMITED = 0.7
-"""Share of the limit of its rate from which a stage is held back by the limit."""
+"""Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
-"""Maximum number of cores that threads use if they share one lock."""
+"""Maximum number of cores that threads use if they share one interpreter lock."""
 CROWDED = 4.0
 """Maximum time that a thread is assumed to hold the lock without a core, as a multiple of its CPU time."""
 
@@ -79,7 +79,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Statistics of the window in which the cause is sought."""
+    """Statistics of the window for which the cause is to be found."""
 
     stats: RunStats
     loads: dict[str, _Load]  # stages whose workers worked in the window

@@ -1,8 +1,8 @@
 """Measure how long each worker has worked and how much CPU time it has used.
 
 Both measurements start when the worker has built the user's callable (``Began``). The CPU clocks are read
-with ``clock_gettime`` and a clock number computed here. A call takes about a microsecond. For a thread or
-process that has ended, the call fails and the last value is kept. ``time.pthread_getcpuclockid`` is not used
+with ``clock_gettime`` and a clock number computed here. A call takes about a microsecond. If the thread or
+process has ended, the call fails, and the last value is kept. ``time.pthread_getcpuclockid`` is not used
 because it is unsafe for a thread that has ended.
 """
 

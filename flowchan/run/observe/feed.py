@@ -1,6 +1,6 @@
 """Feed of a run, which passes events and statistics to subscribers.
 
-Views use it and therefore need no access to the supervisor.
+Views subscribe to the feed and therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
 leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread

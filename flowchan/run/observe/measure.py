@@ -33,9 +33,9 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` and ``write_waits`` map worker numbers to the seconds spent waiting at their ports: to
-    read; and to write, in total and for earlier items. ``leased_at_break`` is the number of items that
-    readers held when the channel was broken. ``stats`` does not count dropped items as taken.
+    ``read_waits`` maps worker numbers to the seconds spent waiting to read at their ports. ``write_waits``
+    has the seconds spent waiting to write: in total, and for earlier items. ``leased_at_break`` is the number
+    of items that readers held when the channel was broken. ``stats`` does not count dropped items as taken.
     """
 
     edge: Edge
@@ -226,7 +226,7 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _starting(about: _StageInput) -> int:
-    """Return the number of workers that have not begun. Those that gather results build no callable."""
+    """Return the number of workers that have not begun. Workers that only collect results are not counted."""
     return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 

@@ -34,7 +34,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Describe what limits the run and why: a stage or another cause."""
+    """Describe what limits the run (a stage or another cause) and why."""
     cause = stats.cause
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -234,7 +234,7 @@ def table(
 
 
 Columns = dict[str, tuple[bool, list[str]]]
-"""Maps the title of a column to whether it is left-aligned, and to its cells with the title first."""
+"""Maps the title of a column to whether it is left-aligned, and to its cells, title first."""
 
 
 def _longest(cells: list[str]) -> int:

@@ -24,8 +24,8 @@ from flowchan.run.policy.transitions import PolicyState
 class Tally:
     """Counts for one run.
 
-    Worker threads report on their own threads; other workers are reported on the thread of their part of the
-    crew. The supervisor calls the other methods. :meth:`account` copies each table in one step.
+    Worker threads report on their own threads. Events from other workers are reported on the thread of their
+    part of the crew. The supervisor calls the other methods. :meth:`account` copies each table in one step.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Tally:
         self._unwanted: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._clocks = WorkerClocks()
-        self._pids: dict[WorkerId, int] = {}  # only processes that have not ended
+        self._pids: dict[WorkerId, int] = {}  # only of processes that have not ended
         self._warnings: dict[tuple[str, str], str] = {}  # by stage and topic
 
     def reported(self, event: Event) -> None:

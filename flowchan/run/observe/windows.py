@@ -2,8 +2,8 @@
 
 Algorithm. Counters in :class:`RunStats` only grow, so the difference between two snapshots covers the window
 between them. Every half second, the supervisor's thread takes a snapshot when it is awake for other reasons.
-It takes fewer if they would use more than a thousandth of a core. Old snapshots are thinned out in such a way
-that every window still has one near its beginning.
+It takes snapshots less often if they would use more than a thousandth of a core. Old snapshots are thinned
+out in such a way that every window still has one near its beginning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSecon
 EVERY_S = 0.5
 """Minimum number of seconds between two snapshots of a run."""
 COST = 1000
-"""Minimum ratio of the time between two snapshots to the time needed to take one."""
+"""Minimum ratio of the time between two snapshots to the time that taking one needs."""
 FINENESS = 8
 """A snapshot is dropped if its neighbours are no farther apart than their age divided by this number."""
 

@@ -22,7 +22,7 @@ from flowchan.run.policy.events import Aborted, Ended, Failure, Met, WorkerId
 from flowchan.run.policy.plan import Plan
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two checks for broken channels that no worker has met yet."""
+"""Seconds between two checks for broken channels that no worker has noticed yet."""
 
 REPORT_TIMEOUT_S = 1.0
 """Seconds after which a break is decided although some reports from workers have not been read."""

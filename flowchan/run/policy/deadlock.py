@@ -14,7 +14,7 @@ from flowchan.run.policy.explain import all_wait, explain
 from flowchan.run.policy.stats import RunStats
 
 STILL = 0.5
-"""Seconds without movement after which a run counts as stuck."""
+"""Seconds without any progress after which a run counts as stuck."""
 REMEDY = (
     "raise the capacity of a channel with a blocked writer (`stream.buffer(n)`), or read the branches "
     "of the graph independently"
@@ -24,7 +24,7 @@ MORE_MEMORY = (
     "give the run more memory (`graph.run(memory=…)`), because a channel with a blocked "
     "writer has free places but no memory left"
 )
-"""Remedies if a worker is waiting to put, if all are waiting to get, and if memory is short."""
+"""Remedies if a worker is waiting to put, if all workers are waiting to get, and if memory is short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Waits:
         channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
-        moves: Whether something may still move. This is so if a worker is not waiting, a dead worker has not
-            been replaced yet, or an event loop has other work.
+        moves: Whether something may still move: a worker that is not waiting, a dead worker without a
+            replacement, or an event loop with other work.
     """
 
     reading: Mapping[str, int] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges request items ahead of time and buffer outputs, so whether they are
-        waiting tells nothing about the workers.
+        The local ports of these edges request items ahead of time and buffer outputs, so whether these ports
+        are waiting says nothing about the workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []

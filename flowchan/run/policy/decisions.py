@@ -20,10 +20,10 @@ killed. A thread that is stuck in the user's code can't be ended, so it is aband
 stopped. The remaining workers are no longer needed, for example a source that is waiting for its device.
 
 If a worker process dies in *running* or *stopping*, it is replaced as long as its stage has restarts left
-(``policy/restart_limit.py``). The first replacement starts at once. Before later ones there is a pause that
-doubles with every death over the same item. A worker that dies ``HOPELESS`` times in a row before it starts
-to work is not replaced again. If the user has set the number of restarts, that number is used in place of
-``HOPELESS``, however long each start takes.
+(``policy/restart_limit.py``). The first replacement starts at once. Before each later one there is a pause,
+which doubles with every death while processing the same item. A worker that dies ``HOPELESS`` times in a row
+before it starts to work is not replaced again. If the user has set the number of restarts, that number is
+used in place of ``HOPELESS``, however long each start takes.
 
 ``policy/gang_decisions.py`` makes the decisions about gangs, and ``policy/scaling.py`` those about the number
 of a stage's workers. If a worker that is to be removed dies first, it is replaced as usual, and then its
@@ -72,10 +72,10 @@ STOP_NOTICE_S = 30.0
 """Seconds after which a stopped run warns that it is still processing items."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
-"""Pause before a replacement starts, in seconds: after two deaths over the same item, and at most."""
+"""Pause before a replacement starts, in seconds: after two deaths on the same item, and at most."""
 
 HOPELESS = 4
-"""Number of times that a worker may die before it starts to work; the last death ends the run."""
+"""Number of deaths in a row, before the worker starts to work, that end the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class StopRequested:
 
     Attributes:
         timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
-        finish_queued: Whether to finish the items that are waiting in channels too, or only those that
+        finish_queued: Whether to finish the items that are waiting in channels as well, or only those that
             workers are processing.
     """
 

@@ -200,14 +200,14 @@ class Death:
         host: Host of the worker; empty for this machine.
         over_item: Number of workers, including this one, that died while processing the same item; 0 if the
             worker died outside the user's code.
-        deaths: The same number, without deaths over batch members that are known to kill workers. If the
+        deaths: The same number, without deaths caused by batch members that are known to kill workers. If the
             worker had no item: the number of deaths in quick succession.
         unbegun: Number of workers, including this one, that died one after another before they started to
             work.
         counts: Whether the death uses one of the stage's restarts. The death of a host does not.
         retired: Whether the worker asked for a new process (``Retires``). This is not reported to the user.
-        always: Whether to replace the worker regardless of the stage's limit, because an item exceeded its
-            time limit.
+        always: Whether to replace the worker regardless of the stage's restart limit, because an item
+            exceeded its time limit.
         irreplaceable: Why the stage can't continue with a replacement; empty if it can.
         hint: A possible cause, for the error message.
         error: Error that ends the run because a replacement would fail in the same way.

@@ -1,4 +1,4 @@
-"""Explain from a run's statistics which stage is waiting for which, and detect that all are waiting."""
+"""Explain from a run's statistics which stage is waiting for which other stage, and detect when all wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 def explain(stats: RunStats) -> str:
     """Describe what each stage with live workers is doing, in one line for each stage.
 
-    If the stage is waiting, the line names the channel, the time so far and the stage on the other end.
+    If the stage is waiting, the line gives the channel, the time so far and the stage at the other end.
     """
     stages = {stage.name: stage for stage in stats.stages}
     lines = [f"graph {stats.graph!r} ({stats.state} for {stats.elapsed:.1f} s):"]
@@ -56,7 +56,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 
 def starting_text(stage: StageStats) -> str:
-    """Return "starting", or how many workers start if others work already; empty if none starts."""
+    """Return "starting", or the number of starting workers if others already work; "" if none is starting."""
     if not stage.starting:
         return ""
     return "starting" if stage.state == "starting" else f"{stage.starting} starting"

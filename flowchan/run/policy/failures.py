@@ -1,4 +1,4 @@
-"""Failed items, deaths over items, and exceptions that are sent to another process."""
+"""Failed items, deaths that count against items, and exceptions that are sent to another process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.errors import FlowchanError, WorkerDied
 from flowchan.run.policy import seeds
 
 RETIRED = 79
-"""Exit code of a worker process that asks to be replaced, which does not count as a death (Retires)."""
+"""Exit code of a worker process that asks to be replaced (``Retires``); this does not count as a death."""
 
 
 class OwnEnd(BaseException):
@@ -38,21 +38,22 @@ class Retires(BaseException):
     """Signal that a process should end and be replaced before it processes an item.
 
     The function of a stage with worker processes raises it, and the replacement starts with the same item.
-    This counts neither as a death over the item nor as a restart.
+    This counts neither as a death that the item caused nor as a restart.
     """
 
 
 class LostError(FlowchanError):
-    """Substitute for an exception that cannot be sent to another process, with its text and traceback."""
+    """Substitute for an exception that cannot be sent to another process; has its text and traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Earlier deaths over the first item of a replacement.
+    """Earlier deaths while processing the first item of a replacement.
 
     Attributes:
-        deaths: Descriptions of how earlier workers died over the item.
-        members: Descriptions of how a worker died over one batch member alone, by the number of the member.
+        deaths: Descriptions of how earlier workers died while processing the item.
+        members: Descriptions of how a worker died while processing one batch member alone, by the member's
+            number.
         tried: Whether a worker has survived trying all other members of the batch.
     """
 
@@ -62,11 +63,11 @@ class Suspicion:
 
 
 UNSUSPECTED = Suspicion()
-"""Used if no worker has died over the first item."""
+"""Used if no worker has died while processing the first item."""
 
 
 def died_over(deaths: Sequence[str]) -> WorkerDied:
-    """Return the error for an item over which workers died one after another.
+    """Return the error for an item that several workers, one after another, died processing.
 
     ``deaths`` describes how each of them died.
     """

@@ -24,7 +24,7 @@ log.addHandler(logging.NullHandler())
 
 
 class Journal:
-    """The log of one run, written from the events of the run's feed.
+    """The log of one run, written from the events in the run's feed.
 
     No method raises. If a logging filter of the program raises, ``logging`` reports it like the error of a
     handler.
@@ -35,7 +35,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event of the feed if it belongs in the log."""
+        """Log an event from the feed if it belongs in the log."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")

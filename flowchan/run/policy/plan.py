@@ -151,7 +151,7 @@ class Plan:
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """Yield the input and output channels of each stage that does nothing but turn inputs into outputs.
+        """Yield the input and output channels of each stage whose only task is to turn inputs into outputs.
 
         Such a stage needs no more inputs once its outputs have no readers. Stages with ports are left out,
         because they decide for themselves.

@@ -5,8 +5,8 @@ The limit applies to a period, like the intensity and period of an Erlang/OTP su
 stage that keeps dying still ends its run.
 
 A restart counts until ``RESTART_PERIOD_S`` seconds of work after the death. The pauses before replacements do
-not count as work; otherwise long pauses would hide a stage that dies again and again. A death over an item
-does not use a restart, because ``max_deaths`` limits how often the same item is tried.
+not count as work; otherwise long pauses would hide a stage that dies again and again. If a death counts
+against an item, it does not use a restart, because ``max_deaths`` limits how often the same item is tried.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """Return the worker time until ``now``, in seconds: two workers use two seconds per second."""
+        """Return the worker time until ``now``, in seconds. Two workers use two seconds per second."""
         return self.spent + self.workers * (now - self.since)
 
 

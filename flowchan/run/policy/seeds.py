@@ -81,7 +81,7 @@ def worker() -> Worker:
 
 
 def worker_text() -> str:
-    """Describe the current worker for messages, as in ``the worker map 2 on host 'gpu1'``."""
+    """Describe the current worker for messages, for example ``the worker map 2 on host 'gpu1'``."""
     info = _current.get(_of_process)
     if info is None:
         return "the worker"

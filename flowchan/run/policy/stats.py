@@ -1,4 +1,4 @@
-"""Statistics of a run at one moment, as frozen values (R8).
+"""Statistics of a run at one moment, as frozen values.
 
 :meth:`Run.stats` creates them. The live view, the report and the tests use them.
 """
@@ -83,7 +83,7 @@ class WorkSeconds:
 class WorkerStats:
     """Statistics of one current worker of a stage.
 
-    The time of dead workers that it replaced is included only in the statistics of the stage.
+    The time of the dead workers that this worker replaced is included only in the statistics of the stage.
 
     Attributes:
         number: Number of the worker in its stage.
@@ -156,7 +156,7 @@ class StageStats:
         failed: Number of items that failed.
         retried: Number of retries.
         restarts: Number of workers that were replaced.
-        unwanted: Number of items taken whose output had no reader left (R2).
+        unwanted: Number of items that were taken although no reader of the output was left.
         discarded: Number of items that were being processed when the run failed or was aborted.
         in_hand: Number of items that workers have taken but not finished.
         rate: Items finished per second.
@@ -241,9 +241,9 @@ class EdgeStats:
         rate: Items taken per second in the window of :class:`RunStats`.
         waiting_readers: Number of workers that are waiting for an item.
         waiting_writers: Number of workers that are waiting to put.
-        readers_waiting_for: How long readers have been waiting at most, in seconds.
-        writers_waiting_for: How long writers have been waiting at most, in seconds.
-        selecting: Number of waiters that something else may also wake.
+        readers_waiting_for: Longest current wait of a reader, in seconds.
+        writers_waiting_for: Longest current wait of a writer, in seconds.
+        selecting: Number of waiters that something other than this channel may also wake.
         woken: Number of waiters that have been woken but have not run yet.
         awaiting: Number of waiters in ``selecting`` that are coroutines in this process.
         bytes: Number of bytes in the channel now.
@@ -295,11 +295,11 @@ class HostStats:
 
     Attributes:
         name: Name of the host.
-        state: "connected", "waiting" for its agent, or why the agent is missing.
+        state: "connected", "waiting" (for its agent), or the reason why the agent is missing.
         workers: Number of workers on the host.
         agents: Number of agents started so far.
         deaths: Descriptions of how agents died.
-        breaks: Number of connections to an agent that broke and were restored.
+        breaks: Number of times that a connection to an agent broke and was restored.
         sent: Number of bytes sent to the host.
         received: Number of bytes received from the host.
         round_trip: Round-trip time in seconds; 0 if unknown.
@@ -336,14 +336,14 @@ class RunStats:
         stages: Statistics of each stage.
         edges: Statistics of each channel.
         bottleneck: Name of the stage that limits the run, if there is one.
-        seed: Random seed; in runs with equal seeds, workers draw equal random numbers (R9).
+        seed: Random seed; in runs with equal seeds, workers draw equal random numbers.
         memory: Number of bytes that all channels together may use.
         hosts: Statistics of the other hosts with workers of the run.
         last_error: One line about the last failed item or dead worker.
         window: Length of the window for rates and shares, in seconds.
         cause: Cause that limited the run in the window; ``None`` if unknown.
         warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
-            last warning of each kind for each stage.
+            last warning of each kind is kept for each stage.
 
     Example:
         >>> from flowchan import Graph

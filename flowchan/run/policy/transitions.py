@@ -46,7 +46,8 @@ class PolicyState:
         abandoned: Workers that were still alive when the run ended.
         gangs: Stages whose workers form a group and restart together.
         missing_peer: Reports of workers of gangs that a peer is missing.
-        restarting: Gangs that are being ended because of a death, with the replacement of the dead worker.
+        restarting: Gangs whose workers are being ended because of a death, with the replacement of the dead
+            worker.
         ended_peers: Workers of gangs whose processes have ended and have not been replaced.
         no_readers: Gangs in which a worker has ended because its outputs have no readers.
         elastic: Gangs that continue while one of their workers is replaced.

@@ -1,10 +1,10 @@
 """Run the workers of an ``async def`` stage as tasks of one event loop on one thread.
 
 For deadlock detection, the supervisor asks whether these tasks can still make progress. If the event loop has
-no timer, no socket and no callback that is due, it calls its selector without a timeout. If also every task
-is awaiting a channel of the graph, only a channel can wake the loop. Anything else counts as work: for
-example, a task that awaits another task, an event or a future. Waiting for a channel in the user's own event
-loop also counts as work.
+no timer, no socket and no callback that is due, it calls its selector without a timeout. If, in addition,
+every task is awaiting a channel of the graph, only a channel can wake the loop. Anything else counts as work:
+for example, a task that awaits another task, an event or a future. Waiting for a channel in the user's own
+event loop also counts as work.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class GangMembership:
         """Leave the group in a way that tells the other members whether this worker has failed.
 
         The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
-        is broken. In these cases it abandons the group, because its agent may have died and the whole gang
-        will then restart.
+        is broken. In these cases, it abandons the group, because its agent may have died, and then the whole
+        gang will restart.
         """
         if self._member is None:
             return

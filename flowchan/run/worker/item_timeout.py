@@ -1,8 +1,8 @@
 """Time limit for one item in a worker process: ``timeout=``.
 
-A kernel timer kills the process, even inside C code that holds the GIL. A timeout is therefore a death over
-that item. The supervisor replaces the worker. The replacement tries the item again if the stage has retries
-left; otherwise the item fails.
+A kernel timer kills the process, even inside C code that holds the GIL. A timeout is therefore a death that
+counts against the item. The supervisor replaces the worker. The replacement tries the item again if the stage
+has retries left; otherwise the item fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_TIMEOUT_S = 1e-6
-"""Shortest time limit in seconds, because zero would turn the timer off."""
+"""Shortest time limit in seconds; zero would turn the timer off."""
 
 
 def exceeded(stage: Stage) -> str:

@@ -1,9 +1,9 @@
 """Loops of the operators. Each loop works with ports, like a general stage that a user writes.
 
 Each function is the loop of one operator and receives an :class:`OperatorJob` and its ports. It returns when
-its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. A loop
-takes the next item only after it has done all work for the current one, because this marks the current one as
-finished.
+its input is drained, or raises ``Closed`` when its output has no reader left; both are clean ends. Taking an
+item marks the previous one as finished, so a loop takes the next item only after all work for the current
+one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OperatorJob:
     retry_delay: float | None = None
     retry_on: tuple[type[Exception], ...] = (Exception,)
     timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
-    pace: Pace | None = None  # of an async function; otherwise the function waits for its own starts
+    pace: Pace | None = None  # for an async function; any other function itself waits for its starts
     errors: Out[Failed[Any]] | None = None
     answering: Answering | None = None  # set if items may come from ask()
     on_retry: Callable[[], None] = lambda: None
@@ -178,8 +178,8 @@ class OperatorJob:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason that it cannot be unpickled. Or
-        ``deaths`` workers have died while they were processing it.
+        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers have died
+        while processing the item.
         """
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")

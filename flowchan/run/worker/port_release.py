@@ -3,8 +3,8 @@
 A closed channel means that the output is complete, so only a worker that ended cleanly may close its outputs.
 If a channel of a worker is broken, the run has failed or was aborted. The worker then breaks its other
 channels before it releases any port. For a failed worker, the supervisor closes the ports after it has broken
-the channels. These rules also apply to ports that the user's code closes. If an error ends a ``with`` block,
-this does not close a port of the worker.
+the channels. These rules also apply to ports that the user's code closes. A ``with`` block that ends with an
+error does not close the port of a worker.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from flowchan.transport.device import transfer
 class Order:
     """Order to a process to work as ``info`` in one run, with these ports.
 
-    The process reports to ``mail``. ``suspicion`` describes earlier deaths over the first item.
+    The process reports to ``mail``. ``suspicion`` describes earlier deaths while processing the first item.
     ``memberships`` are used by a worker in a gang. ``levels`` are the log levels of the program.
     ``terminals`` are the terminals to print to during the run, for a process of a pool.
     """

@@ -144,7 +144,7 @@ class Answering:
         return call_later if is_async(function) else call
 
     def _wanted_part(self, item: Any) -> Any:
-        """Return the item if its caller is still waiting; for a batch, only the members still wanted.
+        """Return the item if its caller is still waiting; for a batch, only the members with waiting callers.
 
         Raises ``Dropped`` if nothing is left, or the error from unpickling the item.
         """
@@ -218,8 +218,8 @@ class Answering:
     def give_up(self, item: Any, error: BaseException) -> Any:
         """Report a failed item to its callers, and return the rest of the item, which has no caller.
 
-        The rest of a batch consists of the members without a caller. If none is left, the result is
-        ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
+        The rest of a batch consists of the members without a caller. If every member has a caller, the result
+        is ``NOTHING`` and the item counts as failed once. An unreadable item is returned whole unless all its
         members have callers.
         """
         requests: list[Request] = []

@@ -1,13 +1,14 @@
-"""Try the members of a batch one at a time, after workers have died over the whole batch (R10).
+"""Try the members of a batch one at a time, after workers have died while processing the whole batch.
 
-A batch is one item of its stage, so a member that kills its worker would make all other members fail too.
+A batch is one item of its stage, so a member that kills its worker would make all other members fail as well.
 When one more death would use up ``max_deaths``, a ``map`` after a ``batch`` gets the members in batches of
 one.
 
-Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member over
-which a worker dies is known. The replacement skips that member and tries the others. At the end, the members
-that killed a worker fail, and the results of the others form the result of the batch. If a call with one
-member did not return a list of one result, the function is called again with all remaining members together.
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the member that a
+worker was processing when it died is known. The replacement skips that member and tries the others. At the
+end, the members that killed a worker fail, and the results of the others form the result of the batch. If a
+call with one member did not return a list of one result, the function is called again with all remaining
+members together.
 
 Invariant. Once outputs may have been put, a further attempt must put the same outputs in the same order. The
 reason is that a replacement skips those that were already put. The worker therefore reports that all members
@@ -37,7 +38,7 @@ def can_try_members(stage: Stage) -> bool:
 
 
 class SuspectBatch:
-    """The function of a worker whose first item may be a batch over which other workers have died.
+    """The function of a worker whose first item may be a batch that has killed other workers.
 
     The steps are reported to the crew with ``tell``.
     """

@@ -81,8 +81,8 @@ def work(
     """Run one worker until it ends, and return how it ended.
 
     This function never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true
-    if events are sent to another process. ``suspicion`` describes deaths of earlier workers over the first
-    item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
+    if events are sent to another process. ``suspicion`` describes how earlier workers died while processing
+    the first item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -204,7 +204,7 @@ def job_of(
 def _try_again(
     job: OperatorJob, stage: Stage, ports: Ports, suspicion: Suspicion, tell: Callable[[Event], None]
 ) -> None:
-    """Decide whether to try the first item again, after earlier workers have died over it.
+    """Decide whether to try the first item again, after earlier workers have died while processing it.
 
     An item that timed out too often fails. Its timeouts do not count as deaths. A batch is tried again as
     long as each death reveals another member that kills its worker.

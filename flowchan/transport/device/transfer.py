@@ -52,7 +52,7 @@ SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
 EVERY_FEW = 16  # number of items to keep before first asking the channel which ones still exist
-# seconds between two checks of running copies; number of checks without running copies before they stop
+# seconds between checks for running copies; checking stops after this many checks in a row find none
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 

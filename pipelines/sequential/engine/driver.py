@@ -1,8 +1,8 @@
 """The program's side of a run, which starts and ends the run and exchanges messages with the workers.
 
-The last stage, ``results``, only lends its ports to the program. A thread between the parts and the program
-would interrupt a part twice per batch: once to wake up, and once to wake the program. A watcher thread waits
-until the run ends, so callers that are waiting always return.
+The last stage, ``results``, only lends its ports to the program, which reads from them directly. A thread
+between the parts and the program would interrupt a part twice per batch: when it wakes up, and when it wakes
+the program. A watcher thread waits until the run ends, so callers that are waiting always return.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from flowchan.pipelines.sequential.tensor_trees import mapped
 class PipelineRun:
     """One run of a graph that a subclass declares.
 
-    The run's threads refer to this object. Therefore it must not refer to an object whose finalizer closes
-    the run.
+    The run's threads refer to this object, so it must not refer to an object whose finalizer closes the run.
     """
 
     run: Run
@@ -147,7 +146,7 @@ class WorkersRun(PipelineRun):
         self.jobs, self.own_processes = jobs, on.own_process
         self._commands, answers = declare(self.graph, jobs, on, chunks)
         self.lend(*answers)
-        # for each worker, the tensors of its parts on other hosts
+        # for each worker, the tensors of those of its parts that are on other hosts
         self._synced: list[list[SyncedTensors]] = []
 
     def begin(self) -> None:

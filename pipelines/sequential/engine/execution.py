@@ -1,7 +1,7 @@
-"""Forward and backward passes of one part, separate from the graphs of other parts.
+"""Forward and backward passes of one part, which has a separate autograd graph.
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
-are wanted. The backward pass starts from the gradients of the outputs and returns the gradients of the
+are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the
 leaves, from which the previous part continues. This applies the chain rule by hand at the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
@@ -48,7 +48,7 @@ Tail = Callable[[Any], Tensor]
 class Passed(NamedTuple):
     """A micro-batch between two parts: its value, and its skips by name.
 
-    ``wants`` says for each tensor, in the order of :func:`listed`, whether its gradient must be returned.
+    ``wants`` holds, for each tensor in the order of :func:`listed`, whether its gradient must be returned.
     """
 
     value: Any
@@ -57,9 +57,9 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """A forward pass with its graph.
+    """A forward pass with its autograd graph.
 
-    It holds the leaves whose gradients are wanted, and the outputs that may receive gradients.
+    It holds the leaves whose gradients are needed, and the outputs that may receive gradients.
     """
 
     leaves: list[Tensor]
@@ -112,7 +112,7 @@ class Execution:
         casting: Casting = (),
         soon: bool = False,
     ) -> Passed:
-        """Run the forward pass of a micro-batch, and return the outputs, detached.
+        """Run the forward pass of a micro-batch, and return the detached outputs.
 
         ``soon`` means that the backward pass follows immediately, so recomputing would save no memory.
         """
@@ -134,7 +134,7 @@ class Execution:
         return isinstance(self._held[key], _Again)
 
     def again(self, key: Key) -> None:
-        """Recompute the forward pass and build its graph."""
+        """Recompute the forward pass, and record its autograd graph."""
         held = self._held[key]
         assert isinstance(held, _Again)
         with self.norms.deferring(count=False):
@@ -144,9 +144,9 @@ class Execution:
     def backward(self, key: Key, gradients: tuple[Tensor | None, ...] | None) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch.
 
-        It starts from ``gradients``, the gradients of those outputs that want them; if they are ``None``, it
-        starts from the loss. It adds to ``grad`` of the part's parameters, and returns the gradients of the
-        inputs that want them.
+        It starts from ``gradients``, which holds the gradients of the outputs that require one, or from the
+        loss if ``gradients`` is ``None``. It adds to the ``grad`` of the part's parameters, and returns the
+        gradients of the inputs that require one.
         """
         held = self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -171,7 +171,7 @@ class Execution:
         return tuple(leaf.grad for leaf in held.leaves)
 
     def weights(self, key: Key) -> None:
-        """Run the second half of :meth:`backward`, which adds to ``grad`` of the part's parameters."""
+        """Run the second half of :meth:`backward`, which adds to the ``grad`` of the part's parameters."""
         self._halves.pop(key).second()
 
     def gradients(
@@ -179,8 +179,8 @@ class Execution:
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch without changing any ``grad``.
 
-        Returns the gradients of the inputs that want them, followed by the gradients of ``parameters``.
-        ``keep`` means that the graph is kept for another backward pass.
+        Returns the gradients of the inputs that require one, followed by the gradients of ``parameters``. If
+        ``keep`` is true, the autograd graph is kept for another backward pass.
         """
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -191,13 +191,13 @@ class Execution:
         return torch.autograd.grad(outputs, requested, given, retain_graph=keep, allow_unused=True)
 
     def infer(self, passed: Passed, casting: Casting = ()) -> Passed:
-        """Run a forward pass without a graph."""
+        """Run a forward pass without recording an autograd graph."""
         with torch.no_grad(), self._counting(), cast_as(casting):
             value, skips = run_part(self.part, passed.value, passed.skips, keep=self._shared)
         return Passed(value, skips, ())
 
     def evaluate(self, passed: Passed, casting: Casting) -> Passed:
-        """Run a forward pass without a graph, in ``eval`` mode."""
+        """Run a forward pass in ``eval`` mode, without recording an autograd graph."""
         modes = [(module, module.training) for module in self.part.module.modules()]
         self.part.module.eval()
         try:
@@ -207,7 +207,7 @@ class Execution:
                 module.training = training
 
     def drop(self, number: int) -> None:
-        """Release the graphs of a step or call."""
+        """Release the autograd graphs of a step or call."""
         self._held = {key: held for key, held in self._held.items() if key[0] != number}
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ class Execution:
     def _run(
         self, passed: Passed, seed: int, tail: Tail | None, casting: Casting
     ) -> tuple[Any, Skips, list[Tensor]]:
-        """Run the part, and return its output, its skips and the leaves whose gradients are wanted."""
+        """Run the part, and return its output, its skips and the leaves whose gradients are needed."""
         wanted = iter(passed.wants or [False] * len(listed(passed.value, passed.skips)))
         leaves: list[Tensor] = []
 
@@ -258,7 +258,7 @@ class Execution:
 def may_draw(module: nn.Module) -> bool:
     """Return True if the module may draw random numbers.
 
-    A module that consists only of deterministic torch layers and functions, and has no hooks, does not.
+    A module without hooks that consists only of deterministic torch layers and functions draws none.
     """
     return any(
         layer.draws

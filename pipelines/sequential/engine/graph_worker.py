@@ -1,10 +1,10 @@
 """Worker of one part, for calls whose outputs require grad.
 
-It runs forward passes, keeps the graph of its part, and runs backward passes when the program requests them.
-It never changes ``grad`` of the module's parameters. Their gradients are sent with the answer, and the
-program's autograd accumulates them and calls hooks. If a layer raises, the worker and the call continue. The
-exception is passed on to the following parts as a :class:`PartFailure`, and the graphs of other calls stay
-valid.
+The worker runs forward passes, keeps the autograd graph of its part, and runs backward passes when the
+program requests them. It never changes the ``grad`` of the module's parameters. Their gradients are sent with
+the answer, and the program's autograd accumulates them and calls hooks. If a layer raises, the worker and the
+call continue. The exception is passed on to the following parts as a :class:`PartFailure`, and the graphs of
+other calls stay valid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Swap = tuple[dict[str, Any], str, Tensor, Tensor]
 
 
 class _CallState(NamedTuple):
-    """Parameters of a call whose gradients are wanted, and their replacements."""
+    """Parameters of a call whose gradients are needed, and their replacements."""
 
     parameters: list[Tensor]
     swaps: list[Swap]

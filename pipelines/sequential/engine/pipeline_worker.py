@@ -30,8 +30,8 @@ from flowchan.pipelines.sequential.timeline import Op, TimelineEvent
 class PipelineWorker(abc.ABC):
     """Base class of workers; each subclass executes its own kinds of commands.
 
-    Which ports a worker has depends on its neighbours. ``forward`` and ``backward`` receive from the previous
-    and the next worker; ``back`` and ``onward`` send to them.
+    The ports of a worker depend on its neighbours. ``forward`` and ``backward`` receive from the previous and
+    the next worker; ``back`` and ``onward`` send to them.
     """
 
     def __init__(

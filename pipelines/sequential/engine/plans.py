@@ -104,7 +104,7 @@ class Plans:
         schedule: Any = self._schedule
         if self._lines is not None:
             found = [parse(line, worker) for worker, line in enumerate(self._lines)]
-            # check only the full schedule; those for fewer micro-batches are subsets of it
+            # check only the full schedule; schedules for fewer micro-batches are subsets of it
             if not hasattr(self, "owners"):
                 _check_complete(found, self._total, chunks)
             return [[step for step in steps if step.chunk < chunks] for steps in found]

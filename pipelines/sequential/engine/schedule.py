@@ -4,8 +4,8 @@ A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Work
 + W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of
 one micro-batch through one part. ``F`` needs ``F`` of the previous part. ``B`` needs ``F`` of the same part
 and ``B`` of the next part. Each worker runs its steps in the given order and waits for missing inputs. In the
-drawings, time runs from left to right, and a dot means that the worker is waiting. There, a backward pass
-takes as long as a forward pass, which does not affect the order.
+drawings, time runs from left to right, and a dot means that the worker is waiting. In them, a backward pass
+takes as long as a forward pass; the durations do not affect the order.
 
 *gpipe*: all forward passes, then all backward passes. At its peak, each worker holds all micro-batches. Huang
 et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". ::
@@ -127,13 +127,13 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # one part per worker, so nothing to interleave
+    if parts == workers:  # one part per worker, so there is nothing to interleave
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 
 
 def plan(schedule: Schedule, workers: int, parts: int, chunks: int) -> list[list[Step]]:
-    """Return the steps of all workers, in order; raise the same errors as :func:`steps`."""
+    """Return the steps of each worker, in order; raise the same errors as :func:`steps`."""
     check("plan", schedule, workers, parts, chunks)
     return [list(steps(schedule, worker, workers, parts, chunks)) for worker in range(workers)]
 
@@ -326,7 +326,7 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
 
 
 def text(steps: Iterable[Step]) -> str:
-    """Format steps for :func:`parse`: ``F0 F1 B0 B1`` if all have the same part, else ``0:F0 2:F0 …``."""
+    """Format steps for :func:`parse`: ``F0 F1 B0 B1`` if all are of the same part, else ``0:F0 2:F0 …``."""
     ordered = list(steps)
     one = len({step.part for step in ordered}) == 1
     return " ".join(f"{step.op}{step.chunk}" if one else str(step) for step in ordered)

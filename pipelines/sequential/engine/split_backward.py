@@ -12,9 +12,9 @@ can be reached without passing through another fork. Nothing is computed twice. 
     loss ──> [node] ──────────> [node] ─────────> inputs      first half: along here
                 └──> weights       └──> weights               second half: from each node down
 
-Some weights get their gradients in the first half. A node written as a Python function would otherwise
-compute everything twice. Nodes that share a weight cannot be split, because one node's path to the weight may
-lead through the other. Hooks on tensors inside a layer are called in both halves, but take effect only once.
+Some weights get their gradients in the first half. A node that is a Python function would otherwise compute
+everything twice. Nodes that share a weight cannot be split, because one node's path to the weight may lead
+through another node. Hooks on tensors inside a layer are called in both halves, but take effect only once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Gradients = tuple[Tensor | None, ...]
 class SplitBackward:
     """Backward pass from ``roots`` to the leaves ``inputs`` and to all weights.
 
-    ``given`` are the gradients of the roots; if it is ``None``, the roots are losses. :meth:`first` adds to
-    ``grad`` of the inputs, and :meth:`second` adds to ``grad`` of the weights.
+    ``given`` holds the gradients of the roots, or is ``None`` if the roots are losses. :meth:`first` adds to
+    the ``grad`` of the inputs, and :meth:`second` adds to the ``grad`` of the weights.
     """
 
     def __init__(

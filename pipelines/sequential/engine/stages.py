@@ -31,7 +31,8 @@ def declare(
     """
     size = len(jobs)
     ring = jobs[0].owners.ring
-    # Room for all messages of a step: no worker ever waits for room, so no order of steps can deadlock.
+    # Room for all messages of a step, so that no worker ever waits for room and no order of steps can
+    # deadlock.
     capacity = 2 * chunks * max(len(job.parts) for job in jobs) + 8
     commands = [graph.input(f"commands {number}", capacity) for number in range(size)]
     round_about = graph.feedback("activations of the last worker") if ring else None
@@ -71,7 +72,7 @@ def _work(job: Assignment, commands: In[Any], answers: Out[Any], **neighbours: A
 
 
 def alone(commands: In[Any], answers: Out[Any], job: Assignment) -> None:
-    """Run the worker of a graph that has only one."""
+    """Run the worker of a graph that has only one worker."""
     _work(job, commands, answers)
 
 

@@ -83,7 +83,7 @@ class TrainingWorker(PipelineWorker):
                 self.executions[step.part].part, f"step {step.op}{step.chunk}", step.chunk, len(train.sizes)
             ):
                 if step.op == "F":
-                    # In other parts, the backward step has to wait for later parts.
+                    # The backward steps of other parts have to wait for later parts.
                     at_end = step.part == job.total - 1
                     back = Step("B", step.chunk, step.part), Step("I", step.chunk, step.part)
                     self._go_forward(step, train, soon=at_end and following in back)
@@ -238,7 +238,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note to any exception that says where the failure happened."""
+    """Add a note to any exception, to say where the failure happened."""
     try:
         yield
     except BaseException as error:

@@ -1,8 +1,8 @@
 """Messages between the program and the workers of a pipe: commands, micro-batches and answers.
 
-A worker answers each command once. To the workers, the program acts as the part before the first one and
-after the last one. It sends micro-batches along with the commands, and receives results along with the
-answers.
+A worker answers each command once. For the workers, the program takes the place of a part before the first
+one and after the last one. It sends micro-batches along with the commands, and receives results along with
+the answers.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class Assignment:
         return [parameter for part in self.parts for parameter in part.module.parameters()]
 
 
-# Commands. ``changed`` holds what the program has changed since the last command, for each of the worker's
-# parts.
+# Commands. ``changed`` holds the program's changes since the last command, for each of the worker's parts.
 
 
 class Train(NamedTuple):
