@@ -228,7 +228,7 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_readers_racing_to_the_end_get_each_item_once(make, spawn_peer):
+def test_readers_racing_for_the_last_items_get_each_once(make, spawn_peer):
     """C4: all readers end, and together they get each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]

@@ -103,7 +103,7 @@ def test_repr_of_a_channel_hides_its_secret():
     assert HostPeer(lambda: repr(channel.secret) not in repr(channel)).result()
 
 
-def test_remote_calls_end_like_local_calls():
+def test_remote_calls_have_the_same_outcome_as_local_calls():
     channel = make(1)
 
     def use():

@@ -103,7 +103,7 @@ def test_program_that_leaves_a_writer_open_breaks_the_channel():
         list(channel)
 
 
-def test_program_that_ends_sends_items_beyond_the_capacity_first():
+def test_exiting_program_first_sends_items_beyond_the_capacity():
     """C5: the channel had no room for the items when the program began to exit."""
     ch, told, kept = make(1), make(), []
 
@@ -121,7 +121,7 @@ def test_program_that_ends_sends_items_beyond_the_capacity_first():
     assert found == list(range(1000))
 
 
-def test_forked_child_that_ends_sends_its_items_first():
+def test_forked_child_sends_its_items_before_it_exits():
     """C1: a child of ``multiprocessing`` runs no ``atexit`` functions."""
     channel = make(10_000)
 
@@ -135,7 +135,7 @@ def test_forked_child_that_ends_sends_its_items_first():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_program_that_leaves_reports_its_items_first(broken, monkeypatch):
+def test_program_sends_its_item_count_before_it_disconnects(broken, monkeypatch):
     """C12: the program has already left the owner, because it uses none of its channels any more."""
     channel, done = make(), threading.Event()
     server, look, post = (
@@ -190,7 +190,7 @@ def test_writer_of_an_ended_channel_raises_at_once(cause):
     HostPeer(write).result()
 
 
-def test_killed_process_of_this_machine_is_noticed_without_timeout():
+def test_killed_process_on_this_machine_is_noticed_without_timeout():
     """C11: the owner notices the death at any ``peer_timeout``, and the unfinished item returns."""
     serve(peer_timeout=3600)
     channel, ready = make(), make()
@@ -270,7 +270,7 @@ def test_forked_child_uses_the_channels_of_its_parent():
     assert channel.get_many(5) == ["parent", "child", "parent again"]
 
 
-def test_releasing_the_last_handle_leaves_nothing():
+def test_release_of_the_last_handle_frees_all_resources():
     """C12: a fixture of all tests checks threads, descriptors and memory on both sides."""
     channel = make()
 
@@ -285,7 +285,7 @@ def test_releasing_the_last_handle_leaves_nothing():
     assert channel.closed
 
 
-def test_aborted_channel_releases_its_clients_without_the_collector():
+def test_aborted_channel_releases_its_clients_without_garbage_collection():
     """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
     channel, ready = make(), make()
     (server,) = serving._servers
@@ -309,7 +309,7 @@ def test_aborted_channel_releases_its_clients_without_the_collector():
         gc.enable()
 
 
-def test_server_is_over_once_its_last_channel_is_released():
+def test_server_may_end_once_its_last_channel_is_released():
     """The server's thread learns that the channel is gone, and may check before any other code runs."""
     channel, found = make(), []
     (server,) = serving._servers
@@ -319,7 +319,7 @@ def test_server_is_over_once_its_last_channel_is_released():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_port_left_by_an_exception_returns_its_current_item(fails):
+def test_port_closed_by_an_exception_returns_its_current_item(fails):
     """C6: a remote port behaves like a port at the owner."""
     channel = make()
     channel.put_many(range(3))
@@ -336,7 +336,7 @@ def test_port_left_by_an_exception_returns_its_current_item(fails):
     assert list(spare) == list(range(0 if fails else 1, 3))
 
 
-def test_client_survives_until_the_server_joins_its_connection(monkeypatch):
+def test_session_of_a_client_survives_until_its_connection_is_attached(monkeypatch):
     """C11: the busy server has looked for the client's process twice by then."""
     looks, has_ended, attach = [], LocalPeer.has_ended, ClientSession.attach
 
@@ -411,7 +411,7 @@ def test_serve_refuses_invalid_options(options, error, message):
     assert make().capacity == 64  # unchanged
 
 
-def test_invalid_secret_is_refused_by_name():
+def test_error_for_an_invalid_secret_names_the_secret():
     with pytest.raises(ValueError, match="open_channel: secret must have at least 16 bytes, got 3"):
         open_channel("127.0.0.1:1/1", b"abc")
     with pytest.raises(TypeError, match="Server: secret must be bytes"):

@@ -102,7 +102,7 @@ GETS = {
 
 @pytest.mark.parametrize("how", GETS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["before", "during"])
-def test_item_stays_next_if_ctrl_c_ends_its_get(how, is_there):
+def test_item_is_still_next_if_ctrl_c_interrupts_get(how, is_there):
     """C9: for items already in the channel, items that come during the wait, and later ones.
 
     Each call is the first on its channel, which opens the port; later calls run no Python.

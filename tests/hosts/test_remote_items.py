@@ -96,7 +96,7 @@ def test_channel_opened_twice_is_one_object():
     assert HostPeer(look).result()
 
 
-def test_channel_only_in_transit_is_one_object_at_its_owner(monkeypatch):
+def test_channel_referenced_only_by_an_item_is_one_object(monkeypatch):
     """C13: this also holds if two threads look for the channel at the same time."""
     carrier, sent = make(), make()
     carrier.put(sent)
@@ -177,7 +177,7 @@ def test_ports_cannot_be_sent_to_other_hosts():
     HostPeer(put_ports).result()
 
 
-def test_channel_survives_for_the_next_receiver_of_its_item():
+def test_channel_survives_until_the_next_receiver_gets_its_item():
     """C14: the first receiver dropped the channel, and was killed before its item was finished."""
     carrier, ready = make(), make()
 
@@ -336,7 +336,7 @@ def test_abandoned_put_keeps_no_channel_alive():
     peer.result()
 
 
-def test_port_lost_to_ctrl_c_is_not_counted():
+def test_port_is_not_counted_if_ctrl_c_interrupts_its_opening():
     """C5, C9: Ctrl-C interrupts the call that opens the port."""
     channel, over = make(), make()
 
@@ -353,7 +353,7 @@ def test_port_lost_to_ctrl_c_is_not_counted():
     peer.result()
 
 
-def test_channel_is_not_sent_after_its_last_item_finished():
+def test_channel_is_not_sent_once_its_last_item_is_finished():
     """C14: a receiver of the channel would find that it no longer exists."""
     spare = make()  # keeps its server alive
     (server,) = serving._servers
@@ -377,7 +377,7 @@ def test_channel_is_not_sent_after_its_last_item_finished():
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_channels_in_unread_items_end_with_their_carrier(aborted):
+def test_channels_in_unread_items_end_with_the_outer_channel(aborted):
     """C12: this includes channels in the items of such a channel."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (server,) = serving._servers
@@ -393,7 +393,7 @@ def test_channels_in_unread_items_end_with_their_carrier(aborted):
     assert kept.address.startswith(server.address)  # the server has not ended
 
 
-def test_channels_in_items_survive_while_a_child_has_their_carrier():
+def test_channels_in_items_survive_while_a_child_has_outer_channel():
     carrier, inner, go, kept = make(), make(), make(), make()
     (server,) = serving._servers
     carrier.put(inner)

@@ -45,7 +45,7 @@ def requests_of(call):
 # number of requests
 
 
-def test_thousand_puts_take_one_request():
+def test_thousand_puts_are_sent_in_one_request():
     channel = make(10_000)
 
     def put_all():
@@ -57,7 +57,7 @@ def test_thousand_puts_take_one_request():
     assert channel.get_many(1_000) == list(range(1_000))
 
 
-def test_thousand_gets_take_one_request():
+def test_thousand_gets_are_answered_by_one_request():
     channel = make(10_000)
     channel.put_many(range(1_000))
 
@@ -68,7 +68,7 @@ def test_thousand_gets_take_one_request():
     assert HostPeer(take).result() == (["reader"], list(range(1_000)))
 
 
-def test_waiting_select_takes_one_request_per_channel():
+def test_waiting_select_sends_one_request_per_channel():
     one, two = make(), make()
 
     def choose():
@@ -108,7 +108,7 @@ def test_items_have_arrived_when_close_returns():
     assert list(channel) == list(range(10))
 
 
-def test_items_have_arrived_when_a_port_block_ends():
+def test_items_have_arrived_when_the_ports_with_block_ends():
     channel = make()
 
     def put():
@@ -212,7 +212,7 @@ def test_put_waits_while_the_owner_has_no_room():
     assert channel.stats().waiting_writers == 0
 
 
-def test_prefetched_items_take_room():
+def test_prefetched_items_count_towards_the_capacity():
     """C2: items that the owner has sent to this process still count."""
     channel = make(2)
 
@@ -227,7 +227,7 @@ def test_prefetched_items_take_room():
     assert HostPeer(use).result() == [2, 3]
 
 
-def test_put_nowait_sees_room_freed_at_the_owner():
+def test_put_nowait_uses_room_that_was_freed_at_the_owner():
     """C7: ``put_nowait`` asks the owner before it fails."""
     channel, go_on, ready = make(1), make(), make()
 
@@ -273,7 +273,7 @@ def test_killed_program_loses_only_unflushed_items():
     assert channel.get() == "open"
 
 
-def test_prefetched_items_return_when_their_reader_is_killed():
+def test_prefetched_items_are_returned_when_their_reader_is_killed():
     channel, ready = make(), make()
 
     def take():
@@ -294,7 +294,7 @@ def test_prefetched_items_return_when_their_reader_is_killed():
     assert sorted(channel.get(timeout=60) for _ in range(9)) == list(range(1, 10))
 
 
-def test_prefetched_items_of_an_idle_reader_return():
+def test_prefetched_items_of_an_idle_reader_are_returned():
     """C8: even if no other reader is waiting for them."""
     channel, ready, over = make(), make(), make()
 
@@ -452,7 +452,7 @@ def rings_here():
         return sum("memfd:flowchan" in line for line in maps)
 
 
-def test_dropped_channel_frees_its_rings_without_the_collector():
+def test_dropped_channel_frees_its_rings_without_garbage_collection():
     channel = make()
 
     def use_and_drop():

@@ -54,7 +54,7 @@ def test_remote_channel_is_ready_when_get_would_not_block():
     assert peer.result() == ["item", True]
 
 
-def test_remote_select_takes_1_to_128_operations():
+def test_remote_select_accepts_1_to_128_operations():
     """C10: the limit holds for remote channels."""
     channels = [make(1) for _ in range(128)]
 
@@ -132,7 +132,7 @@ def test_select_ends_once_both_channels_are_drained(remote_first):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_owner_forgets_a_program_killed_during_select(alone):
+def test_owner_does_not_count_a_program_killed_during_select(alone):
     """C10, C11: the channels have one owner, or one of them is local."""
     one, two = make(), make()
 

@@ -13,7 +13,7 @@ from flowchan.channel import channel as channels
 pytestmark = pytest.mark.usefixtures("impatient")
 
 
-def test_request_line_takes_items_up_to_the_channels_max_bytes(monkeypatch):
+def test_items_up_to_the_channels_max_bytes_can_be_requested(monkeypatch):
     """C1: the channel has a larger ``max_bytes`` than the default."""
     channel, back = (Channel(8, across="hosts", max_bytes=1 << 20) for _ in range(2))
     monkeypatch.setattr(channels, "_MOST_BY_DEFAULT", 1 << 16)

@@ -71,7 +71,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_item_that_cannot_be_received_now_is_got_next(error, how):
+def test_item_that_could_not_be_received_is_the_next_item(error, how):
     """C9: this holds each time it happens, and later items keep their order."""
     channel, take = make(), TAKES[how]
 
@@ -130,7 +130,7 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
     assert HostPeer(use).result() == ["whole", "behind", 1, "whole", 3]
 
 
-def test_remote_get_many_keeps_items_it_cannot_receive_now():
+def test_remote_get_many_leaves_items_that_it_cannot_receive():
     """C9: the call returns the items before it; after Ctrl-C, ``items_got`` of the error has them."""
     channel = make()
 
@@ -197,7 +197,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
     assert peer.result() == "the item"
 
 
-def test_remote_timeout_holds_if_the_owner_is_stopped(monkeypatch):
+def test_remote_call_times_out_while_the_owner_is_stopped(monkeypatch):
     """C9: the next call gets the item that the owner sends for the call that timed out."""
     monkeypatch.setattr(connection, "REPLY_TIMEOUT_S", 0.01)
     serve()  # the default peer_timeout: the owner must be slow, not lost
@@ -232,7 +232,7 @@ def has_stopped(pid):
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
-def test_opening_a_channel_of_a_stopped_owner_times_out():
+def test_opening_a_channel_times_out_while_its_owner_is_stopped():
     """C9: when the owner continues, the channel is not counted as open."""
     serve()
     handover = make()
@@ -303,7 +303,7 @@ def scarce(monkeypatch):
     monkeypatch.setattr(Scarce, "lacking", ["first", "second"])
 
 
-def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
+def test_reply_that_needs_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
     """C9: the call succeeds, although the first attempts to send its reply failed."""
     monkeypatch.setattr(Scarce, "lacking", [None, None])
     channel = make()
@@ -316,7 +316,7 @@ def test_reply_without_memory_is_sent_once_memory_is_free(scarce, monkeypatch):
     assert not Scarce.lacking
 
 
-def test_items_with_channels_return_when_their_receiver_dies():
+def test_items_with_channels_are_returned_when_their_receiver_dies():
     """C11, C12: the channels last as long as these items."""
     channel, inner, received = make(), make(), make()
     server = channel._reached.server
