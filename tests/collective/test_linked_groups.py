@@ -391,7 +391,7 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
 def test_failed_connection_raises_the_error_that_the_sender_reported(error: Exception) -> None:
-    """The error is the one that the sender reported, not a report that the sender died."""
+    """The receiver does not report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

@@ -227,7 +227,7 @@ def test_an_item_that_cannot_be_sent_raises_in_aput(make):
 # cancellation
 
 
-def test_a_cancelled_aget_has_taken_nothing(make):
+def test_cancelled_aget_has_taken_no_item(make):
     """C9."""
 
     async def main():
@@ -244,7 +244,7 @@ def test_a_cancelled_aget_has_taken_nothing(make):
     assert run(main()) == "item"
 
 
-def test_a_cancelled_aput_has_put_nothing(make):
+def test_cancelled_aput_has_put_no_item(make):
     """C9."""
 
     async def main():
@@ -260,7 +260,7 @@ def test_a_cancelled_aput_has_put_nothing(make):
     assert run(main()) == ["old"]
 
 
-def test_a_timeout_around_aget_takes_nothing(make):
+def test_timeout_around_aget_takes_no_item(make):
     """C7, C9."""
 
     async def main():

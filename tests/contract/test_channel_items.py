@@ -129,7 +129,7 @@ def test_a_processes_channel_can_be_put_into_a_threads_channel(make):
     assert carrier.get() is sent
 
 
-def test_a_channel_can_be_put_into_itself(make):
+def test_channel_can_be_an_item_of_itself(make):
     """C14: such an item is useless, but the put must not hang."""
     ch = make()
     ch.put(ch)

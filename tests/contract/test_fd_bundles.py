@@ -63,7 +63,7 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 @pytest.mark.other_process
 def test_channel_in_an_item_reaches_receivers_after_the_first_died(make, spawn_peer, transport):
-    """C14: the first receiver dies while it is leasing the item. The second was open before the put."""
+    """C14: the first receiver dies while it leases the item. The second port was open before the put."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 

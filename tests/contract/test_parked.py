@@ -20,7 +20,7 @@ def workers(items, results):
 
 @pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
 def test_items_waiting_for_earlier_ones_can_be_read_after_close(make):
-    """C3, C4: the parked items are read in order, and then the channel is drained."""
+    """C3, C4: the items are read in order, and then the channel is drained."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
     writers[1].put("one")

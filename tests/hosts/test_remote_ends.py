@@ -135,8 +135,8 @@ def test_forked_child_sends_its_items_before_it_exits():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_program_sends_its_item_count_before_it_disconnects(broken, monkeypatch):
-    """C12: the program has already left the owner, because it uses none of its channels any more."""
+def test_program_reports_its_received_items_before_it_disconnects(broken, monkeypatch):
+    """C12: the program disconnects because it no longer uses any channel of the owner."""
     channel, done = make(), threading.Event()
     server, look, post = (
         channel._reached.server,
@@ -286,7 +286,7 @@ def test_release_of_the_last_handle_frees_all_resources():
 
 
 def test_aborted_channel_releases_its_clients_without_garbage_collection():
-    """C12: the links hold descriptors, and a program that allocates little seldom runs the collector."""
+    """C12: links hold descriptors, and a program that allocates little rarely runs the garbage collector."""
     channel, ready = make(), make()
     (server,) = serving._servers
 

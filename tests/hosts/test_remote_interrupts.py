@@ -103,7 +103,7 @@ GETS = {
 @pytest.mark.parametrize("how", GETS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["before", "during"])
 def test_item_is_still_next_if_ctrl_c_interrupts_get(how, is_there):
-    """C9: for items already in the channel, items that come during the wait, and later ones.
+    """C9: this holds for items that are already in the channel, come during the wait, or come later.
 
     Each call is the first on its channel, which opens the port; later calls run no Python.
     """

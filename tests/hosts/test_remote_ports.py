@@ -295,7 +295,7 @@ def test_prefetched_items_are_returned_when_their_reader_is_killed():
 
 
 def test_prefetched_items_of_an_idle_reader_are_returned():
-    """C8: even if no other reader is waiting for them."""
+    """C8: they are returned even if no other reader is waiting for items."""
     channel, ready, over = make(), make(), make()
 
     def take():

@@ -158,7 +158,7 @@ def outcome(wait: Callable[[], object]) -> object:
 
 
 @everywhere
-def test_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> None:
+def test_barrier_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> object:

@@ -145,7 +145,7 @@ def test_stats_show_the_fill_of_a_channel() -> None:
 
 @everywhere
 def test_time_fractions_are_relative_to_working_time(on: Any) -> None:
-    """The source, which ends at once, also has such shares."""
+    """The source, which ends at once, also has these fractions."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)

@@ -174,7 +174,7 @@ def test_retry_of_flat_map_does_not_repeat_outputs(on: Any) -> None:
     assert collected(Graph("operators").source([3]).flat_map(Flaky, on=on, retries=1)) == [0, 1, 2, 3]
 
 
-def test_sink_is_retried() -> None:
+def test_item_is_retried_in_a_sink() -> None:
     tried: list[int] = []
 
     def flaky(item: int) -> None:

@@ -78,7 +78,7 @@ def test_pools_with_block_raises_the_failure_of_an_unawaited_run(ended: bool) ->
 def test_pools_with_block_closes_callables_while_logging_the_end(
     error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The block closes the callables, however it is left."""
+    """The block closes the callables, whether it ends normally or with an exception."""
     caplog.set_level(logging.INFO)
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 

@@ -94,7 +94,7 @@ def test_zbh1_idles_a_third_as_long_as_1f1b(workers: int, chunks: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
 def test_zbv_workers_wait_only_for_the_first_micro_batch(workers: int, more: int) -> None:
-    """Its parts are half as large as those of 1f1b, and it holds two of them at once."""
+    """The parts of zbv are half as large as those of 1f1b, and each worker holds two of them."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1

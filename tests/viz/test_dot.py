@@ -195,7 +195,7 @@ def test_markup_and_unicode_in_names_are_escaped() -> None:
     assert "n0 -> n1" in dot
 
 
-def test_two_stages_with_one_name_are_both_drawn() -> None:
+def test_two_stages_with_equal_names_are_both_drawn() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("a")], []))
     assert dot.count("<B>a</B>") == 2
 
