@@ -180,7 +180,7 @@ def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
 
 
 @pytest.mark.copying
-def test_array_used_twice_in_an_item_arrives_as_one_array(make):
+def test_array_used_twice_in_an_item_arrives_as_one_object(make):
     ch = make(1)
     array, tensor = np.arange(LARGE), torch.arange(LARGE)
     ch.put([array, array, tensor, tensor])
@@ -189,7 +189,7 @@ def test_array_used_twice_in_an_item_arrives_as_one_array(make):
     assert third is fourth
 
 
-def test_in_place_change_is_visible_on_both_sides_between_threads():
+def test_in_place_change_is_visible_in_both_threads():
     ch = Channel(1)
     sent = [np.zeros(LARGE), torch.zeros(LARGE)]
     ch.put(sent)

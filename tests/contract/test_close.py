@@ -143,7 +143,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
     assert [peer.result() for peer in peers] == [[], [], []]
 
 
-def test_close_wakes_both_sides(make, spawn_peer):
+def test_close_wakes_waiting_readers_and_writers(make, spawn_peer):
     """C3: one peer's close wakes readers of an empty channel and writers of a full channel."""
     empty, full = make(1), make(1)
     full.put(0)
