@@ -54,7 +54,7 @@ def test_nothing():
 """
 
 
-def test_leftovers_of_a_test_are_named(tmp_path: Path) -> None:
+def test_resources_left_by_a_test_are_reported(tmp_path: Path) -> None:
     said = run_tests(tmp_path, LEAVES)
     assert "left behind: descriptor" in said
     assert "(/dev/null)" in said
@@ -147,7 +147,7 @@ def run_all(folder: Path, *options: str) -> tuple[int, list[str]]:
     return done.returncode, done.stdout.splitlines()
 
 
-def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
+def test_failed_tests_are_rerun_one_at_a_time(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
     (tmp_path / "test_large.py").write_text(LARGE)
     status, said = run_all(tmp_path, "--part=--large without", "--part=--large with")
@@ -167,7 +167,7 @@ def test_failed_tests_run_once_more_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_failure_that_passes_alone_does_not_fail_the_run(tmp_path: Path) -> None:
+def test_test_that_passes_when_rerun_does_not_fail_the_run(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(RERUNS)
     status, said = run_all(tmp_path, "-k", "not always")
     assert status == 0
@@ -193,7 +193,7 @@ def test_hangs():
 """
 
 
-def test_crashed_worker_fails_the_run_though_its_test_passes_alone(tmp_path: Path) -> None:
+def test_crashed_worker_fails_the_run_although_its_test_passes_later(tmp_path: Path) -> None:
     (tmp_path / "test_small.py").write_text(DIES_ONCE)
     status, said = run_all(tmp_path)
     assert status == 1
@@ -218,7 +218,7 @@ def test_file_that_cannot_be_collected_fails_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_hang_ends_with_stack_traces(tmp_path: Path, workers: int) -> None:
+def test_hanging_test_ends_with_stack_traces(tmp_path: Path, workers: int) -> None:
     said = run_tests(tmp_path, HANGS, "--timeout=1", f"-n{workers}", "--max-worker-restart=0")
     assert "hang in test_small.py::test_hangs" in said
     assert re.search(r'test_small.py", line \d+ in test_hangs', said)

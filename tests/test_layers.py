@@ -170,7 +170,7 @@ def test_class_name_is_defined_in_one_file():
     assert not {name: sorted(found) for name, found in files.items() if len(found) > 1}
 
 
-def test_file_stem_occurs_once():
+def test_each_file_name_occurs_only_once():
     """A file name is enough to find a file."""
     files: dict[str, list[str]] = {}
     for path in PRODUCT:

@@ -73,14 +73,14 @@ def test_pools_and_agents_do_not_load_heavy_modules():
     assert loaded_after("import flowchan.hosts.agent") & {*HEAVY, "email"} - {"cloudpickle"} == set()
 
 
-def test_patterns_load_torch_only_if_they_need_it():
+def test_pipelines_load_torch_only_if_they_need_it():
     """``flowchan.pipelines.Sequential`` is loaded only when a program accesses it."""
     assert "torch" not in loaded_after("import flowchan.pipelines; flowchan.pipelines.map(1, abs).join()")
     if importlib.util.find_spec("torch"):
         assert "torch" in loaded_after("from flowchan.pipelines import Sequential")
 
 
-def test_all_lists_each_name_once_and_in_order():
+def test_dunder_all_has_no_duplicates_and_only_existing_names():
     assert len(set(flowchan.__all__)) == len(flowchan.__all__)
     assert all(hasattr(flowchan, name) for name in flowchan.__all__)
 

@@ -52,7 +52,7 @@ def test_c2_hundreds_of_channels_fit_into_a_small_address_space() -> None:
     with_address_space(512 * MB, use_many)
 
 
-def test_c2_twenty_process_stages_run_in_small_address_space() -> None:
+def test_c2_twenty_process_stages_run_in_a_small_address_space() -> None:
     def run() -> None:
         graph = Graph("narrow")
         stream = graph.source(range(100))
@@ -122,7 +122,7 @@ def test_c4_channel_with_four_thousand_ports_rejects_one_more() -> None:
             reader.get()
 
 
-def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
+def test_c11_put_without_address_space_raises_unless_channel_is_full() -> None:
     """The caller may be the only reader, so the put must not wait for a reader."""
     array = np.zeros(64 * MB, dtype=np.uint8)
 
@@ -137,7 +137,7 @@ def test_c11_put_without_address_space_raises_though_places_are_free() -> None:
     with_address_space(256 * MB, put)
 
 
-def test_c11_put_without_address_space_waits_for_reader_with_port() -> None:
+def test_c11_put_without_address_space_waits_for_an_open_reader() -> None:
     array = np.zeros(64 * MB, dtype=np.uint8)
 
     def put() -> None:

@@ -46,7 +46,7 @@ def end(process: Any) -> None:
     process.close()
 
 
-def test_channel_can_be_passed_to_a_process_as_argument(context):
+def test_channel_can_be_an_argument_of_a_new_process(context):
     """Pass the channel by inheritance under fork, and by pickling under spawn and forkserver."""
     requests, replies = Channel(4, across="processes"), Channel(4, across="processes")
     process = context.Process(target=children.echo, args=(requests, replies))
@@ -206,7 +206,7 @@ def test_threads_channel_raises_when_used_in_a_forked_child(call):
     assert ch.get() == "in the parent"
 
 
-def test_both_processes_work_after_a_fork_while_a_thread_waits(context):
+def test_channel_works_after_a_fork_while_a_thread_waits(context):
     """A child may be started at any time, and must be able to use the channel immediately."""
     ch, result = Channel(4, across="processes"), Channel(4, across="processes")
     waiting = ThreadPeer(ch.get)

@@ -321,7 +321,7 @@ def test_first_item_offset_outside_the_slots_breaks_the_channel(offset: int) -> 
     assert ch.broken
 
 
-def test_circular_list_breaks_the_channel() -> None:
+def test_circular_list_of_items_breaks_the_channel() -> None:
     ch = damaged(lambda memory: memory.set(memory.length - SLOT, memory.length - SLOT))
     assert ch.get() == 1
     with pytest.raises(Broken, match="damaged"):

@@ -75,7 +75,7 @@ def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     process.result()
 
 
-def test_one_descriptor_watches_each_process_that_uses_channels() -> None:
+def test_each_process_is_watched_once_however_many_channels_it_uses() -> None:
     channels = [Channel[Any](across="processes") for _ in range(2)]
     leave, end = Channel[Any](across="processes"), Channel[Any](across="processes")
     own = [channel.writer() for channel in channels]

@@ -30,7 +30,7 @@ def test_threads_channel_raises_with_green_threads(
 
 
 @pytest.mark.parametrize(("module", "function"), PATCHERS)
-def test_channel_is_allowed_if_the_library_does_not_patch_threads(
+def test_threads_channel_is_allowed_if_threads_are_not_patched(
     module: str, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch(monkeypatch, module, function, ("socket",))

@@ -112,7 +112,7 @@ def test_destructor_of_a_leased_item_may_use_its_port():
     other.close()
 
 
-def test_select_puts_the_original_item_if_its_list_changes():
+def test_select_puts_the_original_item_if_the_pair_is_changed():
     """The pairs are lists, which the caller may change during the call."""
     ch = Channel(1)
     ch.put("full")

@@ -37,7 +37,7 @@ def work(into: Any, out: Any, go: threading.Event) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 2, 8, 64])
 @pytest.mark.parametrize("single", [True, False])
-def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, single: bool) -> None:
+def test_few_workers_hold_an_output_while_the_channel_is_full(capacity: int, single: bool) -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(capacity)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]
@@ -60,7 +60,7 @@ def test_few_workers_hold_outputs_while_the_channel_is_full(capacity: int, singl
         thread.join()
 
 
-def test_worker_waiting_for_room_raises_when_the_channel_breaks() -> None:
+def test_worker_that_waits_for_room_raises_when_the_channel_breaks() -> None:
     before: Channel[int] = Channel(200)
     after: Channel[int] = Channel(1)
     ports = [(before.reader(), after.writer()) for _ in range(WORKERS)]

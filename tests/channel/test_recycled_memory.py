@@ -16,7 +16,7 @@ def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
     assert channel.stats().write_wait == 0
 
 
-def test_put_waits_briefly_and_once_for_unreturned_memory() -> None:
+def test_put_waits_briefly_and_once_for_memory_that_readers_hold() -> None:
     """After one wait, later puts do not wait until readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []

@@ -64,7 +64,7 @@ def test_importing_flowchan_keeps_the_gil_disabled() -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
+def test_threads_that_share_ports_transfer_every_item_once(across: str) -> None:
     channel = Channel[int](8, across=across)
     writer, reader = channel.writer(), channel.reader()
     got: list[list[int]] = [[] for _ in range(AT_ONCE)]
@@ -84,7 +84,7 @@ def test_threads_that_share_ports_pass_every_item_once(across: str) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_port_closed_by_many_threads_closes_once(across: str) -> None:
+def test_port_that_many_threads_close_at_once_is_closed_once(across: str) -> None:
     for _ in range(100):
         channel = Channel[int](across=across)
         closed, writer = channel.writer(), channel.writer()
@@ -94,7 +94,7 @@ def test_port_closed_by_many_threads_closes_once(across: str) -> None:
         writer.close()
 
 
-def test_port_closed_while_threads_read_takes_no_more_items() -> None:
+def test_port_closed_while_threads_read_it_takes_no_more_items() -> None:
     for _ in range(100):
         channel = Channel[int]()
         channel.put_many(range(20))

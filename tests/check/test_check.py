@@ -81,7 +81,7 @@ def test_a_graph_without_a_source_is_empty(graph: Blueprint) -> None:
     assert rules(graph) == ["empty", "cycle"]
 
 
-def test_duplicate_name_is_reported_with_first_owner(graph: Blueprint) -> None:
+def test_duplicate_name_is_reported_with_the_line_of_the_first(graph: Blueprint) -> None:
     graph.source(range(3), name="same").batch(3, name="same").sink(print)
     first = graph.stages[0].where
     problems = [problem for problem in check(graph) if problem.rule == "duplicate"]
@@ -95,7 +95,7 @@ def test_duplicate_name_causes_no_other_problem(graph: Blueprint) -> None:
     assert rules(graph) == ["duplicate"]
 
 
-def test_channels_with_one_name_are_reported(graph: Blueprint) -> None:
+def test_channels_with_equal_names_are_reported(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.batch(3, name="tee.1").sink(print)
     right.sink(print)
@@ -125,7 +125,7 @@ def test_stream_without_writer_is_reported(graph: Blueprint) -> None:
 # Problem: cycle
 
 
-def test_a_cycle_is_reported_as_its_loop(graph: Blueprint) -> None:
+def test_cycle_is_reported_with_its_stages_in_order(graph: Blueprint) -> None:
     start = graph.source(range(3), name="start")
     by_hand(graph, "a", start, handle(graph, "c"))
     by_hand(graph, "b", handle(graph, "a"))
@@ -135,7 +135,7 @@ def test_a_cycle_is_reported_as_its_loop(graph: Blueprint) -> None:
     assert "a → b → c → a" in problem.message
 
 
-def test_each_cycle_is_reported_once(graph: Blueprint) -> None:
+def test_each_of_several_cycles_is_reported_once(graph: Blueprint) -> None:
     graph.source(range(3)).sink(print)
     by_hand(graph, "self", handle(graph, "self"))
     by_hand(graph, "a", handle(graph, "b"))
@@ -144,7 +144,7 @@ def test_each_cycle_is_reported_once(graph: Blueprint) -> None:
     assert ["self → self" in loops[0], "a → b → a" in loops[1], len(loops)] == [True, True, 2]
 
 
-def test_stage_before_a_cycle_is_not_part_of_the_loop(graph: Blueprint) -> None:
+def test_stage_before_a_cycle_is_not_reported_in_the_cycle(graph: Blueprint) -> None:
     by_hand(graph, "late", handle(graph, "z"))
     by_hand(graph, "y", handle(graph, "z"), handle(graph, "x"))
     by_hand(graph, "z", handle(graph, "y"))
@@ -154,7 +154,7 @@ def test_stage_before_a_cycle_is_not_part_of_the_loop(graph: Blueprint) -> None:
     assert "loop: y → z → y;" in loops[0]
 
 
-def test_branches_that_meet_again_are_not_a_cycle(graph: Blueprint) -> None:
+def test_branches_that_are_merged_again_are_not_a_cycle(graph: Blueprint) -> None:
     left, right = graph.source(range(3)).tee(2)
     left.map(to_text).zip(right).sink(print)
     assert check(graph) == ()
@@ -204,7 +204,7 @@ def test_an_error_stream_read_twice_is_reported(graph: Blueprint) -> None:
 # Problem: ports
 
 
-def test_a_general_stage_takes_one_stream_per_in_parameter(graph: Blueprint) -> None:
+def test_general_stage_requires_one_stream_per_in_parameter(graph: Blueprint) -> None:
     graph.stage(pass_on, name="short", limit=1).sink(print)
     start = graph.source(range(3))
     graph.stage(pass_on, start, start, name="long", limit=1).sink(print)
@@ -281,7 +281,7 @@ def test_a_function_that_cannot_take_the_item_is_reported(graph: Blueprint) -> N
     ]
 
 
-def test_functions_that_can_take_the_item_pass(graph: Blueprint) -> None:
+def test_functions_that_can_take_the_item_are_accepted(graph: Blueprint) -> None:
     class Factor:
         def __init__(self, factor: int = 1) -> None: ...
 
@@ -395,7 +395,7 @@ def test_each_stream_of_a_merge_counts_as_one_writer(graph: Blueprint) -> None:
 
 
 @pytest.mark.parametrize("number", [128, 129])
-def test_stage_with_more_ports_than_select_takes_is_reported(graph: Blueprint, number: int) -> None:
+def test_stage_with_more_ports_than_select_accepts_is_reported(graph: Blueprint, number: int) -> None:
     space: dict[str, Any] = {"In": In, "Any": Any}
     exec(f"def gather({', '.join(f'port{n}: In[Any]' for n in range(number))}): select()", space)
     graph.stage(space["gather"], *[graph.source(range(3), name=f"source{n}") for n in range(number)])

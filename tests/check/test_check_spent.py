@@ -29,7 +29,7 @@ def spent(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("items", [numbers(), iter([1, 2, 3]), map(int, "123"), csv.reader(["1"])])
-def test_second_run_over_an_iterator_raises(items: Any) -> None:
+def test_second_run_with_the_same_iterator_raises(items: Any) -> None:
     graph = Graph("spent")
     result = graph.source(items).collect()
     assert graph.check() == ()
@@ -37,7 +37,7 @@ def test_second_run_over_an_iterator_raises(items: Any) -> None:
     assert type(items).__name__ in spent(graph)
 
 
-def test_second_run_over_open_file_raises(tmp_path: Path) -> None:
+def test_second_run_with_the_same_open_file_raises(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("a\nb\nc\n")
     with (tmp_path / "lines").open() as file:
         graph = Graph("spent")
@@ -46,7 +46,7 @@ def test_second_run_over_open_file_raises(tmp_path: Path) -> None:
         assert "was read by an earlier run" in spent(graph)
 
 
-def test_exhausted_generator_is_found_before_any_run() -> None:
+def test_exhausted_generator_is_reported_before_the_first_run() -> None:
     items = numbers()
     list(items)
     graph = Graph("spent")
@@ -56,13 +56,13 @@ def test_exhausted_generator_is_found_before_any_run() -> None:
     assert "is already at its end" in spent(graph)
 
 
-def test_iterator_copied_to_a_process_can_run_again() -> None:
+def test_graph_runs_again_if_a_process_gets_a_copied_iterator() -> None:
     graph = Graph("spent")
     result = graph.source(iter([1, 2, 3]), on="process").collect()
     assert graph.run()[result] == graph.run()[result] == [1, 2, 3]
 
 
-def test_iterable_that_makes_new_iterators_can_run_again() -> None:
+def test_graph_runs_again_if_its_iterable_makes_new_iterators() -> None:
     graph = Graph("spent")
     results = [graph.source(items).collect() for items in ([1], range(1, 2), {1: 1}, lambda: iter([1]))]
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_drained_channel_as_source_is_reported() -> None:
     assert graph.check() == ()
 
 
-def test_source_declared_after_a_run_can_be_read() -> None:
+def test_source_declared_after_a_run_works_in_the_next_run() -> None:
     graph = Graph("spent")
     graph.source([1]).sink(id)
     graph.run()

@@ -46,7 +46,7 @@ def test_ports_of_the_wrong_type_are_reported(graph: Blueprint) -> None:
     ]
 
 
-def test_a_reduction_is_checked_by_its_second_parameter(graph: Blueprint) -> None:
+def test_reduce_items_are_checked_against_the_functions_second_parameter(graph: Blueprint) -> None:
     def longest(so_far: str, item: int) -> str:
         return so_far
 
@@ -244,7 +244,7 @@ def test_lambdas_closures_and_functions_from_main_can_be_sent(graph: Blueprint) 
     assert check(graph) == ()
 
 
-def test_search_for_unpicklable_part_ends_in_a_cyclic_object(graph: Blueprint) -> None:
+def test_search_for_the_unpicklable_part_of_a_cyclic_object_ends(graph: Blueprint) -> None:
     loop: list[Any] = []
     loop.extend([loop, LOCK])
     graph.source(range(3)).sink(local(loop), on="process")

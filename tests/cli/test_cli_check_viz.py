@@ -147,7 +147,7 @@ def test_file_without_graph_is_reported_in_one_line() -> None:
     assert "no graph found" in refused(call("check", "mine.py", file="x = 1\n"))
 
 
-def test_file_with_several_graphs_lists_them() -> None:
+def test_error_for_file_with_several_graphs_lists_the_graphs() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "mine.py", file=two)) == (
         "flowchan: mine.py: defines several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
@@ -156,7 +156,7 @@ def test_file_with_several_graphs_lists_them() -> None:
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")
 
 
-def test_object_with_a_graph_attribute_is_a_target() -> None:
+def test_object_with_a_graph_attribute_is_accepted_as_a_target() -> None:
     head = f"""{HEAD}
 class Pipe:
     def __init__(self, name: str = "within") -> None:
@@ -212,7 +212,7 @@ def test_modules_next_to_the_file_can_be_imported(tmp_path: Path, monkeypatch: p
     assert call("check", "../mine.py").stdout.startswith("halves: all clear")
 
 
-def test_loading_a_file_does_not_write_a_cache() -> None:
+def test_loading_a_file_does_not_write_bytecode() -> None:
     assert call("check", "mine.py", file=ONE).exit_code == 0
     assert os.listdir() == ["mine.py"]
 

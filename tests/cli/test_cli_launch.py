@@ -56,7 +56,7 @@ def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_ranks_form_a_group_and_their_lines_are_numbered(tmp_path: Path) -> None:
+def test_ranks_form_a_group_and_prefix_output_with_their_number(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUMS)
     done = subprocess.run(
@@ -161,7 +161,9 @@ def cores() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("where", [[], ["--hosts", "local:1"]], ids=["here", "on hosts"])
-def test_ranks_are_pinned_and_log_to_files(tmp_path: Path, where: list[str], cores: list[int]) -> None:
+def test_ranks_are_pinned_to_cores_and_log_to_files(
+    tmp_path: Path, where: list[str], cores: list[int]
+) -> None:
     def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
@@ -254,7 +256,7 @@ def test_a_rank_that_fails_on_another_host_ends_the_job(tmp_path: Path) -> None:
     assert launcher.returncode == 1
 
 
-def test_lost_host_ends_the_job_and_is_named(tmp_path: Path) -> None:
+def test_lost_host_ends_the_job_and_is_reported_by_name(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, "-n", "2", "--hosts", "local:2") as launcher:
         assert launcher.stdout is not None
         family = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]

@@ -27,7 +27,7 @@ def ended(command: str, folder: Path, **streams: Any) -> tuple[int, str]:
 
 
 @commands
-def test_command_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> None:
+def test_command_ends_quietly_if_its_output_pipe_has_no_reader(command: str, tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     try:
@@ -37,12 +37,12 @@ def test_command_ends_quietly_without_a_reader(command: str, tmp_path: Path) -> 
 
 
 @commands
-def test_command_reports_the_error_if_its_output_is_full(command: str, tmp_path: Path) -> None:
+def test_command_reports_that_the_output_device_is_full(command: str, tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         code, said = ended(command, tmp_path, stdout=full)
     assert (code, said) == (1, "flowchan: can't write to standard output: No space left on device\n")
 
 
 @commands
-def test_command_works_with_a_closed_output(command: str, tmp_path: Path) -> None:
+def test_command_works_if_standard_output_is_closed(command: str, tmp_path: Path) -> None:
     assert ended(command, tmp_path, preexec_fn=lambda: os.close(1)) == (0, "")

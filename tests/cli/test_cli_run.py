@@ -65,7 +65,7 @@ def test_failed_run_names_stage_and_error_and_exits_1(tmp_path: Path) -> None:
     assert "ZeroDivisionError" in result.output
 
 
-def test_run_rejects_graph_with_input(tmp_path: Path) -> None:
+def test_run_command_rejects_a_graph_with_an_input(tmp_path: Path) -> None:
     result = run(tmp_path, HEAD + "graph.input('questions').sink(lambda item: None)\n")
     assert result.exit_code == 2
     assert "so only the program that fills this input can run the graph; use python" in result.output
@@ -90,7 +90,7 @@ def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_finishes_and_exits_with_the_signals_code(tmp_path: Path, number: int) -> None:
+def test_interrupted_run_finishes_and_exits_with_the_signals_exit_status(tmp_path: Path, number: int) -> None:
     """Clause R5 also holds for the command."""
     with subprocess.Popen(
         command(tmp_path, ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -142,7 +142,7 @@ def test_error_names_an_argument_that_cannot_be_converted(
 
 
 @pytest.mark.parametrize("annotation", [Any, object, Sequence, Iterable, Sequence[str]])
-def test_argument_without_useful_annotation_stays_a_string(annotation: Any) -> None:
+def test_argument_without_a_supported_annotation_stays_a_string(annotation: Any) -> None:
     assert converted("a text", annotation) == "a text"
 
 
@@ -154,7 +154,7 @@ def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
         converted("ab", annotation)
 
 
-def test_argument_annotated_as_bool_rejects_other_words() -> None:
+def test_bool_argument_rejects_words_that_are_not_boolean() -> None:
     assert [converted(word, bool) for word in ("yes", "off", "1")] == [True, False, True]
     with pytest.raises(
         ValueError, match=r"^the value must be one of true, false, yes, no, on, off, 1, 0, got 'maybe'$"

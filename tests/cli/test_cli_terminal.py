@@ -53,7 +53,7 @@ def seen(folder: Path, text: str, until: Sequence[str] = (), then: str = "") -> 
     return on_terminal(command, folder, until, then)
 
 
-def test_output_appears_above_a_table_that_fits(tmp_path: Path) -> None:
+def test_output_appears_above_a_table_that_fits_the_terminal(tmp_path: Path) -> None:
     written, code = seen(tmp_path, PRINTS, until=(*SAID, "restarts:", "wait out", "failed:", "! last:"))
     assert code == 130
     for text in SAID:
@@ -88,7 +88,7 @@ graph.source(itertools.count).sink(hold)
     assert any(line.startswith("stopping: finishing the items in flight") for line in written), written
 
 
-def test_results_are_shown_at_the_end(tmp_path: Path) -> None:
+def test_results_are_printed_at_the_end_of_the_run(tmp_path: Path) -> None:
     text = """
 from flowchan import Graph
 graph = Graph("sums")
@@ -104,7 +104,7 @@ high.collect(name="all")
     assert len(after[2]) == 80
 
 
-def test_single_large_item_is_shown_as_one_item() -> None:
+def test_result_lines_count_list_items_and_text_characters() -> None:
     graph = Graph("r")
     one, many = graph.source([]).tee(2)
     lines = list(result_lines({one.collect(name="one"): ["x" * 100], many.collect(name="text"): "y" * 1000}))

@@ -97,7 +97,7 @@ def test_results_stay_the_same_without_direct_reads(algorithm: str | None, times
         assert "chunks" in after
 
 
-def test_large_and_small_arrays_are_gathered_together() -> None:
+def test_gathered_arrays_may_be_large_small_or_empty() -> None:
     def body(g: Any) -> Any:
         sizes = [LARGE, 3, 70_000, 0]
         buffers = [np.empty(size) for size in sizes]
@@ -235,7 +235,7 @@ def test_fastest_plan_is_found_without_direct_reads() -> None:
         assert "as measured: " in explanation
 
 
-def test_time_of_an_operation_before_a_failure_is_ignored(run_on_one_host: Any) -> None:
+def test_time_of_an_operation_before_a_mismatch_is_ignored(run_on_one_host: Any) -> None:
     """A time is published in the next matching call, which is a different operation here."""
 
     def body(g: Any) -> Any:
@@ -274,7 +274,7 @@ def test_different_algorithms_raise_mismatch() -> None:
     assert in_threads(2, body) == [2, 2]
 
 
-def test_all_members_know_the_plans_after_a_mismatch(run_on_one_host: Any) -> None:
+def test_all_members_use_the_same_plans_after_a_mismatch(run_on_one_host: Any) -> None:
     def body(g: Any) -> None:
         lengths = (5_000, 30_000, 300_000, 700_000)
         for turn in range(120):
@@ -359,7 +359,7 @@ def test_values_arrive_unchanged(value: Any) -> None:
         assert type(found) is type(value)
 
 
-def test_only_built_in_types_avoid_pickle() -> None:
+def test_only_built_in_types_are_sent_without_pickle() -> None:
     """Very large values are pickled, and so are lists and dicts on free-threaded Python.
 
     There, other threads may change them.
@@ -370,7 +370,7 @@ def test_only_built_in_types_avoid_pickle() -> None:
     assert b"\2" not in {dumps(value)[-1:] for value in OTHERS}
 
 
-def test_shared_object_in_a_value_stays_shared() -> None:
+def test_object_used_twice_in_a_value_arrives_as_one_object() -> None:
     twice = loads(dumps([SHARED, {"again": SHARED}, (SHARED,)]))
     assert twice[0] is twice[1]["again"] is twice[2][0]
     inside = ([1],)
@@ -380,7 +380,7 @@ def test_shared_object_in_a_value_stays_shared() -> None:
     assert loop[0] is loop
 
 
-def test_plain_and_pickled_values_are_gathered_together() -> None:
+def test_plain_and_pickled_values_can_be_gathered_in_one_call() -> None:
     def body(g: Any) -> Any:
         return g.allgather([1, "plain"] if g.rank else {2.5j})
 

@@ -88,7 +88,7 @@ def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
     assert explanation in OverHosts("aab", body).results(3)[0]
 
 
-def test_user_functions_on_different_members_match(run: Any) -> None:
+def test_different_copies_of_a_user_function_are_not_a_mismatch(run: Any) -> None:
     """Each process may have its own copy of the function, so copies are not compared."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]

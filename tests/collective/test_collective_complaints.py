@@ -41,7 +41,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pytorch#38174": (
         "ranks hang if only some have a last batch",
         (
-            "collective/test_combining.py::test_members_combine_values_until_all_have_run_out",
+            "collective/test_combining.py::test_members_combine_values_until_the_last_member_has_none",
             "forerunners/test_torch_ipc_trees.py::test_uneven_number_of_steps",
         ),
     ),
@@ -59,13 +59,13 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pytorch#150798, #145965, vllm#4440": (
         "collectives on objects are slow, because their sizes are first sent as device tensors",
         (
-            "collective/test_algorithms.py::test_only_built_in_types_avoid_pickle",
+            "collective/test_algorithms.py::test_only_built_in_types_are_sent_without_pickle",
             "collective/test_operations.py::test_gather_scatter_and_alltoall_accept_any_size",
         ),
     ),
     "nccl#342, #853": (
         "a /dev/shm of only 64 MB causes a bus error",
-        ("collective/test_collective_complaints.py::test_all_members_raise_memory_error_and_continue",),
+        ("collective/test_collective_complaints.py::test_group_stays_usable_after_memory_error",),
     ),
     "pytorch#75097": (
         "closing a group hangs or prints a warning",
@@ -73,7 +73,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "gloo#458": (
         "shared memory must be enabled with an environment variable",
-        ("collective/test_linked_groups.py::test_explain_describes_operations_over_hosts",),
+        ("collective/test_linked_groups.py::test_explain_describes_operations_across_hosts",),
     ),
 }
 
@@ -112,7 +112,7 @@ print(*sorted(found, key=str), sep="\\n")
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the test blocks system calls by their x86-64 numbers"
 )
-def test_all_members_raise_memory_error_and_continue() -> None:
+def test_group_stays_usable_after_memory_error() -> None:
     """An allocation that does not fit fails early, for example in a container with 64 MB of shared memory."""
     command = [sys.executable, "-c", WITHOUT_MEMORY, str(TESTS / "refused")]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13])
-def test_members_combine_values_until_all_have_run_out(size: int) -> None:
+def test_members_combine_values_until_the_last_member_has_none(size: int) -> None:
     """The member with the most values determines the number of rounds.
 
     Members that have run out of values take part with ``join``.
@@ -57,7 +57,7 @@ def test_random_function_gives_all_members_the_same_result(run: Any) -> None:
     assert first[0][0][0] == first[1][0] == first[2][0] == 0
 
 
-def test_function_error_is_raised_on_all_members(run: Any) -> None:
+def test_error_in_the_users_function_is_raised_on_all_members(run: Any) -> None:
     """All members raise, even those on which the function would have succeeded."""
 
     def body(g: Any) -> Any:
@@ -75,7 +75,7 @@ def test_function_error_is_raised_on_all_members(run: Any) -> None:
     assert run(3, body) == [("012", 3)] * 3
 
 
-def test_ctrl_c_in_function_ends_the_group(run: Any) -> None:
+def test_ctrl_c_in_the_users_function_ends_the_group(run: Any) -> None:
     def body(g: Any) -> Any:
         def interrupted(a: int, b: int) -> int:
             raise KeyboardInterrupt

@@ -135,7 +135,7 @@ def test_checkpoint_keeps_learning_rate_of_any_type(rate: Any, tmp_path: Path) -
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_hook_can_test_during_training(batches: Batches) -> None:
+def test_hook_can_evaluate_the_module_during_training(batches: Batches) -> None:
     """A layer that is in eval mode during training stays in eval mode."""
     seen = []
 

@@ -132,7 +132,7 @@ def test_signal_handler_can_use_another_group() -> None:
     assert Processes(2, body).results(2) == {0: ["of 0", "of 1"], 1: ["of 0", "of 1"]}
 
 
-def test_garbage_collected_member_counts_as_left() -> None:
+def test_member_that_is_garbage_collected_counts_as_having_left() -> None:
     """The member leaves at once, even if it has started operations."""
     first, second = collective.members(2)
     handle = first.barrier(wait=False)
@@ -270,7 +270,7 @@ def test_ctrl_c_interrupts_every_waiting_call(call: str) -> None:
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
-def test_member_used_in_a_second_process_raises() -> None:
+def test_use_of_a_member_in_a_second_process_raises() -> None:
     first, second = collective.members(2)
     first._take_slot()
     pid = os.fork()
@@ -380,7 +380,7 @@ def test_member_dropped_by_all_processes_counts_as_dead() -> None:
             first.barrier()
 
 
-def test_parent_can_close_a_member_sent_to_a_process() -> None:
+def test_parent_can_close_a_member_after_sending_it_to_process() -> None:
     first, second = collective.members(2)
     pid = os.fork()
     if pid == 0:

@@ -90,7 +90,7 @@ def test_concurrent_jobs_form_separate_groups() -> None:
     assert ended(launched(2, variables("29601"))) == ["0 2 3 [0, 1]", "1 2 3 [0, 1]"]
 
 
-def test_process_without_launcher_is_only_member() -> None:
+def test_process_without_a_launcher_is_the_only_member() -> None:
     assert place({})[:2] == (0, 1)
     assert scripts.run_python("-c", PROGRAM) == "0 1 1 [0]\n"
 
@@ -333,7 +333,7 @@ def start(found: list[Any], at: str, rank: int, size: int, timeout: float = 60) 
     return thread
 
 
-def test_members_with_equal_at_form_a_group_in_any_order() -> None:
+def test_members_with_equal_names_form_a_group_in_any_order() -> None:
     found: list[Any] = []
     for thread in [start(found, "any order", rank, 3) for rank in (2, 0, 1)]:
         thread.join()

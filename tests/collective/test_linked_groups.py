@@ -137,7 +137,7 @@ def test_mismatch_between_hosts_names_both_calls() -> None:
     ],
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abb", "aab"])
-def test_mismatch_on_one_host_is_found_before_others_complete(hosts: str, most: Any, one: Any) -> None:
+def test_mismatch_on_one_host_is_raised_before_other_hosts_complete(hosts: str, most: Any, one: Any) -> None:
     """All members raise, and the group can still be used."""
 
     def body(g: Any) -> Any:
@@ -333,7 +333,7 @@ def test_error_names_missing_and_duplicate_members() -> None:
     assert errors == ["each rank must be used once, got two processes with rank 1"] * 3
 
 
-def test_explain_describes_operations_over_hosts() -> None:
+def test_explain_describes_operations_across_hosts() -> None:
     def body(g: Any) -> Any:
         found = (g.explain(name, 1) for name in ("scatter", "broadcast", "barrier"))
         assert [one.rpartition(", ")[2] for one in found] == [
@@ -403,8 +403,8 @@ def test_timeout_covers_all_blocks_of_an_operation(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "error", [MemberDied("rank 3 died", (3,), "allreduce"), TimeoutError("it was not done in time")]
 )
-def test_ended_connection_reports_last_message(error: Exception) -> None:
-    """The error is the one that the sender reported, not a report that the sender died."""
+def test_failed_connection_raises_the_error_that_the_sender_reported(error: Exception) -> None:
+    """The receiver does not report that the sender died."""
 
     def body(g: Any) -> Any:
         if g.rank:

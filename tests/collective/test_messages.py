@@ -383,7 +383,7 @@ def test_receive_any_times_out() -> None:
     in_threads(3, body)
 
 
-def test_message_errors_over_hosts_use_group_ranks() -> None:
+def test_message_errors_across_hosts_use_group_ranks() -> None:
     def body(g: Any) -> Any:
         if g.rank == 2:
             g.send("word", 0)

@@ -65,7 +65,7 @@ def two() -> tuple[RemotePeers, RemotePeers]:
     return local, remote
 
 
-def test_message_is_received_after_a_timeout_midway(to_us: Received) -> None:
+def test_message_is_received_despite_timeouts_between_its_parts(to_us: Received) -> None:
     message = dumps(x := bytes(range(256)) * 400)
     whole = SIZE.pack(len(message)) + message
     with sender(to_us, 1) as remote:
@@ -323,7 +323,7 @@ def sending() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("lets_in", [False, True])
 @pytest.mark.parametrize("tls", [False, True])
-def test_abandoning_messages_ends_the_sending_thread(lets_in: bool, tls: bool) -> None:
+def test_sending_thread_ends_when_its_messages_are_abandoned(lets_in: bool, tls: bool) -> None:
     """The peer never accepts the connection, or accepts it but never reads."""
     if tls:
         pytest.importorskip("cryptography")

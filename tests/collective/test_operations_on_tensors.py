@@ -135,7 +135,7 @@ def test_tensors_that_are_not_dense_raise_with_remedy() -> None:
     ("dtype", "remedy"),
     [("float8_e4m3fn", "float32"), ("float8_e5m2", "float32"), ("complex32", "complex64")],
 )
-def test_uncombinable_type_raises_with_remedy(run: Any, dtype: str, remedy: str) -> None:
+def test_type_that_cannot_be_combined_raises_with_the_remedy(run: Any, dtype: str, remedy: str) -> None:
     message = (
         f"elements of type torch.{dtype} cannot be combined by sum; convert them first, for "
         f"example to {remedy}"

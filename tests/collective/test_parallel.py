@@ -207,7 +207,7 @@ def test_compressed_gradients_train_equal_replicas(compress: Any, digits: Any) -
     assert min(ok(in_threads(2, train))) > 0.9
 
 
-def test_user_defined_code_decodes_values_from_all_members() -> None:
+def test_user_defined_compression_decodes_values_from_all_members() -> None:
     class Signs:
         def encode(self, x: Tensor) -> bytes:
             return bytes((x > 0).tolist())

@@ -61,7 +61,7 @@ def test_shrink_survives_a_death_during_the_call(at: str, monkeypatch: pytest.Mo
     assert found == {old: (new, 2, 2, survivors) for new, old in enumerate(survivors)}
 
 
-def test_group_over_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_across_hosts_can_shrink_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
 
     def body(g: Any) -> Any:
@@ -109,7 +109,7 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
     assert OverHosts(hosts, body).results(len(survivors)) == expected
 
 
-def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_retries_if_a_member_arrives_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a timeout, ``shrink`` never raises ``TimeoutError``."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
@@ -138,7 +138,7 @@ def test_shrink_retries_with_a_member_that_was_stopped(monkeypatch: pytest.Monke
     assert found == {0: ((0, 2, 2, [0, 2]), 2), 2: ((1, 2, 2, [0, 2]), 2)}
 
 
-def test_shrink_timeout_ends_wait_for_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shrink_timeout_ends_the_wait_for_a_late_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """Members that have already reached rank 0 also raise."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     ended: Channel[None] = Channel(across="processes")

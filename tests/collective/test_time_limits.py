@@ -64,7 +64,7 @@ def test_all_steps_of_a_call_share_its_timeout(call: str) -> None:
 
 @pytest.mark.usefixtures("_clock")
 @pytest.mark.parametrize("call", OVER_HOSTS)
-def test_all_steps_of_a_call_over_hosts_share_its_timeout(call: str) -> None:
+def test_all_steps_of_a_call_across_hosts_share_its_timeout(call: str) -> None:
     shared(over_hosts(2, steps_of, OVER_HOSTS[call]))
 
 
@@ -93,7 +93,7 @@ def test_timeout_includes_waiting_for_started_operations(run: Any) -> None:
     run(2, body)
 
 
-def test_split_over_hosts_waits_without_time_limit() -> None:
+def test_split_across_hosts_waits_without_a_time_limit() -> None:
     """Only connecting has a time limit, which starts once all members have agreed to connect."""
 
     def split(g: Any, _: float) -> None:

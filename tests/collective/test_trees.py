@@ -263,7 +263,7 @@ def test_explain_shows_the_tree_on_leaders() -> None:
 
 
 @pytest.mark.usefixtures("uneven")
-def test_operations_along_trees_avoid_a_slow_connection() -> None:
+def test_tree_operations_avoid_a_slow_connection() -> None:
     def body(g: Any) -> Any:
         texts = g.allreduce_with({"x": f"{g.rank}{'.' * 100_000}"}, lambda a, b: f"({a[:9]}{b[:9]})")
         rests = list(g.join(max)) if g.rank == 2 else g.allreduce_with(g.rank, max)
@@ -299,7 +299,7 @@ def test_operations_along_trees_avoid_a_slow_connection() -> None:
 
 @pytest.mark.usefixtures("uneven")
 @pytest.mark.parametrize("victim", range(8))
-def test_death_of_a_forwarding_host_raises_on_all(victim: int) -> None:
+def test_death_of_a_forwarding_host_raises_on_all_hosts(victim: int) -> None:
     def work(g: Any) -> None:
         for number in itertools.count():
             if (g.rank, number) == (victim, 3):
@@ -318,7 +318,7 @@ def test_death_of_a_forwarding_host_raises_on_all(victim: int) -> None:
 
 
 @pytest.mark.usefixtures("uneven")
-def test_errors_along_trees_raise_on_all_members() -> None:
+def test_errors_in_tree_operations_raise_on_all_members() -> None:
     def fails(a: Any, b: Any) -> Any:
         raise LookupError("no such thing")
 
@@ -336,7 +336,7 @@ def test_errors_along_trees_raise_on_all_members() -> None:
         assert total == (5, 5)
 
 
-def test_timeout_names_late_host_not_its_dependents(
+def test_timeout_names_the_late_host_and_no_waiting_host(
     links: list[Links], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 2 is late, and rank 1, which forwards the data from rank 2, is waiting for it."""

@@ -45,7 +45,7 @@ def beginning_of_cause_seen(ch):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_later_call_raises_broken_from_the_cause(make, call):
+def test_every_call_after_abort_raises_broken_from_the_cause(make, call):
     """C6: this includes a second call, and does not depend on whether items were inside."""
     ch = make()
     ch.put("discarded")
@@ -60,7 +60,7 @@ def test_every_later_call_raises_broken_from_the_cause(make, call):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("call", CALLS)
-def test_a_peer_sees_the_same_cause(make, spawn_peer, call):
+def test_peer_gets_the_same_abort_cause(make, spawn_peer, call):
     """C6: the cause also reaches another process or thread."""
     ch = make()
     ch.abort(ValueError("bad wind"))
@@ -218,7 +218,7 @@ class Item:
     pass
 
 
-def test_abort_frees_items_in_this_process():
+def test_abort_frees_the_discarded_items():
     """C6, C12: discarded items are freed."""
     ch = Channel(across="threads")
     item = Item()

@@ -180,7 +180,7 @@ def test_tensor_without_memory_arrives_or_raises(make, make_tensor):
 
 
 @pytest.mark.copying
-def test_array_used_twice_in_an_item_arrives_as_one_array(make):
+def test_array_used_twice_in_an_item_arrives_as_one_object(make):
     ch = make(1)
     array, tensor = np.arange(LARGE), torch.arange(LARGE)
     ch.put([array, array, tensor, tensor])
@@ -189,7 +189,7 @@ def test_array_used_twice_in_an_item_arrives_as_one_array(make):
     assert third is fourth
 
 
-def test_in_place_change_is_visible_on_both_sides_between_threads():
+def test_in_place_change_is_visible_in_both_threads():
     ch = Channel(1)
     sent = [np.zeros(LARGE), torch.zeros(LARGE)]
     ch.put(sent)
@@ -220,7 +220,7 @@ def test_writes_to_a_received_tensor_stay_private(make):
 
 
 @pytest.mark.copying
-def test_a_block_returns_with_its_last_view(make):
+def test_memory_block_is_freed_with_its_last_view(make):
     """A slice of the array, or another array made from it, also keeps the block."""
     ch = make(1)
     ch.put((np.arange(LARGE), torch.arange(LARGE)))
@@ -247,7 +247,7 @@ def test_blocks_are_reused_for_later_items(make):
 
 
 @pytest.mark.copying
-def test_views_stay_valid_after_their_port_and_channel(make):
+def test_views_stay_valid_after_port_and_channel_are_gone(make):
     """If a reader keeps a finished item, its data does not change."""
     ch = make(4)
     kept = []
@@ -277,7 +277,7 @@ def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
 
 
 @pytest.mark.copying
-def test_items_of_different_sizes_fit_between_kept_blocks(make):
+def test_items_of_different_sizes_fit_between_blocks_in_use(make):
     """Free memory is divided into blocks again, even if blocks in between are still in use.
 
     There is always room for the largest item.
@@ -296,7 +296,7 @@ def test_items_of_different_sizes_fit_between_kept_blocks(make):
 
 
 @pytest.mark.copying
-def test_put_without_room_raises_an_error_that_names_the_holders(make):
+def test_put_without_room_names_the_processes_that_hold_memory(make):
     """If a put finds no room, its error reports what fills the channel, and which processes keep blocks."""
     ch = make(2, max_bytes=10 * 8 * LARGE)
     ch.put(np.zeros(LARGE))
@@ -313,7 +313,7 @@ def test_put_without_room_raises_an_error_that_names_the_holders(make):
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.one_machine("a remote process has its own rings and blocks")
-def test_c11_blocks_held_by_a_killed_process_return(make, spawn_peer, port):
+def test_c11_memory_blocks_of_a_killed_process_are_freed(make, spawn_peer, port):
     ch, taken = make(4), make(4)
     ch.put_many([np.zeros(LARGE)] * 3)
     peer = spawn_peer(_keep_two, ch, taken, port)

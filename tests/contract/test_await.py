@@ -148,7 +148,7 @@ def test_ports_can_be_awaited_like_channels(make):
     assert run(main()) == list(range(50))
 
 
-def test_loop_runs_while_a_coroutine_waits(make):
+def test_event_loop_runs_while_a_coroutine_waits(make):
     """C9."""
 
     async def main():
@@ -227,7 +227,7 @@ def test_an_item_that_cannot_be_sent_raises_in_aput(make):
 # cancellation
 
 
-def test_a_cancelled_aget_has_taken_nothing(make):
+def test_cancelled_aget_has_taken_no_item(make):
     """C9."""
 
     async def main():
@@ -244,7 +244,7 @@ def test_a_cancelled_aget_has_taken_nothing(make):
     assert run(main()) == "item"
 
 
-def test_a_cancelled_aput_has_put_nothing(make):
+def test_cancelled_aput_has_put_no_item(make):
     """C9."""
 
     async def main():
@@ -260,7 +260,7 @@ def test_a_cancelled_aput_has_put_nothing(make):
     assert run(main()) == ["old"]
 
 
-def test_a_timeout_around_aget_takes_nothing(make):
+def test_timeout_around_aget_takes_no_item(make):
     """C7, C9."""
 
     async def main():
@@ -274,7 +274,7 @@ def test_a_timeout_around_aget_takes_nothing(make):
     assert run(main()) == "item"
 
 
-def test_call_cancelled_after_its_wake_up_wakes_the_next(make):
+def test_cancelled_call_that_was_woken_wakes_the_next_reader(make):
     """C8, C9: an item has woken the cancelled call, so another reader must get the item."""
 
     async def main():
@@ -373,7 +373,7 @@ def test_many_cancelled_aputs_put_each_item_once(make):
 # threads and loops
 
 
-def test_500_concurrent_waits_share_few_threads(make):
+def test_500_concurrent_waits_use_few_threads(make):
     """C9: the waits are spread over a hundred channels, and each item wakes one of five waiters."""
 
     async def main():
@@ -391,7 +391,7 @@ def test_500_concurrent_waits_share_few_threads(make):
     assert run(main()) <= 4  # each thread handles 127 waits
 
 
-def test_two_loops_wait_in_the_same_channel(make):
+def test_two_event_loops_wait_on_the_same_channel(make):
     """C8, C9: each loop has its own thread."""
     ch, items = make(2), 400
 
@@ -465,7 +465,7 @@ def test_watcher_thread_ends_when_idle(make, monkeypatch):
     run(main())
 
 
-def test_forked_child_awaits_in_a_new_loop():
+def test_forked_child_awaits_in_a_new_event_loop():
     """C9: the parent's loop is waiting when the process forks."""
     ch, answer = Channel(across="processes"), Channel(across="processes")
 

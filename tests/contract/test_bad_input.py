@@ -185,7 +185,7 @@ def test_put_of_an_unpicklable_item_names_the_part(make, item, part):
 
 
 @pytest.mark.copying
-def test_unpicklable_item_does_not_affect_others_in_put_many(make):
+def test_unpicklable_item_in_put_many_does_not_affect_earlier_items(make):
     """C13: the earlier items are in the channel, and the error counts them."""
     ch = make()
     with pytest.raises(UNPICKLABLE) as caught:
@@ -231,7 +231,7 @@ def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
 
 
 @pytest.mark.copying
-def test_failed_put_does_not_wake_or_block_others(make, spawn_peer):
+def test_failed_put_does_not_wake_readers_or_block_writers(make, spawn_peer):
     """C13: a waiting reader continues to wait."""
     ch = make()
     peer = spawn_peer(ch.get)

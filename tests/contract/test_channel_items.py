@@ -129,7 +129,7 @@ def test_a_processes_channel_can_be_put_into_a_threads_channel(make):
     assert carrier.get() is sent
 
 
-def test_a_channel_can_be_put_into_itself(make):
+def test_channel_can_be_an_item_of_itself(make):
     """C14: such an item is useless, but the put must not hang."""
     ch = make()
     ch.put(ch)
@@ -191,7 +191,7 @@ def test_channel_referenced_by_its_abort_cause_is_collected():
 
 
 @pytest.mark.not_hosts("the owner keeps a sent channel, even if the item is dropped")
-def test_channels_dropped_unread_keep_no_descriptor(transport):
+def test_channels_in_dropped_unread_items_leave_no_open_descriptor(transport):
     """C12: many channels are filled with other channels and then dropped."""
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

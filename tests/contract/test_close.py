@@ -143,7 +143,7 @@ def test_waiting_iterations_end_when_the_channel_closes(make, spawn_peer):
     assert [peer.result() for peer in peers] == [[], [], []]
 
 
-def test_close_wakes_both_sides(make, spawn_peer):
+def test_close_wakes_waiting_readers_and_writers(make, spawn_peer):
     """C3: one peer's close wakes readers of an empty channel and writers of a full channel."""
     empty, full = make(1), make(1)
     full.put(0)
@@ -228,7 +228,7 @@ def test_an_open_empty_channel_is_not_drained(make):
     assert not ch.drained
 
 
-def test_readers_racing_to_the_end_get_each_item_once(make, spawn_peer):
+def test_readers_racing_for_the_last_items_get_each_once(make, spawn_peer):
     """C4: all readers end, and together they get each item once."""
     ch = make(4)
     peers = [spawn_peer(list, ch) for _ in range(4)]

@@ -46,7 +46,7 @@ def test_c12_producer_that_exits_after_its_put_loses_no_item(make, spawn_peer):
 
 
 @pytest.mark.other_process
-def test_error_names_the_abrupt_producer_and_the_remedy(make, spawn_peer, monkeypatch):
+def test_error_names_the_producer_that_exited_abruptly_and_the_remedy(make, spawn_peer, monkeypatch):
     """This does not depend on whether the producer's memory was opened earlier."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
@@ -120,7 +120,7 @@ def test_exit_does_not_wait_for_tensors_without_readers():
     assert (ended.stdout, ended.stderr, ended.returncode) == ("put\n", "", 0)
 
 
-def test_exit_stops_waiting_at_its_limit_and_reports_losses():
+def test_exit_stops_waiting_at_its_time_limit_and_reports_losses():
     """Another process has the channel but does not read."""
     more = (
         "import os, signal, threading, time\n"
@@ -265,7 +265,7 @@ def _check_and_spoil(ch: Channel, seen: Channel, dies_after: int) -> None:
 
 
 @pytest.mark.other_process
-def test_tensors_arrive_intact_under_load_with_killed_receivers(make, spawn_peer, monkeypatch):
+def test_tensors_arrive_intact_under_load_while_receivers_are_killed(make, spawn_peer, monkeypatch):
     monkeypatch.setattr(arenas, "ARENA", MB)
     ch, seen = make(16), make(10_000)
     receivers = [
@@ -289,7 +289,7 @@ def _use_and_return(ch: Channel, back: Channel) -> int:
 
 
 @pytest.mark.other_process
-def test_forked_child_has_own_arenas_and_opens_its_parents(make, spawn_peer):
+def test_forked_child_has_its_own_arenas_and_opens_the_parents(make, spawn_peer):
     ch, back = make(2), make(2)
     ch.put(FakeTensor(np.zeros(10)))
     peer = spawn_peer(_use_and_return, ch, back)  # now the parent already has an arena

@@ -196,7 +196,7 @@ def test_blocks_are_reused_once_their_items_are_gone(make):
     assert arena.free == [(0, arena.size)]
 
 
-def test_every_put_keeps_a_block_and_every_get_releases_it(make):
+def test_every_put_uses_a_block_and_every_get_releases_it(make):
     ch = make(100)
     out, reader = ch.writer(), ch.reader()
     ch.put(FakeTensor(np.ones(10)))
@@ -223,7 +223,7 @@ def test_every_put_keeps_a_block_and_every_get_releases_it(make):
     assert kept() == 0
 
 
-def test_failed_put_keeps_no_block(make):
+def test_failed_put_uses_no_block(make):
     ch = make(1)
     ch.put(FakeTensor(np.ones(10)))
     with pytest.raises(Full):
@@ -252,14 +252,14 @@ def test_block_is_not_reused_before_its_write_has_finished(make):
     assert len(pool._back) == 0
 
 
-def test_aborted_channel_keeps_no_blocks(make):
+def test_aborted_channel_releases_its_blocks(make):
     ch = make(4)
     ch.put_many([FakeTensor(np.ones(10)), FakeTensor(np.ones(10))])
     ch.abort(RuntimeError("stop"))
     assert kept() == 0
 
 
-def test_unreferenced_channel_keeps_no_blocks(make):
+def test_unreferenced_channel_releases_its_blocks(make):
     ch = make(4)
     ch.put(FakeTensor(np.ones(10)))
     reference = weakref.ref(ch)
@@ -271,7 +271,7 @@ def test_unreferenced_channel_keeps_no_blocks(make):
 
 
 @pytest.mark.other_process
-def test_second_reader_of_an_item_copies_it_at_once(make, spawn_peer):
+def test_second_reader_of_an_item_copies_the_item_at_once(make, spawn_peer):
     """The first reader's copy was not made yet, so that reader still holds the item."""
     ch, got = make(1), make(2)
     peer = spawn_peer(_put_held, ch, got)
@@ -305,7 +305,7 @@ def _take_and_stay(ch: Channel, taken: Channel, port: bool) -> None:
 @pytest.mark.other_process
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
-def test_c11_item_or_block_of_a_killed_receiver_returns(make, spawn_peer, port, copied):
+def test_c11_item_and_memory_of_a_killed_receiver_are_returned(make, spawn_peer, port, copied):
     """A leased item is delivered again, whether or not its copy was made. An unleased item's block is
     free."""
     ch, taken = make(4), make(4)

@@ -62,14 +62,14 @@ def test_a_channel_is_received_after_its_sender_was_killed(make, spawn_peer, tra
 
 
 @pytest.mark.other_process
-def test_any_later_receiver_gets_the_channel(make, spawn_peer, transport):
-    """C14: the first receiver dies while it is leasing the item. The second was open before the put."""
+def test_channel_in_an_item_reaches_receivers_after_the_first_died(make, spawn_peer, transport):
+    """C14: the first receiver dies while it leases the item. The second port was open before the put."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=True)
 
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("the owner knows that the channel has arrived, but not whether its item is finished")
-def test_later_receiver_gets_an_item_that_the_first_dropped(make, spawn_peer, transport):
+def test_later_receiver_gets_the_item_that_the_first_receiver_dropped(make, spawn_peer, transport):
     """C14: the first receiver had not finished the item."""
     dies_with_it_in_hand(make, spawn_peer, transport, keeps=False)
 
@@ -204,7 +204,7 @@ def test_stage_port_receives_channels(make, transport):
         assert [channel.get() for channel in port.get_many(3)] == ["inside"] * 3
 
 
-def test_receiver_without_free_descriptors_leaves_the_item_in_place(make, transport):
+def test_receiver_without_free_descriptors_leaves_the_item_in_the_channel(make, transport):
     """C14: the receiver gets the item once it has free descriptors."""
     carrier = make()
     put_new(carrier, transport.make)
@@ -236,7 +236,7 @@ def test_channels_in_packed_bytes_arrive_while_the_sender_keeps_them(make, trans
 
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel's address is sent instead of a descriptor")
-def test_put_of_a_channel_without_a_socket_reports_the_reason(make, spawn_peer):
+def test_put_of_a_channel_reports_why_a_socket_is_unavailable(make, spawn_peer):
     """C14: everything else works on a system that does not support such sockets."""
     carrier = make()
 

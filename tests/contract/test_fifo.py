@@ -89,7 +89,7 @@ def test_falsy_items_arrive(make):
     assert list(ch) == items
 
 
-def test_loop_that_ends_early_leaves_later_items_in_place(make):
+def test_iteration_that_ends_early_leaves_later_items_in_the_channel(make):
     """C1: no item is lost."""
     ch = make()
     ch.put_many(range(5))
@@ -113,7 +113,7 @@ def test_channel_holds_exactly_its_capacity(make, capacity):
     assert len(ch) == capacity
 
 
-def test_defaults_are_64_items_between_threads():
+def test_channel_defaults_to_capacity_64_and_threads():
     """C2: ``Channel()`` needs no argument."""
     ch = Channel()
     assert (ch.capacity, ch.across, ch.max_bytes) == (64, "threads", None)
@@ -148,7 +148,7 @@ def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
 
 
 @pytest.mark.one_machine("a remote program counts in its own copy of the variable")
-def test_put_many_draws_only_items_that_fit(make, spawn_peer):
+def test_put_many_draws_no_more_items_than_fit(make, spawn_peer):
     """C2: the iterable may be endless. One item at most is drawn too early, and waits for room."""
     ch = make(3)
     drawn = 0
@@ -207,7 +207,7 @@ def test_put_many_of_an_empty_iterable_puts_nothing(make):
     assert len(ch) == 0
 
 
-def test_max_bytes_limits_the_bytes_inside(make):
+def test_max_bytes_limits_the_bytes_inside_the_channel(make):
     """C2: the channel reaches max_bytes long before its capacity."""
     ch = make(1_000, max_bytes=100_000)
     assert ch.max_bytes == 100_000
@@ -218,7 +218,7 @@ def test_max_bytes_limits_the_bytes_inside(make):
     ch.put_nowait(bytes(10_000))
 
 
-def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
+def test_put_waits_while_the_channel_contains_max_bytes(make, spawn_peer):
     """C2."""
     ch = make(1_000, max_bytes=100_000)
     ch.put(bytes(80_000))
@@ -231,7 +231,7 @@ def test_put_waits_while_max_bytes_are_inside(make, spawn_peer):
 
 
 @pytest.mark.copying
-def test_an_item_much_larger_than_the_others_goes_through(make, spawn_peer):
+def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
     """C2: ``max_bytes`` limits the size of an item; the memory that the channel has now does not."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24

@@ -180,7 +180,7 @@ def test_c13_invalid_loan_arguments_raise(make, shape, dtype, error, message):
 
 
 @pytest.mark.copying
-def test_loan_put_by_a_port_with_counted_outputs_arrives(make):
+def test_loan_put_for_a_leased_item_is_copied_and_reusable(make):
     """An output that belongs to a leased item is copied, so the loan is not used up."""
     source, target = make(2), make(2)
     source.put(1)
@@ -206,7 +206,7 @@ def test_two_views_of_one_array_arrive_as_two_arrays(make):
 
 @pytest.mark.other_process
 @pytest.mark.one_machine("a remote process does not borrow the channel's memory")
-def test_c11_memory_lent_to_a_killed_process_returns(make, spawn_peer):
+def test_c11_memory_lent_to_a_killed_process_is_freed(make, spawn_peer):
     ch, taken = make(4), make(4)
     peer = spawn_peer(_borrow, ch, taken)
     taken.get()

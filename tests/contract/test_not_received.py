@@ -211,7 +211,7 @@ def test_channel_can_be_received_after_a_shortage_of_descriptors(make, spawn_pee
     assert peer.result() == "inside"
 
 
-def test_threads_channel_unpickles_nothing():
+def test_threads_channel_returns_the_object_without_unpickling():
     """C13: the object itself is passed."""
     ch = Channel()
     ch.put_many([NeverArrives(), Once()])

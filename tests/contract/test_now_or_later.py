@@ -147,7 +147,7 @@ def test_expired_timeout_leaves_no_waiter(make, spawn_peer):
     assert peer.result() == 1
 
 
-def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
+def test_reader_that_times_out_takes_no_item(make, spawn_peer):
     """C7, C8: many short timeouts race with puts, and each item is still received once."""
     ch = make(1)
 
@@ -169,7 +169,7 @@ def test_reader_that_gives_up_takes_no_item(make, spawn_peer):
     assert sorted(item for peer in peers for item in peer.result()) == list(range(1_000))
 
 
-def test_writer_that_gives_up_has_put_nothing(make, spawn_peer):
+def test_writer_that_times_out_puts_nothing(make, spawn_peer):
     """C7: many short timeouts race with gets, and Full always means "not put"."""
     ch = make(1)
 

@@ -19,8 +19,8 @@ def workers(items, results):
 
 
 @pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
-def test_parked_items_can_be_read_after_close(make):
-    """C3, C4: the parked items are read in order, and then the channel is drained."""
+def test_items_waiting_for_earlier_ones_can_be_read_after_close(make):
+    """C3, C4: the items are read in order, and then the channel is drained."""
     readers, writers = workers(make(), results := make())
     writers[2].put("two")
     writers[1].put("one")
@@ -37,7 +37,7 @@ def test_parked_items_can_be_read_after_close(make):
 
 
 @pytest.mark.not_hosts("across hosts, the workers of a graph use their own channels")
-def test_waiting_reader_gets_parked_items_when_the_last_writer_closes(make, spawn_peer):
+def test_waiting_reader_gets_remaining_items_when_the_last_writer_closes(make, spawn_peer):
     readers, writers = workers(make(), results := make())
     writers[1].put("one")
     peer = spawn_peer(list, results)
@@ -47,7 +47,7 @@ def test_waiting_reader_gets_parked_items_when_the_last_writer_closes(make, spaw
 
 
 @pytest.mark.parametrize("place", ["thread", "process"])
-def test_stage_may_close_its_input_from_an_ordered_stage(place):
+def test_stage_after_an_ordered_stage_may_close_its_input(place):
     """The stage gets the items that are still inside, and then the graph ends."""
     late, got = (Channel(8, across="processes") for _ in range(2))
 

@@ -225,7 +225,7 @@ def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
 
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
-def test_polling_reader_notices_a_writers_death(make, spawn_peer, poll):
+def test_reader_that_only_polls_notices_a_writers_death(make, spawn_peer, poll):
     """C5: the reader never makes a call that waits for long."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)

@@ -72,7 +72,7 @@ def test_closing_the_last_reader_closes_the_channel(make):
             ch.put(2)
 
 
-def test_closing_a_port_twice_counts_once(make):
+def test_port_closed_twice_is_counted_once(make):
     """C5."""
     ch = make()
     first, second = ch.writer(), ch.writer()

@@ -101,7 +101,7 @@ def test_select_puts_into_the_channel_with_room(several):
     assert (a.get(), b.get()) == ("old", 2)
 
 
-def test_exactly_one_of_many_possible_operations_is_done(several):
+def test_select_does_exactly_one_of_many_possible_operations(several):
     """C10: several gets and puts are possible at the same time."""
     channels = several(6)
     for ch in channels[:3]:
@@ -274,7 +274,7 @@ def test_select_on_a_broken_channel_raises_broken_from_its_cause(several):
 
 
 @pytest.mark.parametrize(("end", "raised"), [("close", Drained), ("abort", Broken)])
-def test_close_or_abort_wakes_a_waiting_select(several, end, raised):
+def test_waiting_select_is_woken_by_close_or_abort(several, end, raised):
     """C3, C6, C10: close ends the call only if no other operation is left. Abort ends it at once."""
     a, b = several(2)
     a.close()
@@ -328,7 +328,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
 # --- Waking ---
 
 
-def test_select_passes_on_the_wake_up_from_an_unused_channel(several):
+def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
     """C8, C10: a waiting reader must not sleep while an item that select did not take is available."""
     for _ in range(100):
         a, b = several(2)
@@ -370,7 +370,7 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
     assert 330 < chosen[before] < 570, chosen
 
 
-def test_select_without_waiting_finds_an_item_that_moves(several, make_gate):
+def test_nonblocking_select_finds_an_item_that_moves_between_channels(several, make_gate):
     """C10: at any moment, one of two channels has an item. Checking them in turn must not miss it."""
     first, second = channels = several(2)
     first.put("item")

@@ -74,7 +74,7 @@ def test_select_on_ready_leaves_the_item_to_a_reader(make):
         assert no_waiters(ch)
 
 
-def test_select_on_ready_raises_the_cause_of_a_break(make):
+def test_select_on_ready_raises_broken_from_its_cause(make):
     """C6, C10."""
     ch = make(1)
     waiting = ThreadPeer(lambda: select(ready=[ch]))
@@ -85,7 +85,7 @@ def test_select_on_ready_raises_the_cause_of_a_break(make):
     assert isinstance(caught.value.__cause__, LookupError)
 
 
-def test_ready_accepts_only_a_list_of_channels(make):
+def test_select_accepts_only_a_list_of_channels_as_ready(make):
     """C10: a port's next get would finish its leased item, and iterating over a channel takes items."""
     ch = make(1)
     with ch.reader() as reader:

@@ -83,7 +83,7 @@ except KeyboardInterrupt:
     assert script.returncode == 0
 
 
-def test_selects_share_items_with_plain_calls_and_processes():
+def test_selects_and_plain_gets_share_items_across_processes():
     """C8, C10: processes and threads put items, and selects with timeouts share them with plain readers."""
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
@@ -111,7 +111,7 @@ def test_selects_share_items_with_plain_calls_and_processes():
     assert set(taken.values()) == {1}
 
 
-def test_process_killed_in_select_leaves_no_waiter():
+def test_process_killed_in_select_does_not_count_as_waiter():
     """C10, C11: the killed process uses up no wake-up, and is no longer counted as a waiter."""
     a, b = Channel(across="processes"), Channel(across="processes")
     peer = ProcessPeer(select, [a, b])

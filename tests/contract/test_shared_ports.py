@@ -12,7 +12,7 @@ from flowchan import ChannelError
 
 
 @pytest.mark.copying
-def test_threads_that_share_a_port_get_whole_items(make):
+def test_threads_that_share_a_port_get_intact_items(make):
     """Each get finishes the previous item, but no thread may read memory that has been reused."""
     ch = make(4)
     reader = ch.reader()
@@ -39,7 +39,7 @@ def test_threads_that_share_a_port_get_whole_items(make):
 
 @pytest.mark.copying
 @pytest.mark.parametrize("side", ["reader", "writer"])
-def test_port_can_be_closed_while_another_thread_copies(make, side, long_walk):
+def test_port_can_be_closed_while_another_thread_copies_an_item(make, side, long_walk):
     ch = make(8)
     for _ in range(20 if long_walk else 6):
         item, other = b"a" * 30_000_000, b"b" * 30_000_000

@@ -161,7 +161,7 @@ def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_pee
         peer.result()
 
 
-def test_close_races_with_writers_and_readers(make, spawn_peer, make_gate, long_walk):
+def test_close_during_puts_and_gets_loses_no_item(make, spawn_peer, make_gate, long_walk):
     """C3, C4: all items put before the close are read, and all other puts raise Closed."""
     for _ in range(10 if long_walk else 3):
         ch = make(4)

@@ -321,7 +321,7 @@ VALUES = st.recursive(
 )
 
 
-def test_any_values_arrive_as_they_were_sent(transport, long_walk):
+def test_random_nested_values_arrive_as_they_were_sent(transport, long_walk):
     """The values are nested small built-ins, sent one at a time and in batches."""
     examples = 150 if long_walk else 20
 

@@ -42,7 +42,7 @@ def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
     assert sorted(peer.result() for peer in peers) == list(range(K))
 
 
-def test_fewer_items_than_readers_leave_the_rest_waiting(make, spawn_peer):
+def test_fewer_items_than_readers_leave_other_readers_waiting(make, spawn_peer):
     """C8: exactly k readers wake."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
@@ -80,7 +80,7 @@ def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
     assert sorted(ch.get_many(K)) == list(range(K))
 
 
-def test_get_of_a_large_item_wakes_every_writer_that_fits(make, spawn_peer):
+def test_get_of_a_large_item_wakes_writers_of_small_items(make, spawn_peer):
     """C8: with ``max_bytes``, one get can make room for many items."""
     ch = make(100, max_bytes=100_000)
     ch.put(bytes(90_000))
@@ -204,7 +204,7 @@ def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
     wait_until(lambda: ch.stats().waiting_readers == 0 and ch.stats().waiting_writers == 0)
 
 
-def test_writer_of_a_large_item_does_not_delay_small_ones(make, spawn_peer):
+def test_large_item_waiting_for_room_does_not_delay_small_items(make, spawn_peer):
     """C8: a large item waits for room that it never gets, and wakes repeatedly. Small items overtake it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)

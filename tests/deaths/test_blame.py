@@ -39,7 +39,7 @@ def workers_of(run: Any) -> list[psutil.Process]:
 
 
 @pytest.mark.usefixtures("by_fork")
-def test_random_kills_of_cheap_maps_blame_no_item() -> None:
+def test_random_kills_outside_of_user_code_blame_no_item() -> None:
     """Only a death in user code counts, not a death while a finished output waits for room.
 
     The program reads the results slowly, so the workers are waiting for room most of the time.
@@ -64,7 +64,7 @@ def test_random_kills_of_cheap_maps_blame_no_item() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("by_fork")
-def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_1_000_random_kills_with_default_options_blame_no_item(monkeypatch: pytest.MonkeyPatch) -> None:
     """All options have their defaults, except the limits on restarting a worker that keeps dying."""
     kills, ended = 1_000, threading.Event()
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.01)
@@ -93,7 +93,7 @@ def test_1_000_random_kills_of_cheap_maps_blame_no_item(monkeypatch: pytest.Monk
     assert deaths() >= kills
 
 
-def test_poison_item_is_blamed_with_each_workers_death() -> None:
+def test_error_for_a_poison_item_reports_every_workers_death() -> None:
     graph = Graph("blame")
     mapped = graph.source(range(10)).map(kill_worker_at(3), on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -128,7 +128,7 @@ def test_service_survives_any_number_of_poison_requests() -> None:
 
 
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
-def test_suspect_item_is_retried_by_one_worker_alone(ordered: bool) -> None:
+def test_suspect_item_is_retried_by_only_one_worker(ordered: bool) -> None:
     """While the first worker's processes die, the second worker must be able to finish all other items."""
     others: Channel[int] = Channel(100, across="processes")
     graph = Graph("suspects")
@@ -164,7 +164,7 @@ def _kill_others(maker: int) -> str:
     return "unpickled"
 
 
-def test_item_that_kills_its_receiver_is_blamed() -> None:
+def test_item_that_kills_its_worker_during_unpickling_is_blamed() -> None:
     graph = Graph("unpickling")
     mapped = graph.source([1, Killer(), 2]).map(same, on="process", name="work")
     failed, result = mapped.errors.collect(), mapped.collect()
@@ -175,7 +175,7 @@ def test_item_that_kills_its_receiver_is_blamed() -> None:
     assert "3 workers died" in str(failure.error)
 
 
-def test_blamed_item_without_an_errors_reader_ends_the_run() -> None:
+def test_blamed_item_ends_the_run_if_errors_are_unread() -> None:
     graph = Graph("blame")
     graph.source(range(10)).map(kill_worker_at(3), on="process", name="work").collect()
     with pytest.raises(RunError) as caught:

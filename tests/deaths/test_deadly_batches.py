@@ -63,7 +63,7 @@ def without(*deadly: int, size: int = 2 * SIZE) -> list[int]:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("on", ["process", "host"])
-def test_only_the_deadly_member_of_a_batch_fails(workers: int, on: str) -> None:
+def test_only_the_batch_item_that_kills_workers_fails(workers: int, on: str) -> None:
     place = local(1) if on == "host" else on
     run, out, failed = over(with_deadly(5), on=place, workers=workers)
     assert [number for batch in out for number in batch] == without(5)
@@ -76,14 +76,14 @@ def test_only_the_deadly_member_of_a_batch_fails(workers: int, on: str) -> None:
     assert stage.restarts == 3
 
 
-def test_each_further_deadly_member_costs_one_worker() -> None:
+def test_each_further_item_that_kills_costs_one_worker() -> None:
     run, out, failed = over(with_deadly(1, 2, 30, 31, 40))
     assert [number for batch in out for number in batch] == without(1, 2, 30, 31, 40)
     assert [failure.item for failure in failed] == [-1, -2, -30, -31, -40]
     assert stage_of(run, "work").restarts == 2 + 4 + 2 + 1
 
 
-def test_batch_of_deadly_members_has_no_result() -> None:
+def test_batch_has_no_result_if_every_item_kills_workers() -> None:
     run, out, failed = over([-1, -2], max_deaths=2)
     assert (out, sorted(failure.item for failure in failed)) == ([], [-2, -1])
     stage = stage_of(run, "work")
@@ -91,7 +91,7 @@ def test_batch_of_deadly_members_has_no_result() -> None:
 
 
 @pytest.mark.parametrize(("function", "result"), [(total, sum(without(5, size=SIZE))), (array, None)])
-def test_function_without_list_result_gets_the_other_members_together(function: Any, result: Any) -> None:
+def test_function_without_list_result_gets_the_remaining_items_together(function: Any, result: Any) -> None:
     _, (out,), failed = over(with_deadly(5, size=SIZE), function)
     if result is None:
         assert out.tolist() == without(5, size=SIZE)
@@ -100,7 +100,7 @@ def test_function_without_list_result_gets_the_other_members_together(function: 
     assert [failure.item for failure in failed] == [-5]
 
 
-def test_deadly_member_without_an_errors_reader_ends_the_run() -> None:
+def test_batch_item_that_kills_ends_run_if_errors_are_unread() -> None:
     graph = Graph("deadly")
     graph.source(with_deadly(5)).batch(SIZE).map(work, on="process", name="work").sink(id)
     with pytest.raises(RunError) as caught:
@@ -110,7 +110,7 @@ def test_deadly_member_without_an_errors_reader_ends_the_run() -> None:
     assert "3 workers died one after another while processing this item" in str(error)
 
 
-def test_batch_that_kills_only_as_a_whole_succeeds() -> None:
+def test_batch_that_kills_only_together_succeeds_item_by_item() -> None:
     def fragile(numbers: list[int]) -> list[int]:
         if len(numbers) > 1:
             kill()
@@ -121,7 +121,7 @@ def test_batch_that_kills_only_as_a_whole_succeeds() -> None:
     assert stage_of(run, "work").restarts == 2
 
 
-def test_members_that_kill_only_together_fail_together() -> None:
+def test_batch_that_kills_only_together_fails_without_list_result() -> None:
     def fragile(numbers: list[int]) -> int:
         if len(numbers) > 1:
             kill()
@@ -146,8 +146,8 @@ def test_batch_with_max_deaths_of_1_fails_as_a_whole() -> None:
     assert begun.stats().items_in == 1
 
 
-def test_later_batch_is_not_suspected_after_an_idle_death() -> None:
-    """An idle worker dies, and its replacement must not link this death to an earlier deadly batch."""
+def test_later_batch_is_not_suspected_after_an_idle_worker_died() -> None:
+    """An idle worker dies, and its replacement must not link this death to an earlier batch."""
     deaths = Deaths("first", times=2)
 
     def fragile(numbers: list[int]) -> list[int]:
@@ -170,7 +170,7 @@ def test_later_batch_is_not_suspected_after_an_idle_death() -> None:
     assert run.wait()[out] == [[0, 1], [2, 3]]
 
 
-def test_exception_of_a_member_tried_alone_fails_that_member() -> None:
+def test_exception_for_an_item_tried_alone_fails_only_that_item() -> None:
     def picky(numbers: list[int]) -> list[Any]:
         return [ValueError("seven") if number == 14 else number for number in work(numbers)]
 
@@ -179,7 +179,7 @@ def test_exception_of_a_member_tried_alone_fails_that_member() -> None:
     assert [(failure.item, type(failure.error)) for failure in failed] == [(-5, WorkerDied), (7, ValueError)]
 
 
-def test_retry_of_a_suspect_batch_skips_its_deadly_member() -> None:
+def test_retry_of_a_suspect_batch_skips_the_item_that_kills() -> None:
     failing: Channel[None] = Channel(2, across="processes")
     failing.put_many([None, None])
     failing.close()
@@ -196,7 +196,7 @@ def test_retry_of_a_suspect_batch_skips_its_deadly_member() -> None:
     assert [failure.item for failure in failed] == [-5]
 
 
-def test_only_the_caller_of_a_deadly_request_gets_the_error() -> None:
+def test_only_the_caller_of_the_killing_request_gets_the_error() -> None:
     async def main(run: Run) -> list[Any]:
         calls = [run.ask(questions, number) for number in with_deadly(5, size=SIZE)]
         return await asyncio.gather(*calls, return_exceptions=True)
@@ -210,7 +210,7 @@ def test_only_the_caller_of_a_deadly_request_gets_the_error() -> None:
     assert answers == without(5, size=SIZE)
 
 
-def test_async_callable_class_gets_suspect_members_one_at_a_time() -> None:
+def test_async_callable_class_gets_suspect_items_one_at_a_time() -> None:
     class Later:
         async def __call__(self, numbers: list[int]) -> list[int]:
             await asyncio.sleep(0)
@@ -224,7 +224,7 @@ def test_async_callable_class_gets_suspect_members_one_at_a_time() -> None:
 
 @pytest.mark.usefixtures("by_fork")
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", ""])
-def test_random_kills_neither_lose_nor_repeat_a_member(
+def test_random_kills_neither_lose_nor_repeat_a_batch_item(
     ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kills are so frequent that some hit a worker between putting a batch's failures and its result."""

@@ -179,7 +179,7 @@ def test_c11_kills_in_every_stage_lose_and_repeat_nothing(workers: int, ordered:
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_c11_allreduce_has_each_output_in_one_round(workers: int) -> None:
+def test_c11_allreduce_uses_each_output_in_exactly_one_round(workers: int) -> None:
     """Only the replacement gets a dead worker's item, because no channel has all outputs of the item."""
     deaths = Deaths((0, 0), (7, 1), (8, 2), (20, 3), (30, 0), (30, 1), (ITEMS - 1, 3))
 
@@ -241,7 +241,7 @@ def test_c11_failed_items_reach_the_errors_stream_once() -> None:
 
 
 @anyhow
-def test_r4_poison_item_is_blamed_alone(workers: int, ordered: bool) -> None:
+def test_r4_only_the_poison_item_is_blamed(workers: int, ordered: bool) -> None:
     poison = {5, 30}
 
     def work(item: int) -> int:
@@ -283,7 +283,7 @@ def test_r4_poison_item_keeps_its_earlier_outputs() -> None:
     assert [failure.item for failure in results[failed]] == [5]
 
 
-def test_r4_poison_item_without_an_errors_reader_ends_the_run() -> None:
+def test_r4_poison_item_ends_the_run_if_errors_are_unread() -> None:
     def work(item: int) -> int:
         if item == 5:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -318,7 +318,7 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
     assert "has used 2 of 3 restarts in 60 s" in run.report()
 
 
-def test_r4_deaths_over_items_use_no_restarts() -> None:
+def test_r4_deaths_while_processing_items_do_not_count_as_restarts() -> None:
     deaths = Deaths(*range(9))
 
     def work(item: int) -> int:

@@ -41,7 +41,7 @@ def test_item_for_a_worker_that_died_goes_to_its_replacement(payload: int) -> No
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_sender_that_dies_addresses_each_item_once(workers: int) -> None:
+def test_each_item_reaches_its_addressed_worker_once_despite_sender_deaths(workers: int) -> None:
     deaths = Deaths((0, 0), (7, 1), (8, 2), (29, 3))
 
     def send(item: int) -> Iterator[tuple[int, tuple[int, int]]]:

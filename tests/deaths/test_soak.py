@@ -17,7 +17,7 @@ def test_c11_random_kills_in_random_graphs_lose_and_repeat_nothing() -> None:
     assert totals.kills > 0
 
 
-def test_soak_finds_a_lost_and_a_repeated_item() -> None:
+def test_soak_test_detects_a_lost_and_a_repeated_item() -> None:
     wrong = case(1, 1)
     graph = Graph("wrong")
     wrong.out = graph.source([*wrong.expected[1:], wrong.expected[-1]]).collect()

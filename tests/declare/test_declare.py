@@ -140,7 +140,7 @@ def test_a_stage_is_named_after_its_function(stream: Stream, function: Any, name
     assert stream.map(function).name == name
 
 
-def test_automatic_names_that_clash_are_numbered(graph: Blueprint) -> None:
+def test_equal_automatic_names_are_numbered(graph: Blueprint) -> None:
     assert [graph.source(range(3)).map(to_text).name for _ in range(3)] == [
         "to_text",
         "to_text-2",
@@ -148,7 +148,7 @@ def test_automatic_names_that_clash_are_numbered(graph: Blueprint) -> None:
     ]
 
 
-def test_automatic_name_changes_if_a_stage_is_given_it(stream: Stream) -> None:
+def test_automatic_name_changes_if_another_stage_is_given_that_name(stream: Stream) -> None:
     stream.map(to_text, name="to_text-2")
     assert [stream.map(to_text).name for _ in range(2)] == ["to_text", "to_text-3"]
 
@@ -234,7 +234,7 @@ def test_options_are_stored_in_the_stage(graph: Blueprint, stream: Stream) -> No
     assert stage.outputs[0].capacity == 9
 
 
-def test_stage_options_hold_options_of_its_operator(graph: Blueprint, stream: Stream) -> None:
+def test_stage_options_contain_the_options_of_the_operator(graph: Blueprint, stream: Stream) -> None:
     stream.batch(4, timeout=0.5)
     stream.take(2)
     stream.tee(3)
@@ -437,5 +437,5 @@ class Scale:
         (operator.itemgetter(0), ""), (functools.partial(pow, 2), ""), (None, ""),
     ],
 )  # fmt: skip
-def test_class_with_state_names_classes_of_mutable_callables(function: Any, name: str) -> None:
+def test_class_with_state_returns_the_class_name_of_mutable_callables(function: Any, name: str) -> None:
     assert class_with_state(function) == name

@@ -52,9 +52,11 @@ def test_stage_with_unpicklable_item_type_can_be_pickled() -> None:
         (PROCESS, PROCESS, PROCESSES),
     ],
 )
-def test_transport_follows_from_the_two_placements(one: Placement, other: Placement, transport: Any) -> None:
+def test_transport_of_an_edge_depends_on_both_placements(
+    one: Placement, other: Placement, transport: Any
+) -> None:
     assert one.transport_to(other) is transport
 
 
-def test_only_processes_and_hosts_are_separate_placements() -> None:
+def test_only_process_and_hosts_placements_use_separate_processes() -> None:
     assert [place.name for place in PLACEMENTS.values() if place.own_process] == ["process", "hosts"]

@@ -31,7 +31,7 @@ def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
     return again, work.map(step)
 
 
-def test_a_closed_loop_has_no_problem(graph: Blueprint) -> None:
+def test_loop_that_is_closed_by_a_feedback_has_no_problem(graph: Blueprint) -> None:
     again, work = looped(graph)
     again.feed(work)
     assert check(graph) == ()
@@ -80,7 +80,7 @@ def test_a_stage_that_reads_only_feedback_begins_the_graph(graph: Blueprint) -> 
     assert graph.stage_named("turn").begins
 
 
-def test_loop_without_feedback_next_to_one_is_a_cycle(graph: Blueprint) -> None:
+def test_loop_without_feedback_next_to_a_feedback_is_a_cycle(graph: Blueprint) -> None:
     again, work = looped(graph)
     again.feed(work)
     graph.merge(Stream(graph, "b", "out", "b"), name="a").map(step, name="b")
@@ -186,7 +186,7 @@ def test_feedbacks_with_equal_names_differ(graph: Blueprint) -> None:
     assert repr(first) == "<Stream 'feedback' in graph 'test'>"
 
 
-def test_surplus_streams_with_a_feedback_are_reported(graph: Blueprint) -> None:
+def test_surplus_streams_of_a_stage_with_feedback_are_reported(graph: Blueprint) -> None:
     source, again = graph.source(range(3)), graph.feedback()
     again.feed(graph.stage(pass_on, source, again, limit=1))
     assert rules(graph) == ["ports"]

@@ -90,7 +90,7 @@ CALLS: list[tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "meant", "call", "given"), CALLS)
-def test_error_of_other_calls_names_the_closest_option(
+def test_error_for_a_misspelt_option_names_the_closest_option(
     name: str, meant: str, call: Callable[..., Any], given: tuple[Any]
 ) -> None:
     misspelt = f"{meant[0]}{meant}"
@@ -98,7 +98,7 @@ def test_error_of_other_calls_names_the_closest_option(
         call(*given, **{misspelt: 1})
 
 
-def test_error_of_group_operations_names_the_closest_option() -> None:
+def test_error_for_a_misspelt_group_option_names_the_closest_option() -> None:
     (alone,) = members(1)
     with (
         alone,

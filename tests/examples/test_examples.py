@@ -135,7 +135,7 @@ def test_duplicates_example_finds_equal_files_in_the_standard_library(real_files
     assert f"{len(expected):,} groups of equal files" in output
 
 
-def test_duplicates_hosts_finds_duplicates_and_reports_host_shares(tmp_path: Path) -> None:
+def test_duplicates_hosts_finds_duplicates_and_reports_work_per_host(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number:02}").write_text(f"{number % 4}")
     lines = python("duplicates_hosts.py", tmp_path).splitlines()

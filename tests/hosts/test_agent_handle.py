@@ -31,7 +31,7 @@ class BreaksMeanwhile:
         pass
 
 
-def test_recent_break_does_not_end_the_agent(monkeypatch):
+def test_agent_survives_a_recently_broken_connection(monkeypatch):
     """The agent has ``peer_timeout`` seconds, counted from the break, to dial again."""
     monkeypatch.setattr(agent_handle, "START", 0.0)  # the time to start is over
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)
@@ -47,7 +47,7 @@ def test_recent_break_does_not_end_the_agent(monkeypatch):
         one.close(0)
 
 
-def test_agent_that_never_connected_does_not_delay_exit():
+def test_agent_that_never_connected_does_not_delay_program_exit():
     """The agent has nothing to finish, so pressing Ctrl-C while agents are starting ends the program
     immediately."""
     started = SimpleNamespace(ended=lambda: None, kill=lambda: None, close=lambda: None)

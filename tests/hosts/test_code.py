@@ -39,7 +39,7 @@ def test_only_the_users_modules_are_listed(own_module: str) -> None:
     assert own_modules(pack_stage((own.use, json.dumps, cloudpickle.dumps), ())) == (own_module,)
 
 
-def test_missing_modules_are_found_without_importing_them(own_module: str, tmp_path: Path) -> None:
+def test_missing_modules_are_reported_without_being_imported(own_module: str, tmp_path: Path) -> None:
     (tmp_path / "explodes.py").write_text("raise AssertionError")
     assert lacking([own_module, "json", "explodes", "no_such_module", "no_such.at_all"]) == (
         "no_such_module", "no_such.at_all",

@@ -58,7 +58,7 @@ def program(folder: Path, text: str) -> str:
     return run_python(script(folder, SCRIPT + text), folder)
 
 
-def test_agents_have_names_and_one_parent_across_runs() -> None:
+def test_agents_of_several_runs_have_names_and_one_parent() -> None:
     gate = Gate()
     graph = Graph("named")
     graph.source(range(2)).map(gate.wait, on=local(2), workers=2).sink(abs)

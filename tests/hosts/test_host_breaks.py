@@ -48,7 +48,7 @@ def test_items_arrive_once_and_in_order_despite_broken_connections(tls: bool) ->
     assert [host.agents for host in run.stats().hosts] == [1, 1]
 
 
-def test_worker_continues_when_its_link_breaks() -> None:
+def test_worker_continues_when_the_link_of_its_agent_breaks() -> None:
     from support.worker_latch import Gate
 
     gate = Gate()

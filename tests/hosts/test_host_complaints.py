@@ -25,7 +25,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "the hostname resolves to 127.0.1.1, or there are two interfaces, and the wrong address is taken",
         (
             "transport/test_tcp.py::test_address_comes_from_the_route_not_the_hostname",
-            "hosts/test_ssh_values.py::test_driver_listens_on_an_address_that_all_hosts_reach",
+            "hosts/test_ssh_values.py::test_driver_listens_on_an_address_that_all_hosts_can_reach",
         ),
     ),
     "ray#22732, ray#33554": (
@@ -53,7 +53,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpc#32435, grpc-go#7542": (
         "a silent cut is noticed after a quarter of an hour",
         (
-            "hosts_real/test_cable.py::test_graph_continues_when_one_of_three_networks_loses_its_cable",
+            "hosts_real/test_cable.py::test_graph_continues_when_one_of_three_network_cables_is_cut",
             "hosts/test_host_deaths.py::test_silent_agent_is_fenced_and_replaced",
         ),
     ),
@@ -72,13 +72,13 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_inside_an_item",
+            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_mid_item",
         ),
     ),
     "akka-core#24576, sparkrun#240": (
         "a large message on a slow wire ends the connection; a killed launcher leaves processes",
         (
-            "hosts/test_host_complaints.py::test_large_item_on_a_slow_wire_does_not_fence_hosts",
+            "hosts/test_host_complaints.py::test_large_item_on_a_slow_connection_does_not_fence_hosts",
             "hosts/test_host_ends.py::test_agents_end_when_the_driver_is_killed",
         ),
     ),
@@ -89,7 +89,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 @pytest.mark.parametrize("source", COMPLAINTS)
-def test_each_complaint_has_its_tests(source: str) -> None:
+def test_each_host_complaint_lists_existing_tests(source: str) -> None:
     for name in COMPLAINTS[source][1]:
         assert is_listed_test(name), name
 
@@ -161,7 +161,7 @@ def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
 
 
 @pytest.mark.parametrize("function", [len, bytes], ids=["there", "there and back"])
-def test_large_item_on_a_slow_wire_does_not_fence_hosts(function: Callable[[Any], Any]) -> None:
+def test_large_item_on_a_slow_connection_does_not_fence_hosts(function: Callable[[Any], Any]) -> None:
     """The item is in transit for several times the ``peer_timeout``."""
     item = bytes(48 << 20)
     with wired(1, Wire(rate=16 << 20), peer_timeout=1) as pool:

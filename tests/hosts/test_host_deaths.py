@@ -97,7 +97,7 @@ def test_killed_agent_is_replaced_with_its_workers(tmp_path: Path, ordered: bool
     assert next(stage.restarts for stage in stats.stages if stage.name == "work") == 0
 
 
-def test_workers_of_a_killed_agent_die_with_it() -> None:
+def test_workers_of_a_killed_agent_die_with_their_agent() -> None:
     gate = Gate()
     graph = Graph("orphans")
     result = graph.source(range(4)).map(gate.wait, on=local(1), workers=3).collect()
@@ -160,7 +160,7 @@ def test_workers_move_to_another_host_when_their_own_is_lost(tmp_path: Path) -> 
     assert "there is no other" in report
 
 
-def test_run_without_any_host_left_ends_with_the_reason(tmp_path: Path) -> None:
+def test_run_that_lost_all_hosts_ends_with_the_reason(tmp_path: Path) -> None:
     def work(item: int) -> int:
         if item == 5:
             kill_agent()

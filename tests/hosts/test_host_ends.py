@@ -110,7 +110,7 @@ def test_stage_on_hosts_ends_when_its_readers_stop() -> None:
     assert [host.breaks for host in run.stats().hosts] == [0, 0]
 
 
-def test_stage_that_returns_early_ends_the_stages_before_it() -> None:
+def test_stage_that_returns_early_ends_earlier_stages() -> None:
     def three(numbers: In[int], out: Out[int]) -> None:
         for _ in range(3):
             out.put(numbers.get())
@@ -257,7 +257,7 @@ def filled(size: int) -> bytes:
     return bytes(size)
 
 
-def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
+def test_output_larger_than_the_drivers_memory_fails_in_its_stage() -> None:
     graph = Graph("large")
     graph.source([5_000_000]).map(filled, on=local(1), name="far").sink(len)
     with pytest.raises(RunError) as caught:
@@ -267,7 +267,7 @@ def test_output_beyond_the_drivers_memory_fails_in_its_stage() -> None:
     assert "item must have at most max_bytes=4000000" in message
 
 
-def test_item_beyond_the_hosts_memory_ends_the_run(
+def test_item_larger_than_the_hosts_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(hosts_part, "most_bytes", lambda: 1_000_000)  # the largest item that agents accept

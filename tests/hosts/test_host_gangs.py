@@ -308,7 +308,9 @@ def test_allreduce_combines_all_items_at_capacity_one() -> None:
 
 
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
-def test_each_output_is_in_one_round_despite_deaths(tmp_path: Path, deed: Callable[[], Any]) -> None:
+def test_allreduce_uses_each_output_in_one_round_despite_deaths(
+    tmp_path: Path, deed: Callable[[], Any]
+) -> None:
     """Only a dead worker's replacement gets the current items of that worker, because another worker's
     channel does not know which outputs were published."""
 

@@ -174,7 +174,7 @@ def test_operator_on_two_hosts_equals_local_result(case: Any) -> None:
     assert found == expected
 
 
-def test_failed_items_of_each_operator_reach_errors_from_hosts() -> None:
+def test_failed_items_on_hosts_reach_errors_for_each_operator() -> None:
     def refuse(number: int) -> int:
         if number % 3 == 0:
             raise ValueError(f"{number} at {worker().host}")

@@ -44,7 +44,7 @@ def test_picture_names_the_hosts_of_a_stage(draw: object) -> None:
 
 
 @pytest.mark.parametrize("draw", [to_dot, to_mermaid])
-def test_many_hosts_are_drawn_as_one_counted_box(draw: object) -> None:
+def test_many_hosts_are_drawn_as_one_box_with_a_count(draw: object) -> None:
     assert "64 hosts: local-1 … local-64" in draw(drawn(local(64)))  # type: ignore[operator]
 
 

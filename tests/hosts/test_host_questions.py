@@ -64,7 +64,7 @@ class Bomb:
         return os._exit, (7,)
 
 
-def test_item_that_kills_a_remote_worker_fails_its_ask() -> None:
+def test_item_that_kills_a_remote_worker_fails_its_request() -> None:
     async def main() -> None:
         graph = Graph("asked")
         questions: Any = graph.input("questions")

@@ -102,7 +102,7 @@ def test_users_module_is_sent_by_value(tmp_path: Path, monkeypatch: pytest.Monke
     del sys.modules["own_only"]
 
 
-def test_module_missing_on_a_host_is_named() -> None:
+def test_error_names_the_module_that_a_host_lacks() -> None:
     def uses(item: int) -> int:
         import no_such_module_anywhere  # type: ignore[import-not-found]
 
@@ -241,7 +241,7 @@ def test_report_names_the_hosts() -> None:
     assert "received  round trip\n" in report
 
 
-def test_item_that_cannot_leave_the_driver_ends_the_run() -> None:
+def test_item_that_the_driver_cannot_send_ends_the_run() -> None:
     graph = Graph("shared")
     items = graph.source([Channel(across="processes")], name="items")
     items.map(abs, on=local(1), name="far").sink(abs)
@@ -250,7 +250,7 @@ def test_item_that_cannot_leave_the_driver_ends_the_run() -> None:
     assert "channel 'items' can't be sent to host 'local-1'" in str(caught.value.exceptions[0])
 
 
-def test_result_that_cannot_leave_its_host_ends_the_run() -> None:
+def test_result_that_its_host_cannot_send_ends_the_run() -> None:
     graph = Graph("shared")
     made = graph.source([1]).map(lambda _: Channel(across="processes"), on=local(1), name="made")
     made.sink(abs)

@@ -129,7 +129,7 @@ def pass_on(numbers: In[int], out: Out[int]) -> None:
 # a worker can continue
 
 
-def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> None:
+def test_slow_remote_worker_is_not_a_deadlock(looks: list[Waits]) -> None:
     """All other workers are waiting for this one or for room."""
     gate = Gate()
     graph = Graph("working")
@@ -141,7 +141,7 @@ def test_remote_worker_that_works_long_is_not_a_deadlock(looks: list[Waits]) -> 
     assert run.wait()[result] == list(range(500))
 
 
-def test_one_working_worker_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
+def test_one_busy_worker_out_of_two_is_not_a_deadlock(looks: list[Waits]) -> None:
     """The other worker, its link and all local workers are waiting."""
     gate = Gate()
     graph = Graph("working")
@@ -193,7 +193,7 @@ def begin(fresh: In[int], back: In[int], out: Out[int], done: Out[int]) -> None:
         done.put(number)
 
 
-def test_item_on_a_slow_wire_is_not_a_deadlock(looks: list[Waits]) -> None:
+def test_item_on_a_slow_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     """The item is in transit most of the time, while all workers are waiting. The supervisor polls the hosts
     constantly."""
     assert round_and_round(Wire(delay=0.02), 20) == [0]

@@ -65,7 +65,7 @@ def test_queued_agent_is_awaited_beyond_the_start_timeout(monkeypatch: pytest.Mo
     assert graph.run()[result] == ["0", "1", "2"]
 
 
-def test_agent_that_does_not_dial_is_reported_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_that_does_not_connect_is_reported_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_handle, "START", 0.2)
     monkeypatch.setattr(Queued, "waits", lambda self: False)
     graph = Graph("late")

@@ -80,7 +80,7 @@ def end_of(one: StartedAgent) -> str:
     return one.ended() or ""
 
 
-def test_provider_compares_and_pickles_by_value():
+def test_provider_is_compared_and_pickled_by_value():
     assert local(2) == local(2) != local(3)
     assert hash(local(2)) == hash(local(2))
     assert pickle.loads(pickle.dumps(local(2))) == local(2)
@@ -102,7 +102,7 @@ def test_repr_of_a_launch_hides_its_secret():
     assert "secret" not in repr(launch("pass"))
 
 
-def test_launch_line_arrives_on_standard_input(start, tmp_path):
+def test_agent_gets_its_launch_line_on_standard_input(start, tmp_path):
     one = start(launch(ECHO, tmp_path / "got", stdin=b"the line\n"))
     assert end_of(one) == "the agent local-1 exited with code 0 without finishing"
     assert (tmp_path / "got").read_bytes() == b"the line\n"

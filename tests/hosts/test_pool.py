@@ -12,7 +12,7 @@ from flowchan.hosts import local
 from flowchan.run.policy.plan import plan
 
 
-def test_pool_compares_pickles_and_prints_by_value() -> None:
+def test_pool_is_compared_pickled_and_printed_by_value() -> None:
     pool = local(2)
     assert pool == local(2)
     assert pool != local(3)
@@ -43,7 +43,7 @@ def test_hosts_get_workers_in_proportion_to_their_shares() -> None:
         assert (len(planned), planned.count("local-1")) == (workers, on_first)
 
 
-def test_stages_spread_over_hosts_by_shares() -> None:
+def test_workers_of_all_stages_are_spread_by_host_shares() -> None:
     pool = local(2)[{"local-1": 1, "local-2": 2}]
     graph = Graph("chain")
     stream = graph.source(range(3))
@@ -90,7 +90,7 @@ def test_declaring_and_checking_a_graph_does_not_start_agents() -> None:
     assert not agents()
 
 
-def test_function_that_cannot_be_sent_is_found_before_the_run() -> None:
+def test_function_that_cannot_be_sent_is_reported_before_the_run() -> None:
     import threading
 
     lock = threading.Lock()
@@ -101,7 +101,7 @@ def test_function_that_cannot_be_sent_is_found_before_the_run() -> None:
     assert not agents()
 
 
-def test_stage_on_unnamed_hosts_is_found_before_the_run() -> None:
+def test_stage_without_any_named_host_is_reported_before_the_run() -> None:
     graph = Graph("homeless")
     graph.source([1]).map(abs, on="hosts", name="far").sink(abs)
     (problem,) = graph.check()

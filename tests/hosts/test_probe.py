@@ -100,7 +100,7 @@ def test_probe_reports_each_of_several_unknown_names():
         assert facts.problem.startswith(f"ssh: the host {host!r} can't be resolved (")
 
 
-def test_probe_gives_up_on_a_host_that_does_not_dial():
+def test_probe_reports_a_host_that_does_not_connect_in_time():
     _, two = probe.check_hosts(odd("import signal; signal.pause()"), host_timeout=5.0)
     assert two.problem.startswith("local-2 did not connect to 127.0.0.1:")
     assert two.problem.endswith("set address= to another address of this machine")

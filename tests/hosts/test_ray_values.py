@@ -12,7 +12,7 @@ from flowchan.errors import HostError
 from flowchan.hosts.providers.ray import _Reservation, ray
 
 
-def test_provider_compares_and_pickles_by_value():
+def test_provider_is_compared_and_pickled_by_value():
     given = ray(2, resources={"GPU": 1, "blue": 0.5})
     assert given.hosts == ("ray-1", "ray-2")
     assert given == ray(2, resources={"blue": 0.5, "GPU": 1}) != ray(2)
@@ -22,7 +22,7 @@ def test_provider_compares_and_pickles_by_value():
     assert repr(ray(1, address="10.0.0.1")) == "ray(1, address='10.0.0.1')"
 
 
-def test_agent_takes_one_core_by_default():
+def test_agent_reserves_one_core_by_default():
     assert ray(1, resources={"GPU": 1}).bundle == {"CPU": 1, "GPU": 1}
     assert ray(1, resources={"CPU": 4}).bundle == {"CPU": 4}
 

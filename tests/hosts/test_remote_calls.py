@@ -64,7 +64,7 @@ def send_random_requests(owner: connection.Connection, draw: random.Random) -> i
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_server_answers_random_requests_and_keeps_serving_others(seed: int) -> None:
+def test_server_answers_random_requests_and_keeps_serving_other_clients(seed: int) -> None:
     channel = Channel(across="hosts")
     other = HostPeer(lambda: [channel.get(), channel.get()])
     channel.put(0)

@@ -310,7 +310,7 @@ def test_aborted_channel_releases_its_clients_without_garbage_collection():
         gc.enable()
 
 
-def test_server_is_over_once_its_last_channel_is_released():
+def test_server_may_end_once_its_last_channel_is_released():
     """The server's thread is notified of the release, and may check before any other code runs."""
     channel, found = make(), []
     (server,) = serving._servers

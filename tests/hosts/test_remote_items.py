@@ -177,7 +177,7 @@ def test_ports_cannot_be_sent_to_other_hosts():
     HostPeer(put_ports).result()
 
 
-def test_channel_survives_for_the_next_receiver_of_its_item():
+def test_channel_survives_until_the_next_receiver_gets_its_item():
     """C14: the first receiver drops the channel, and is killed before it has finished the item."""
     carrier, ready = make(), make()
 
@@ -390,7 +390,7 @@ def test_channels_in_unread_items_are_released_with_their_carrier(aborted):
     assert kept.address.startswith(server.address)  # the server must not have ended
 
 
-def test_channels_in_items_survive_while_a_child_has_their_carrier():
+def test_channels_in_items_survive_while_a_child_has_outer_channel():
     carrier, inner, go, kept = make(), make(), make(), make()
     (server,) = serving._servers
     carrier.put(inner)

@@ -108,7 +108,7 @@ def test_items_have_arrived_when_close_returns():
     assert list(channel) == list(range(10))
 
 
-def test_items_have_arrived_when_a_port_block_ends():
+def test_items_have_arrived_when_the_ports_with_block_ends():
     channel = make()
 
     def put():
@@ -227,7 +227,7 @@ def test_prefetched_items_count_against_the_capacity():
     assert HostPeer(use).result() == [2, 3]
 
 
-def test_put_nowait_sees_room_freed_at_the_owner():
+def test_put_nowait_uses_room_that_was_freed_at_the_owner():
     """C7: before ``put_nowait`` fails, it asks the owner."""
     channel, go_on, ready = make(1), make(), make()
 
@@ -273,7 +273,7 @@ def test_killed_program_loses_only_unflushed_items():
     assert channel.get() == "open"
 
 
-def test_prefetched_items_return_when_their_reader_is_killed():
+def test_prefetched_items_are_returned_when_their_reader_is_killed():
     channel, ready = make(), make()
 
     def take():

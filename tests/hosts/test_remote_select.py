@@ -132,7 +132,7 @@ def test_select_ends_once_both_channels_are_drained(remote_first):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_owner_forgets_a_program_killed_during_select(alone):
+def test_owner_does_not_count_a_program_killed_during_select(alone):
     """C10, C11: either all channels belong to one owner, or one of them is local."""
     one, two = make(), make()
 

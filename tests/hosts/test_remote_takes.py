@@ -130,7 +130,7 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
     assert HostPeer(use).result() == ["whole", "behind", 1, "whole", 3]
 
 
-def test_remote_get_many_keeps_items_it_cannot_receive_now():
+def test_remote_get_many_leaves_items_that_it_cannot_receive():
     """C9: the call returns the items before that item; after Ctrl-C, the error's ``items_got`` has them."""
     channel = make()
 
@@ -232,7 +232,7 @@ def has_stopped(pid):
     return all(thread.read_text().rpartition(") ")[2].startswith("T") for thread in threads)
 
 
-def test_opening_a_channel_of_a_stopped_owner_times_out():
+def test_opening_a_channel_times_out_while_its_owner_is_stopped():
     """C9: if the owner continues later, the channel does not count as opened."""
     serve()
     handover = make()
@@ -316,7 +316,7 @@ def test_reply_is_sent_again_after_a_lack_of_memory(scarce, monkeypatch):
     assert not Scarce.lacking
 
 
-def test_items_with_channels_return_when_their_receiver_dies():
+def test_items_with_channels_are_returned_when_their_receiver_dies():
     """C11, C12: the channels live as long as the items that contain them."""
     channel, inner, received = make(), make(), make()
     server = channel._reached.server

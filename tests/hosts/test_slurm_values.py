@@ -21,7 +21,7 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_provider_compares_and_pickles_by_value():
+def test_provider_is_compared_and_pickled_by_value():
     assert slurm() == slurm() != slurm(address="10.0.0.1")
     assert pickle.loads(pickle.dumps(slurm())) == slurm()
     assert hash(slurm()) == hash(slurm())

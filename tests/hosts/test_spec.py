@@ -35,12 +35,12 @@ POOLS = {
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_text_is_parsed_as_a_provider(spec):
+def test_host_spec_is_parsed_as_a_provider(spec):
     assert parse(spec) == (SPECS[spec], PEER_TIMEOUT_S, False)
 
 
 @pytest.mark.parametrize("spec", POOLS)
-def test_text_is_parsed_as_a_pool_with_options(spec):
+def test_host_spec_is_parsed_as_a_pool_with_options(spec):
     assert pool_from(spec) == POOLS[spec]
 
 
@@ -61,7 +61,7 @@ def test_text_is_parsed_as_a_pool_with_options(spec):
         "slurm:2",
     ],
 )
-def test_invalid_text_is_refused_with_the_allowed_forms(spec):
+def test_invalid_host_spec_is_refused_with_the_allowed_forms(spec):
     with pytest.raises(
         ValueError, match="hosts must have a form such as local:2, ssh:gpu1,user@gpu2, slurm or ray:4, got"
     ):
@@ -87,11 +87,11 @@ def test_invalid_text_is_refused_with_the_allowed_forms(spec):
         ("ssh:python=x", "hosts must have a form such as"),
     ],
 )
-def test_unknown_option_is_refused_with_the_allowed_ones(spec, message):
+def test_unknown_option_in_host_spec_is_refused_with_allowed_options(spec, message):
     with pytest.raises(ValueError, match=message):
         parse(spec)
 
 
-def test_empty_host_is_refused():
+def test_empty_host_name_is_refused():
     with pytest.raises(ValueError, match="ssh: a host must not be empty"):
         parse("ssh:gpu1,,gpu2")

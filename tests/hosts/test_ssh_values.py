@@ -15,7 +15,7 @@ from flowchan.hosts.providers.ssh import ssh
 from flowchan.transport import addresses
 
 
-def test_provider_compares_and_pickles_by_value():
+def test_provider_is_compared_and_pickled_by_value():
     given = ssh("gpu1", "user@gpu2", python="~/venv/bin/python")
     assert given.hosts == ("gpu1", "user@gpu2")
     assert given == ssh("gpu1", "user@gpu2", python="~/venv/bin/python") != ssh("gpu1")
@@ -90,7 +90,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
-def test_agent_end_is_reported_only_when_known(lines, marks, why):
+def test_agent_end_is_reported_only_if_the_wrapper_reported_it(lines, marks, why):
     """When ssh ends, this says nothing about the agent unless the wrapper script has reported the agent's
     end."""
     message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
@@ -117,7 +117,7 @@ def towards(*hosts: str) -> str:
 
 
 @pytest.mark.usefixtures("routes")
-def test_driver_listens_on_an_address_that_all_hosts_reach():
+def test_driver_listens_on_an_address_that_all_hosts_can_reach():
     """A host on this machine can reach all addresses of this machine."""
     assert towards("here") == "127.0.0.1"
     assert towards("six") == "::1"

@@ -9,7 +9,7 @@ from pathlib import Path
 from networks import Networks
 
 
-def test_graph_continues_when_one_of_three_networks_loses_its_cable(networks: Networks, tmp_path: Path):
+def test_graph_continues_when_one_of_three_network_cables_is_cut(networks: Networks, tmp_path: Path):
     """The silence is noticed within the ``peer_timeout``, the other host does the work, and the report shows
     this."""
     head, first, second = networks.names

@@ -57,7 +57,7 @@ def test_slow_route_between_two_networks_is_avoided(networks: Networks) -> None:
     assert [one.communicate()[0] for one in ranks] == ["0 to 1, 1 to 2\nTrue\n", "None\n", "True\n"]
 
 
-def test_group_reports_the_member_that_loses_its_cable(networks: Networks) -> None:
+def test_group_names_the_member_with_the_cut_network_cable(networks: Networks) -> None:
     head, first, second = networks.names
     ranks = [start(RANK, where, rank) for rank, where in enumerate((head, head, first, second))]
     for one in ranks:

@@ -75,14 +75,14 @@ def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
     wait_until(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_python_without_flowchan_is_named_with_its_host(walk):
+def test_error_names_the_host_if_its_python_lacks_flowchan(walk):
     assert walk("no_flowchan") == [
         f"the Python at {sys.executable} on ray-1 has no flowchan; "
         "install the same environment for Ray's workers"
     ]
 
 
-def test_killed_node_is_reported_and_its_agent_restarts_on_another(nodes, walk):
+def test_killed_node_is_reported_and_its_agent_moves_to_another(nodes, walk):
     (killed,) = walk("node_killed")
     nodes.start_again(killed)
 

@@ -111,7 +111,7 @@ def test_refusal_by_srun_is_reported_with_the_node():
 
 
 @pytest.mark.usefixtures("allocation")
-def test_python_without_flowchan_is_named_with_its_node():
+def test_error_names_the_node_if_its_python_lacks_flowchan():
     with Driver(slurm()) as driver:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)

@@ -35,7 +35,7 @@ def test_secret_is_absent_from_command_lines_and_environments():
         assert_the_secret_is_hidden(driver)
 
 
-def test_python_in_the_home_folder_can_use_a_tilde(tmp_path):
+def test_python_path_may_begin_with_a_tilde(tmp_path):
     """The remote shell expands the tilde."""
     home = os.path.expanduser("~")
     name = f".flowchan test {tmp_path.name}"
@@ -59,7 +59,7 @@ def test_output_reaches_stderr_with_the_host_name(capfd):
     assert err == "[gpu1] agent 0 is up\n[gpu1] a last word without an end of line\n"
 
 
-def test_agent_outlives_a_killed_ssh():
+def test_agent_keeps_running_when_its_ssh_is_killed():
     """An agent without ssh ends only when its ``peer_timeout`` expires; this test ends it by an order from
     the driver."""
     with Driver(ssh("gpu1", python=sys.executable)) as driver:
@@ -114,14 +114,14 @@ def test_unreachable_host_is_reported_on_one_line(host):
         assert end_of(driver.start(0)) == UNREACHED[host].format(port=port)
 
 
-def test_missing_python_is_named_with_its_host():
+def test_error_names_the_missing_python_and_its_host():
     with Driver(ssh("gpu1", python="/nowhere/python")) as driver:
         why = end_of(driver.start(0))
     assert why.startswith("gpu1 has no Python at /nowhere/python (")
     assert why.endswith("not found); set python= to a Python that has flowchan")
 
 
-def test_python_without_flowchan_is_named_with_its_host():
+def test_error_names_the_host_if_its_python_lacks_flowchan():
     with Driver(ssh("gpu1", python="/usr/bin/python3")) as driver:
         launch = Launch(("-I", "-S", "-m", "flowchan.hosts.agent"), b"{}\n")
         driver.started[0] = one = driver.provider.start(0, launch)

@@ -46,14 +46,16 @@ def dumped(value: object) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "kept"), [("Constant", True), ("Point", True), ("UsesData", False)])
-def test_pickle_of_class_is_kept_if_it_depends_on_constants(name: str, kept: bool, main: ModuleType) -> None:
+def test_pickled_class_is_cached_only_if_its_contents_are_constant(
+    name: str, kept: bool, main: ModuleType
+) -> None:
     classes, cls = PackedClasses(), getattr(main, name)
     packed = classes.get(cls, ByValuePickler)
     assert (packed is not None) == kept
     assert classes.get(cls, ByValuePickler) is packed
 
 
-def test_pickle_of_class_that_changes_is_not_kept(main: ModuleType) -> None:
+def test_pickled_class_that_changes_is_not_cached(main: ModuleType) -> None:
     classes, cls = PackedClasses(), main.Constant
     assert classes.get(cls, ByValuePickler) is not None
     cls.limit = 1000
@@ -71,19 +73,19 @@ def test_packed_class_is_created_once_while_it_is_referenced(main: ModuleType) -
     assert classes.get(packed) is classes.get(packed) is main.Constant
 
 
-def test_program_gets_its_own_function_back(main: ModuleType) -> None:
+def test_function_sent_back_to_its_program_is_the_same_object(main: ModuleType) -> None:
     exec("def f(x=1): return DATA, x", vars(main))
     assert pickle.loads(dumped(main.f)) is main.f
 
 
-def test_function_with_a_different_definition_is_not_replaced(main: ModuleType) -> None:
+def test_function_with_a_changed_definition_keeps_the_sent_definition(main: ModuleType) -> None:
     exec("def f(): return 1", vars(main))
     packed = dumped(main.f)
     exec("def f(): return 2", vars(main))
     assert (pickle.loads(packed)(), main.f()) == (1, 2)
 
 
-def test_function_with_a_different_default_is_not_replaced(main: ModuleType) -> None:
+def test_function_with_a_changed_default_keeps_the_sent_default(main: ModuleType) -> None:
     exec("def f(x=1): return x", vars(main))
     packed = dumped(main.f)
     exec("def f(x=2): return x", vars(main))

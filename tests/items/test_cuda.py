@@ -241,7 +241,7 @@ def _take_and_stay(ch: Channel, taken: Channel) -> None:
     channel().get()
 
 
-def test_item_leased_by_a_killed_receiver_returns(start):
+def test_item_leased_by_a_killed_receiver_is_returned(start):
     ch, taken = channel(), channel()
     ch.put(torch.full((LARGE,), 3, device="cuda"))
     start(_take_and_stay, ch, taken)

@@ -203,7 +203,7 @@ def host_as_device(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("switch", ["1", "0"])
-def test_torch_device_follows_the_protocol(host_as_device, monkeypatch, switch):
+def test_torch_device_implements_the_transfer_protocol(host_as_device, monkeypatch, switch):
     monkeypatch.setenv(transfer.SWITCH, switch)
     monkeypatch.setattr(torch, "device", lambda *named: "cpu" if switch == "0" else torch_device(*named))
     sent = torch.arange(1000).reshape(10, -1).t()

@@ -159,7 +159,7 @@ def test_changing_a_received_image_does_not_change_the_item() -> None:
     assert image.getpixel((1, 1)) == (255, 255, 255)
 
 
-def test_libraries_use_their_own_pickling_without_arrow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_use_their_own_pickling_if_arrow_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrow, "_has_arrow", lambda: False)
     assert list(arrow.reducers()) == []
 

@@ -49,7 +49,7 @@ def test_arrays_in_a_packed_value_are_read_in_place() -> None:
     assert first["view"] == value["view"]
 
 
-def test_packed_value_passes_through_channels_unopened() -> None:
+def test_packed_value_passes_through_channels_without_being_unpickled() -> None:
     value = [np.arange(100_000.0), torch.arange(1000)]
     arrived = unpack(crossed(crossed(pack(value))))
     assert np.array_equal(arrived[0], value[0])
@@ -70,7 +70,7 @@ def refuse() -> None:
     raise UnpicklingError("not here")
 
 
-def test_error_in_unpickling_is_raised_only_by_unpack() -> None:
+def test_unpickling_error_is_raised_only_by_unpack() -> None:
     for made, error in ((Made(refuse), UnpicklingError), (Made(sys.exit, 3), SystemExit)):
         number, packed = crossed((7, pack(made)))
         assert number == 7
@@ -80,6 +80,6 @@ def test_error_in_unpickling_is_raised_only_by_unpack() -> None:
     assert number == 7
 
 
-def test_pack_names_the_part_that_fails() -> None:
+def test_pack_error_names_the_part_that_cannot_be_pickled() -> None:
     with pytest.raises(TypeError, match=r"its item 'lock' .*can't be pickled"):
         pack({"lock": threading.Lock()})

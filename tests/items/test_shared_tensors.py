@@ -36,7 +36,7 @@ def round_trip(value: Any) -> Any:
     return channel.get()
 
 
-def test_both_processes_see_each_others_writes() -> None:
+def test_two_processes_see_each_others_writes() -> None:
     there, back = Channel[Any](across="processes"), Channel[None](across="processes")
 
     def write() -> None:
@@ -74,7 +74,7 @@ def test_views_and_parameters_arrive_in_the_same_memory() -> None:
     assert round_trip(own.clone().share_memory_().requires_grad_()).requires_grad
 
 
-def test_received_tensor_is_passed_on_and_outlives_its_maker() -> None:
+def test_received_tensor_can_be_forwarded_and_outlives_its_creator() -> None:
     channel = Channel[Any](across="processes")
 
     def make() -> None:
@@ -111,7 +111,7 @@ def test_tasks_in_a_pool_write_into_one_tensor() -> None:
     assert own.tolist() == [8, 1, 2]
 
 
-def test_pool_values_stay_shared() -> None:
+def test_shared_tensors_in_a_shared_dict_stay_shared() -> None:
     own = shared(3)
     table = SharedDict({"weights": own, "copied": torch.zeros(3)})
     for name in ("weights", "copied"):

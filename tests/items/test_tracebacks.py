@@ -48,15 +48,17 @@ def fails() -> None:
         (fails, RunError),
     ],
 )
-def test_error_shows_one_line_from_flowchan(call: Callable[[], Any], kind: type[BaseException]) -> None:
+def test_traceback_of_an_error_shows_one_line_from_flowchan(
+    call: Callable[[], Any], kind: type[BaseException]
+) -> None:
     assert len(frames_of(call, kind)) == 1
 
 
-def test_missing_argument_shows_no_line_from_flowchan() -> None:
+def test_traceback_of_a_missing_argument_shows_no_flowchan_line() -> None:
     assert frames_of(lambda: Graph("g").source([1]).map(), TypeError) == []  # type: ignore[call-overload]
 
 
-def test_error_from_user_code_keeps_all_traceback_lines() -> None:
+def test_traceback_of_an_error_in_user_code_is_complete() -> None:
     @ends_at_caller
     def outer(function: Callable[[], Any]) -> Any:
         return inner(function)

@@ -93,7 +93,7 @@ CUTS = [100_000, 150_000, 300_000, 1_000_000]
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_outputs_arrive_once_if_the_connection_breaks_inside_an_item(times: int) -> None:
+def test_outputs_arrive_once_if_the_connection_breaks_mid_item(times: int) -> None:
     with Cut(*CUTS) as linked:
         source, results = channel(4), channel(1000)
         thread = RemoteWorker(linked, 1, source, results).start(large)
@@ -103,7 +103,7 @@ def test_outputs_arrive_once_if_the_connection_breaks_inside_an_item(times: int)
 
 
 @pytest.mark.parametrize("times", range(5))
-def test_known_outputs_are_skipped_once_if_the_connection_breaks(times: int) -> None:
+def test_outputs_already_put_are_skipped_once_after_broken_connections(times: int) -> None:
     source, results = channel(4), channel(1000)
     with Linked() as first:
         remote = RemoteWorker(first, 1, source, results)

@@ -101,7 +101,7 @@ def test_link_with_many_workers_sleeps_while_idle() -> None:
     assert threads() <= before
 
 
-def test_stopped_process_does_not_blame_the_peer_for_silence() -> None:
+def test_process_that_was_stopped_does_not_consider_its_peer_silent() -> None:
     """R11: a stopped program handles received frames before it decides that its peer is silent."""
     own_end, silent = socket.socketpair()
     reported = Channel[float](10_000, across="processes")

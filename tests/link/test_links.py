@@ -95,7 +95,7 @@ def test_outputs_of_several_ordered_workers_keep_the_item_order(
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
-def test_large_items_arrive_whole(linked: Linked, breaks: bool) -> None:
+def test_large_items_arrive_complete(linked: Linked, breaks: bool) -> None:
     outputs = run(linked, large, 1_000, 2, breaks=breaks)
     assert Counter(outputs) == Counter(output for item in range(1_000) for _, output in large(item))
 
@@ -197,7 +197,7 @@ def test_broken_input_raises_its_cause_in_the_remote_worker(linked: Linked) -> N
     assert repr(caught.value.__cause__) == "ValueError('no more')"
 
 
-def test_remote_abort_reaches_all_users_of_the_output(linked: Linked) -> None:
+def test_remote_abort_reaches_all_users_of_the_output_channel(linked: Linked) -> None:
     source, results = channel(), channel()
     remote = RemoteWorker(linked, 1, source, results)
     remote.outside[0].channel.abort(ValueError("no more"))

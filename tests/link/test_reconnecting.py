@@ -74,7 +74,7 @@ class Returning(Linked):
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_items_arrive_once_and_in_order_over_many_breaks(tls: bool) -> None:
+def test_items_arrive_once_and_in_order_despite_many_reconnections(tls: bool) -> None:
     if tls:
         pytest.importorskip("cryptography")
     often = 4_000 if tls else 200

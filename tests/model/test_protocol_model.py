@@ -178,7 +178,7 @@ def search(model: str, defines: str, folder: Path, optimise: str) -> tuple[int, 
 
 @needs_spin
 @pytest.mark.parametrize(("model", "defines"), [*WHOLE, *map(long, LONGEST)])
-def test_model_holds_in_an_exhaustive_search(model: str, defines: str, tmp_path: Path) -> None:
+def test_protocol_model_holds_in_an_exhaustive_search(model: str, defines: str, tmp_path: Path) -> None:
     errors, states, printed = search(model, defines, tmp_path, "-O1")
     assert errors == 0, printed
     for cut_short in ("not completed", "max search depth too small", "MEMLIM"):
@@ -191,7 +191,7 @@ def test_model_holds_in_an_exhaustive_search(model: str, defines: str, tmp_path:
     ("model", "defines", "fault"),
     [*AT_ONCE, *(long(fault) for fault in [*FAULTS, FAR_FAULT] if fault not in AT_ONCE)],
 )
-def test_planted_fault_is_found(model: str, defines: str, fault: str, tmp_path: Path) -> None:
+def test_model_checker_finds_each_planted_fault(model: str, defines: str, fault: str, tmp_path: Path) -> None:
     assert fault in (HERE / f"{model}.pml").read_text(), "no such fault"
     far = fault in ("PLANT_wake_one", "PLANT_no_pass_on")
     errors, states, printed = search(model, f"{defines} {fault}", tmp_path, "-O1" if far else "-O0")

@@ -35,17 +35,17 @@ def turn_taking(one: int, other: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("elsewhere", [0, 100, 150])
-def test_busy_sides_take_turns_in_long_runs(elsewhere: int) -> None:
+def test_busy_reader_and_writer_take_turns_in_long_runs(elsewhere: int) -> None:
     runs, _ = turn_taking(elsewhere, elsewhere)
     assert runs < 20_000 / 12
 
 
 @pytest.mark.parametrize("elsewhere", [(2_000, 2_000), (5_000, 5_000)])
-def test_side_that_mostly_works_elsewhere_never_rests(elsewhere: tuple[int, int]) -> None:
+def test_reader_or_writer_that_rarely_uses_the_channel_never_rests(elsewhere: tuple[int, int]) -> None:
     assert turn_taking(*elsewhere)[1] == 0
 
 
 @pytest.mark.parametrize("elsewhere", [(400, 400), (600, 600), (100, 2_000), (10_000, 100), (50, 300)])
-def test_rests_without_benefit_become_rare(elsewhere: tuple[int, int]) -> None:
+def test_rests_that_bring_no_benefit_become_rare(elsewhere: tuple[int, int]) -> None:
     runs, rests = turn_taking(*elsewhere)
     assert rests < 20 + runs / 100

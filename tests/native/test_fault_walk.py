@@ -166,19 +166,19 @@ def walked(walk: Path, long_walk: bool) -> Walked:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_c11_death_at_any_step_harms_no_other_process(walked: Walked, operation: str) -> None:
+def test_c11_death_at_any_step_does_not_affect_other_processes(walked: Walked, operation: str) -> None:
     points, recoveries = walked[operation]
     assert points > 0
     assert recoveries > points / walked.every or operation in ONCE
 
 
-def test_c11_walk_covers_every_operation(walked: Walked, walk: Path) -> None:
+def test_c11_fault_injection_covers_every_operation(walked: Walked, walk: Path) -> None:
     assert run(walk, "list").stdout.splitlines() == list(OPERATIONS)
     points, recoveries = (sum(numbers) for numbers in zip(*map(walked.__getitem__, OPERATIONS), strict=True))
     print(f"{points} fault points walked, and {recoveries} with a second death in the recovery")
 
 
-def test_c11_walk_detects_a_put_without_a_redo_record(walk: Path) -> None:
+def test_c11_fault_injection_detects_a_put_without_a_redo_record(walk: Path) -> None:
     planted = run(walk, "planted")
     assert planted.returncode == 2
     assert (

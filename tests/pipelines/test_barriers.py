@@ -100,7 +100,7 @@ def test_timeout_breaks_the_barrier_for_all_parties(across: Any, on: Any) -> Non
 
 
 @between
-def test_death_of_participant_releases_no_other_early(across: Any) -> None:
+def test_death_of_a_participant_does_not_release_the_others_early(across: Any) -> None:
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
@@ -158,7 +158,7 @@ def outcome(wait: Callable[[], object]) -> object:
 
 
 @everywhere
-def test_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> None:
+def test_barrier_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> None:
     barrier = Barrier(3, across=across)
 
     def meet(barrier: Barrier, worker: int) -> object:
@@ -176,7 +176,7 @@ def test_reset_breaks_current_wait_but_not_later_waits(across: Any, on: Any) -> 
 
 
 @between
-def test_reset_reaches_processes_that_saw_broken_barrier(across: Any) -> None:
+def test_reset_repairs_the_barrier_for_processes_that_saw_it_broken(across: Any) -> None:
     barrier, states = Barrier(2, across=across), Channel[bool](across=across)
 
     def look() -> None:
@@ -481,7 +481,7 @@ def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
     "pattern", [functools.partial(Barrier, 2), Event, Condition, SharedDict, Lock, Semaphore]
 )
 @pytest.mark.parametrize("across", ["threads", "planets"])
-def test_synchronisation_rejects_across_threads(pattern: Any, across: Any) -> None:
+def test_synchronisation_rejects_threads_as_its_across_argument(pattern: Any, across: Any) -> None:
     name = pattern.func.__name__ if isinstance(pattern, functools.partial) else pattern.__name__
     with pytest.raises(ValueError, match=f"{name}: across must be 'processes' or 'hosts', got '{across}'"):
         pattern(across=across)

@@ -92,7 +92,7 @@ def test_client_and_server_exchange_messages(server):
     assert peer.result() == "pong"
 
 
-def test_recv_nowait_raises_until_message_arrives(server):
+def test_recv_nowait_raises_empty_until_a_message_arrives(server):
     """testPingPongAsync: at first, no message has arrived."""
 
     def ping(client):

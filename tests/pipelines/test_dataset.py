@@ -98,7 +98,7 @@ def test_same_seed_repeats_the_same_sequence_of_epochs() -> None:
     assert list(resumed) == epochs[1]
 
 
-def test_torchs_generator_sets_the_seed_if_none_is_given() -> None:
+def test_seed_comes_from_torchs_generator_if_none_is_given() -> None:
     data = dataset(Graph("g").source(shuffled, 50))
     found = []
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_unfinished_epoch_ends_with_the_block() -> None:
         next(items)
 
 
-def test_tensors_are_pinned_on_a_thread_if_gpu_exists(
+def test_tensors_are_pinned_by_a_thread_if_a_gpu_exists(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -155,7 +155,7 @@ def test_tensors_are_not_pinned_without_gpu() -> None:
     assert [stage.name for stage in graph.stages] == ["source", "dataset"]
 
 
-def test_error_names_a_wrong_argument() -> None:
+def test_dataset_error_names_the_wrong_argument() -> None:
     with pytest.raises(TypeError, match=r"stream must be a stream of a graph, got \[1\]"):
         dataset([1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seed must be an int or None, got 'x'"):

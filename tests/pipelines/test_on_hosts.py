@@ -33,13 +33,13 @@ def fail_at(number: int) -> int:
     return number
 
 
-def test_map_on_pool_uses_all_hosts_in_worker_order() -> None:
+def test_map_on_a_host_pool_returns_results_in_worker_order() -> None:
     results = pipelines.map(4, where, on=local(2)).join()
     assert [number for number, _ in results] == [1, 2, 3, 4]
     assert {host for _, host in results} <= {"local-1", "local-2"}
 
 
-def test_join_raises_error_of_worker_on_host() -> None:
+def test_join_raises_the_error_from_a_worker_on_a_host() -> None:
     workers = pipelines.map(3, fail_at, on=local(1))
     with pytest.raises(RunError) as caught:
         workers.join()
@@ -53,9 +53,7 @@ def test_task_pool_on_hosts_returns_results_and_errors() -> None:
             pool.submit(math.factorial, -1).result()
 
 
-def test_missing_module_on_host_is_named_with_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_names_the_missing_module_and_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("def use(): pass")
     with pipelines.TaskPool(1, on=local(1)) as pool:
         assert pool.submit(abs, -1).result() == 1  # so that the agent is connected
@@ -67,7 +65,7 @@ def test_missing_module_on_host_is_named_with_the_host(
     assert note.startswith("raised on host 'local-1': the objects in a task must be importable there, or")
 
 
-def test_process_on_host_is_replaced_after_max_tasks() -> None:
+def test_remote_process_is_replaced_after_max_tasks() -> None:
     with pipelines.TaskPool(2, on=local(2), max_tasks_per_child=2) as pool:
         where = [future.result() for future in [pool.submit(os.getpid) for _ in range(7)]]
     assert max(map(where.count, where)) <= 2
@@ -184,7 +182,7 @@ def test_workers_on_hosts_serve_a_work_queue() -> None:
     assert sum(workers.join()) == 100
 
 
-def test_question_of_worker_killed_on_host_goes_to_another_worker() -> None:
+def test_unanswered_question_of_a_killed_remote_worker_goes_to_another() -> None:
     queue = pipelines.workqueue(across="hosts")
 
     def serve(number: int) -> None:

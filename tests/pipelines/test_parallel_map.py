@@ -120,7 +120,7 @@ def test_each_call_runs_in_a_separate_process() -> None:
 
 
 @everywhere
-def test_join_raises_the_error_of_a_worker(on: Any) -> None:
+def test_join_raises_the_error_from_a_worker(on: Any) -> None:
     def fail(worker: int) -> None:
         raise LookupError(f"in {worker}")
 

@@ -125,7 +125,7 @@ def test_failed_change_leaves_the_dict_unchanged() -> None:
     assert shared.copy() == {"a": 1}
 
 
-def test_shared_dict_over_hosts_rejects_local_values() -> None:
+def test_shared_dict_across_hosts_rejects_local_values() -> None:
     """C13: the mapping stays unchanged."""
     shared: SharedDict[str, Any] = SharedDict({"a": 1}, across="hosts")
 
@@ -141,7 +141,7 @@ def test_shared_dict_over_hosts_rejects_local_values() -> None:
 
 @between
 @pytest.mark.parametrize("done", [False, True])
-def test_change_is_complete_or_absent_after_death_during_it(across: Any, done: bool) -> None:
+def test_change_is_complete_or_absent_if_its_process_dies(across: Any, done: bool) -> None:
     shared, reported = SharedDict({"n": 0}, across=across), Channel[None](1, across=across)
 
     def die() -> None:

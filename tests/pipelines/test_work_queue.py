@@ -349,7 +349,7 @@ def take_one(queue: WorkQueue, worker: int) -> None:
 
 
 @everywhere
-def test_question_of_leaving_worker_is_finished_after_answer(across: Across) -> None:
+def test_question_that_an_exiting_worker_answered_is_not_repeated(across: Across) -> None:
     queue = workqueue(across=across)
     queue.put_many([1, 2, 3])
     start(1, take_one, queue, on=on(across)).join()
@@ -358,7 +358,7 @@ def test_question_of_leaving_worker_is_finished_after_answer(across: Across) -> 
     assert sorted(queue) == [1, 2, 3]
 
 
-def test_question_of_forked_process_is_finished_after_answer() -> None:
+def test_question_that_a_forked_process_answered_is_not_repeated() -> None:
     queue = workqueue(across="processes")
     queue.put_many([1, 2])
     for _ in range(2):
@@ -394,7 +394,7 @@ def test_close_by_a_worker_finishes_its_question(across: Across) -> None:
     assert list(queue) == []
 
 
-def test_question_of_killed_worker_goes_to_another_worker() -> None:
+def test_unanswered_question_of_a_killed_worker_goes_to_another() -> None:
     queue = workqueue(across="processes")
 
     def hold() -> None:

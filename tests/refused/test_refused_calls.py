@@ -79,7 +79,7 @@ def test_tls_works_and_ends_with_its_process_without_pidfd_open(error: int) -> N
 
 @both_errors
 @pytest.mark.parametrize("call", ["memfd_create", "fallocate"])
-def test_process_channels_name_a_refused_system_call(call: str, error: int) -> None:
+def test_process_channel_error_names_the_refused_system_call(call: str, error: int) -> None:
     reason = (
         f"channels between processes need {call}, which is refused here, likely by the seccomp "
         "filter of a container or service manager; "
@@ -92,7 +92,7 @@ def test_process_channels_name_a_refused_system_call(call: str, error: int) -> N
     assert message("threads", call, error) == "9900 item"
 
 
-def test_process_channels_without_proc_name_the_missing_mount() -> None:
+def test_process_channel_error_names_the_missing_proc_mount() -> None:
     try:
         channel = message("channel", "proc")
     except AssertionError as error:

@@ -69,7 +69,7 @@ def test_item_that_ended_the_run_counts_as_failed(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("workers", [1, 3])
-def test_account_includes_unwanted_items(workers: int, on: Any) -> None:
+def test_item_balance_includes_unwanted_items(workers: int, on: Any) -> None:
     graph = Graph("r8")
     graph.source(itertools.count).map(same, on=on, workers=workers, name="map").take(7).collect()
     run = finished(graph)
@@ -79,7 +79,7 @@ def test_account_includes_unwanted_items(workers: int, on: Any) -> None:
     assert "MISSING" not in run.report()
 
 
-def test_account_includes_items_of_an_ended_branch() -> None:
+def test_item_balance_includes_items_of_an_ended_branch() -> None:
     graph = Graph("r8")
     even, odd = graph.source(range(1000)).partition(same, 2, name="partition", capacity=1)
     even.take(1).collect()
@@ -91,7 +91,7 @@ def test_account_includes_items_of_an_ended_branch() -> None:
 
 
 @everywhere
-def test_filter_account_includes_dropped_items(on: Any) -> None:
+def test_item_balance_of_a_filter_includes_dropped_items(on: Any) -> None:
     graph = Graph("r8")
     graph.source(range(20)).filter(is_small, on=on, name="filter").collect()
     run = finished(graph)
@@ -109,7 +109,7 @@ def test_retries_are_counted(on: Any) -> None:
 
 
 @everywhere
-def test_stats_of_a_running_graph_show_items_in_hand(on: Any) -> None:
+def test_stats_of_a_running_graph_show_items_being_processed(on: Any) -> None:
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -144,8 +144,8 @@ def test_stats_show_the_fill_of_a_channel() -> None:
 
 
 @everywhere
-def test_time_shares_refer_to_working_time(on: Any) -> None:
-    """The source, which ends at once, also has such shares."""
+def test_time_fractions_are_relative_to_working_time(on: Any) -> None:
+    """The source, which ends at once, also has these fractions."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)

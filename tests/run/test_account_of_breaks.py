@@ -45,7 +45,7 @@ def accounts_for_every_item(run: Run) -> None:
 @pytest.mark.parametrize("ending", ["failed", "killed", "aborted", "stopped"])
 @pytest.mark.parametrize("workers", [1, 3])
 @everywhere
-def test_items_of_a_run_that_ends_early_are_accounted_for(on: str, workers: int, ending: str) -> None:
+def test_item_balance_is_complete_after_a_run_that_ended_early(on: str, workers: int, ending: str) -> None:
     if ending == "killed" and on == "thread":
         pytest.skip("threads do not die")
     gate, begun = Gate(), Gate()
@@ -95,7 +95,7 @@ def test_items_of_a_run_that_ends_early_are_accounted_for(on: str, workers: int,
 
 @everywhere
 @pytest.mark.parametrize("kind", ["sink", "filter", "flat_map"])
-def test_item_in_progress_counts_as_discarded_after_a_break(on: str, kind: str) -> None:
+def test_item_being_processed_when_the_channel_breaks_counts_as_discarded(on: str, kind: str) -> None:
     gate = Gate()
 
     def hold(item: int) -> Any:
@@ -124,7 +124,7 @@ def test_item_in_progress_counts_as_discarded_after_a_break(on: str, kind: str) 
 
 
 @everywhere
-def test_killed_sink_discards_its_item(on: str) -> None:
+def test_item_of_a_killed_sink_counts_as_discarded(on: str) -> None:
     if on == "thread":
         pytest.skip("threads do not die")
 
@@ -141,7 +141,7 @@ def test_killed_sink_discards_its_item(on: str) -> None:
     assert (stage_of(run, "end").items_in, stage_of(run, "end").discarded) == (6, 1)
 
 
-def test_items_that_no_reader_wanted_are_left_in_the_channel() -> None:
+def test_items_left_in_channels_by_take_are_counted() -> None:
     graph = Graph("account")
     graph.source(range(100), capacity=8, name="numbers").map(same, capacity=8).take(3).collect()
     run = graph.start()
@@ -174,7 +174,7 @@ def test_outputs_that_wait_for_earlier_items_count_as_left(on: str) -> None:
     assert found.items_in == found.discarded + run.stats().edges[1].left > 2
 
 
-def test_general_stage_shows_the_items_that_were_discarded() -> None:
+def test_general_stage_reports_its_discarded_items() -> None:
     gate = Gate()
 
     def pairs(items: In[int], out: Out[int]) -> None:

@@ -34,7 +34,7 @@ def test_round_combines_one_item_from_each_remaining_worker(on: Any) -> None:
 
 
 @everywhere
-def test_round_skips_a_worker_that_ended_without_items(on: Any) -> None:
+def test_round_omits_a_worker_that_ended_without_items(on: Any) -> None:
     def none_of_the_first(out: Out[int]) -> None:
         if worker().number > 1:
             out.put(worker().number)
@@ -44,7 +44,7 @@ def test_round_skips_a_worker_that_ended_without_items(on: Any) -> None:
 
 
 @everywhere
-def test_rounds_combine_all_items_of_an_ordered_stage(on: Any) -> None:
+def test_allreduce_combines_all_items_of_an_ordered_stage(on: Any) -> None:
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=on, workers=3, capacity=2)
     found = rounds(halves.allreduce(capacity=1))
@@ -93,7 +93,7 @@ def test_failing_operation_ends_the_run_and_names_the_round() -> None:
 
 
 @everywhere
-def test_workers_stop_when_no_more_rounds_are_wanted(on: Any) -> None:
+def test_workers_stop_when_the_reader_wants_no_more_rounds(on: Any) -> None:
     def endless(out: Out[int]) -> None:
         out.put_many(itertools.repeat(1))
 
@@ -105,7 +105,7 @@ def test_workers_stop_when_no_more_rounds_are_wanted(on: Any) -> None:
 
 
 @everywhere
-def test_allreduce_of_one_output_does_not_split_the_other(on: Any) -> None:
+def test_allreduce_of_one_output_leaves_the_other_output_shared(on: Any) -> None:
     """Only the output that allreduce reads has separate channels for the workers."""
 
     def both(numbers: In[int], sums: Out[int], log: Out[int]) -> None:
@@ -121,7 +121,7 @@ def test_allreduce_of_one_output_does_not_split_the_other(on: Any) -> None:
     assert Counter(results[logged]) == Counter(range(50))
 
 
-def test_account_and_channels_are_kept_per_worker() -> None:
+def test_item_counts_and_channels_are_separate_for_each_worker() -> None:
     graph = Graph("account")
     graph.stage(some, workers=3, capacity=5).allreduce().collect()
     run = graph.start()
@@ -152,7 +152,7 @@ def test_errors_for_wrong_arguments_name_the_allowed_values() -> None:
         numbers.allreduce("sum", capacty=3)  # type: ignore[call-arg]
 
 
-def test_check_reports_mistakes_around_allreduce() -> None:
+def test_check_reports_wrong_uses_of_allreduce() -> None:
     graph = Graph("checked")
     numbers = graph.stage(some, workers=2, name="some")
     numbers.allreduce(lambda a: a).collect()

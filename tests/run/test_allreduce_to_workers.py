@@ -48,7 +48,7 @@ def test_workers_of_a_loop_get_the_results_of_their_rounds(on: str) -> None:
     assert max(results.values()) == sum(range(30))
 
 
-def test_workers_on_hosts_get_the_results() -> None:
+def test_workers_on_hosts_get_the_results_of_their_rounds() -> None:
     graph = Graph("loop")
     totals = graph.feedback()
     gradients, sums = graph.stage(

@@ -330,7 +330,7 @@ def test_caller_learns_that_its_batch_cannot_be_unpickled(item: Any) -> None:
     asyncio.run(main())
 
 
-def test_run_error_for_a_request_names_the_bare_item() -> None:
+def test_run_error_for_a_request_shows_the_item_without_wrapper() -> None:
     async def use(run: Run, questions: Any) -> None:
         with pytest.raises(RunError):
             await run.ask(questions, 3)

@@ -73,8 +73,8 @@ class Unclosable:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_operators_behave_like_those_on_threads(on: object) -> None:
-    """They are compared in order, errors and retries."""
+def test_async_operators_in_processes_behave_like_those_on_threads(on: object) -> None:
+    """Their order, errors and retries are compared."""
     graph = Graph("async")
     mapped = graph.source(numbers, 10, on=on).map(ten_times, on=on, workers=3, retries=1)
     errors = mapped.errors.map(lambda failed: (failed.item, str(failed.error))).collect()
@@ -124,14 +124,14 @@ async def dies_once(item: tuple[int, str]) -> int:
     return number
 
 
-def test_dead_worker_is_replaced(tmp_path) -> None:
+def test_dead_worker_of_an_async_stage_is_replaced(tmp_path) -> None:
     graph = Graph("async")
     given = graph.source([(n, str(tmp_path / "mark")) for n in range(5)])
     result = given.map(dies_once, on="process", workers=2).collect()
     assert graph.run()[result] == [0, 1, 2, 3, 4]
 
 
-def test_requests_are_answered() -> None:
+def test_requests_to_an_async_process_stage_are_answered() -> None:
     graph = Graph("async")
     questions = graph.input("asked")
     answers = questions.map(Adds, on="process").collect()
@@ -154,7 +154,7 @@ def test_pool_workers_keep_their_event_loop() -> None:
 
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
-def test_error_in_close_is_reported(on: object) -> None:
+def test_error_in_close_of_an_async_callable_is_reported(on: object) -> None:
     graph = Graph("async")
     graph.source(range(3)).map(Unclosable, on=on).sink(print)
     with pytest.raises(RunError) as caught:

@@ -324,7 +324,7 @@ def test_retry_of_flat_map_does_not_repeat_outputs() -> None:
     assert result_of(graph, out) == [1, -1, 2, -2]
 
 
-def test_item_that_cannot_be_sent_fails_alone() -> None:
+def test_only_the_item_that_cannot_be_sent_fails() -> None:
     async def unsendable(item: int) -> Any:
         return threading.Lock() if item == 1 else item
 
@@ -366,7 +366,7 @@ def test_class_that_cannot_be_built_ends_the_run() -> None:
 # --- early end, stop and abort ---
 
 
-def test_take_stops_earlier_stages() -> None:
+def test_take_stops_the_async_stages_before_it() -> None:
     graph = Graph("async")
     out = graph.source(itertools.count).map(same, workers=3).take(4).collect()
     assert result_of(graph, out) == [0, 1, 2, 3]
@@ -481,7 +481,7 @@ def test_check_reports_async_functions_in_operators_without_async_support() -> N
     ]  # fmt: skip
 
 
-def test_async_stages_are_checked_like_others() -> None:
+def test_async_stages_are_checked_like_other_stages() -> None:
     async def to_upper(item: str) -> str:
         return item.upper()
 

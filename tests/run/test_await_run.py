@@ -59,7 +59,7 @@ def test_items_arrive_one_by_one_while_the_event_loop_runs() -> None:
     assert asyncio.run(main()) == [0, 2, 4, 6, 8]
 
 
-def test_wait_returns_at_once_after_leaving_an_async_loop() -> None:
+def test_wait_returns_at_once_after_an_async_for_ends_early() -> None:
     """The iterator is closed only when the event loop runs again, which is after the wait."""
 
     async def main() -> Run:
@@ -74,7 +74,7 @@ def test_wait_returns_at_once_after_leaving_an_async_loop() -> None:
     assert asyncio.run(main()).state == "done"
 
 
-def test_leaving_an_async_loop_stops_earlier_stages() -> None:
+def test_early_end_of_an_async_for_stops_earlier_stages() -> None:
     async def main() -> Run:
         graph = Graph("iterated")
         numbers = graph.source(iter(int, 1)).collect()

@@ -53,7 +53,7 @@ def test_death_before_the_output_is_put_fails_the_item(tmp_path: Path) -> None:
     assert calls(tmp_path) == dict.fromkeys(range(6), 1)
 
 
-def test_error_for_a_single_death_is_in_the_singular() -> None:
+def test_error_for_a_single_death_uses_the_singular() -> None:
     graph = Graph("once")
     mapped = graph.source([1]).map(lambda _: os._exit(7), **ONCE)
     bad = mapped.errors.collect()
@@ -77,7 +77,7 @@ class KillsBehind:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_death_after_the_output_is_put_spares_the_item(tmp_path: Path) -> None:
+def test_death_after_the_output_was_put_fails_no_item(tmp_path: Path) -> None:
     def work(item: int) -> Any:
         noted(tmp_path, item)
         return KillsBehind(item) if item == 2 else item

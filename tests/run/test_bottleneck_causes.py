@@ -117,14 +117,14 @@ def test_busy_stage_is_the_bottleneck() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_bottleneck_at_its_rate_names_the_limit() -> None:
+def test_bottleneck_that_reaches_its_rate_limit_names_the_limit() -> None:
     limited = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=19.0, rate_limit=20.0))
     assert limited == Cause("bottleneck", "b", "its rate=20 allows no more items to start")
     slower = chain(load("a", 0.3, place=0.7), load("b", 1.0, rate=10.0, rate_limit=20.0))
     assert slower == Cause("bottleneck", "b", "its workers are busy 100 % of the time")
 
 
-def test_tie_is_decided_by_the_lower_bound() -> None:
+def test_slower_of_two_busy_stages_is_the_bottleneck() -> None:
     """Both stages are busy while the channel between them fills. Stage a takes 5 ms per item, and b 6 ms."""
     found = chain(load("a", 1.0, rate=200.0), load("b", 1.0, rate=166.0), load("c", 0.1, waits=0.9))
     assert kind_of(found) == ("bottleneck", "b")
@@ -141,7 +141,7 @@ def test_items_added_by_a_stage_count_for_later_stages() -> None:
     assert kind_of(found) == ("bottleneck", "b")
 
 
-def test_interpreter_lock_is_named_without_a_stage() -> None:
+def test_interpreter_lock_is_the_bottleneck_if_no_stage_is() -> None:
     burning = load("burn", 2.4, place=1.6, cpu=0.95, workers=4, working=4)
     assert kind_of(chain(burning, load("nap", 0.98, waits=0.02, cpu=0.01))) == ("gil", None)
     crowded = load("burn", 2.4, place=1.6, cpu=0.4, ready=0.5, workers=4, working=4)
@@ -168,7 +168,7 @@ def test_channel_without_free_memory_is_named_as_the_cause() -> None:
     assert kind_of(found) == ("memory", "a")
 
 
-def test_stage_without_a_working_worker_is_starting() -> None:
+def test_stage_without_a_ready_worker_is_reported_as_starting() -> None:
     found = chain(load("a", 0.01, place=0.99), load("b", working=0, rate=0.0, items_in=0))
     assert kind_of(found) == ("starting", "b")
 
@@ -178,7 +178,7 @@ def test_idle_run_has_no_cause() -> None:
     assert found is None
 
 
-def test_order_is_named_if_outputs_wait_for_earlier_items() -> None:
+def test_ordering_is_the_bottleneck_if_outputs_wait_for_earlier_items() -> None:
     found = chain(load("a", 3.0, turn=5.0, workers=8, working=8), load("b", 0.1, waits=0.9))
     assert kind_of(found) == ("order", "a")
 
@@ -186,7 +186,7 @@ def test_order_is_named_if_outputs_wait_for_earlier_items() -> None:
 # --- the nine cases ---
 
 
-def test_stage_that_became_slow_is_named_after_another_slow_stage() -> None:
+def test_bottleneck_changes_when_another_stage_becomes_slow() -> None:
     """Case 1: another stage becomes slow during the run."""
     phase = threading.Event()
 
@@ -210,7 +210,7 @@ def test_stage_that_became_slow_is_named_after_another_slow_stage() -> None:
         run.abort()
 
 
-def test_stage_is_named_while_most_of_its_workers_start() -> None:
+def test_stage_is_the_bottleneck_while_most_of_its_workers_start() -> None:
     """Case 2: three of four workers are still loading a model."""
     loaded, turns = threading.Event(), iter([True])
 
@@ -233,7 +233,7 @@ def test_stage_is_named_while_most_of_its_workers_start() -> None:
         run.abort()
 
 
-def test_slowest_stage_is_named_while_channels_fill() -> None:
+def test_slowest_stage_is_the_bottleneck_while_channels_fill() -> None:
     """Case 3: all stages before the slowest of ten stages are as busy as that stage."""
     graph = Graph("filling")
     stream = graph.source(counting)
@@ -246,7 +246,7 @@ def test_slowest_stage_is_named_while_channels_fill() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_order_is_named_if_items_vary_and_channels_are_small(on: Any) -> None:
+def test_ordering_is_the_bottleneck_if_item_times_vary(on: Any) -> None:
     """Case 4: the items take different amounts of time."""
     graph = Graph("ordered")
     numbers = graph.source(counting, capacity=16)
@@ -265,7 +265,7 @@ def varied(item: int) -> int:
 
 
 @pytest.mark.parametrize("nap", [True, False])
-def test_interpreter_lock_is_named_if_threads_compute(nap: bool) -> None:
+def test_interpreter_lock_is_the_bottleneck_if_threads_compute(nap: bool) -> None:
     """Cases 5 and 6: with and without a stage that sleeps after the stage that computes."""
     graph = Graph("burning")
     stream = graph.source(counting, capacity=4).map(burn, workers=4, name="burn", capacity=4)
@@ -275,7 +275,7 @@ def test_interpreter_lock_is_named_if_threads_compute(nap: bool) -> None:
         run.abort()
 
 
-def test_input_is_named_if_the_program_puts_slowly() -> None:
+def test_input_is_the_bottleneck_if_the_program_puts_slowly() -> None:
     """Case 7: the program puts items more slowly than the stage processes them."""
     graph = Graph("input")
     numbers = graph.input(name="numbers")
@@ -295,7 +295,7 @@ def test_input_is_named_if_the_program_puts_slowly() -> None:
         assert found.stage == "numbers"
 
 
-def test_program_is_named_if_it_reads_slowly() -> None:
+def test_program_is_the_bottleneck_if_it_reads_slowly() -> None:
     """Case 8: the program reads items more slowly than the graph produces them."""
     graph = Graph("consumer")
     result = graph.source(counting, capacity=4).map(naps(1), name="work", capacity=4).collect()
@@ -312,7 +312,7 @@ def test_program_is_named_if_it_reads_slowly() -> None:
     assert "the program" in found[0].cause.why
 
 
-def test_loop_is_named_if_it_admits_few_items() -> None:
+def test_loop_is_the_bottleneck_if_it_admits_few_items() -> None:
     """Case 9: the loop admits two items at a time, but has two stages with four workers each."""
 
     def steer(fresh: In[int], again: In[int], work: Out[int], done: Out[int]) -> None:

@@ -118,7 +118,7 @@ def test_async_stage_may_break_its_channel() -> None:
 
 
 @everywhere
-def test_stage_that_forwards_a_break_is_not_blamed(on: Any) -> None:
+def test_stage_that_only_forwards_broken_is_not_blamed(on: Any) -> None:
     """If the stage that breaks the channel is a process, the report of the other stage may arrive first."""
     for _ in range(TIMES if on == "thread" else 3):
         graph = Graph("r3")
@@ -128,7 +128,7 @@ def test_stage_that_forwards_a_break_is_not_blamed(on: Any) -> None:
         assert failure_of(graph).stage == "guilty"
 
 
-def test_break_without_a_cause_ends_the_run_with_broken() -> None:
+def test_run_fails_with_broken_if_a_channel_aborts_without_cause() -> None:
     def breaks(out: Out[int]) -> None:
         out.channel.abort()
 
@@ -139,7 +139,7 @@ def test_break_without_a_cause_ends_the_run_with_broken() -> None:
     assert "channel 'guilty' (from 'guilty' to 'same') was aborted by worker guilty 1" in str(error)
 
 
-def test_break_is_noticed_although_no_worker_ends() -> None:
+def test_broken_channel_is_noticed_although_no_worker_ends() -> None:
     """The stage that breaks the channel keeps running, and no worker is waiting for the channel."""
     held = threading.Event()
 
@@ -161,7 +161,7 @@ def test_break_is_noticed_although_no_worker_ends() -> None:
 
 
 @everywhere
-def test_break_by_the_program_ends_the_run_with_its_cause(on: Any) -> None:
+def test_channel_broken_by_program_fails_the_run_with_its_cause(on: Any) -> None:
     gate = Gate()
     graph = Graph("r3")
     numbers = graph.input("numbers")
@@ -180,7 +180,7 @@ def test_break_by_the_program_ends_the_run_with_its_cause(on: Any) -> None:
     assert "channel 'numbers' (from 'numbers' to 'double') was aborted: Lost: the program's" in str(error)
 
 
-def test_break_in_a_thread_of_user_code_is_found() -> None:
+def test_channel_broken_by_a_thread_of_user_code_is_noticed() -> None:
     def breaks(out: Out[int]) -> None:
         thread = threading.Thread(target=out.channel.abort, args=[Lost("elsewhere")])
         thread.start()
@@ -192,7 +192,7 @@ def test_break_in_a_thread_of_user_code_is_found() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
+def test_channel_broken_by_a_forked_child_is_noticed(on: Any) -> None:
     def breaks(out: Out[int]) -> None:
         child = multiprocessing.get_context("fork").Process(
             target=out.channel.abort, args=[Lost("in the child")]
@@ -205,7 +205,7 @@ def test_break_in_a_forked_child_of_a_stage_is_found(on: Any) -> None:
     assert str(failure_of(graph).__cause__) == "in the child"
 
 
-def test_block_that_finds_its_channel_broken_raises_the_cause() -> None:
+def test_with_block_that_gets_broken_raises_the_cause() -> None:
     graph = Graph("r3")
     numbers = graph.stage(break_the_output, graph.source(itertools.count()), name="guilty").collect()
     with pytest.raises(RunError) as caught, graph.start() as run:
@@ -215,7 +215,7 @@ def test_block_that_finds_its_channel_broken_raises_the_cause() -> None:
     assert (error.stage, str(error.__cause__)) == ("guilty", "the disk is gone")
 
 
-def test_break_while_the_run_stops_is_reported() -> None:
+def test_channel_broken_while_the_run_stops_is_reported() -> None:
     gate = Gate()
 
     def breaks(numbers: In[int], out: Out[int]) -> None:
@@ -233,7 +233,7 @@ def test_break_while_the_run_stops_is_reported() -> None:
     assert [str(error.__cause__) for error in caught.value.exceptions] == ["while stopping"]
 
 
-def test_break_after_an_abort_is_not_a_failure() -> None:
+def test_channel_broken_after_an_abort_is_not_a_failure() -> None:
     gate = Gate()
     graph = Graph("r5")
     graph.stage(pass_a_break_on, graph.source(itertools.count()), name="second").sink(lambda _: gate.wait())
@@ -245,7 +245,7 @@ def test_break_after_an_abort_is_not_a_failure() -> None:
     assert run.stats().state == "aborted"
 
 
-def test_failure_after_a_break_is_also_reported() -> None:
+def test_failure_after_a_channel_broke_is_also_reported() -> None:
     def breaks(out: Out[int]) -> None:
         out.channel.abort(Lost("first"))
         raise KeyError("second")

@@ -53,7 +53,7 @@ def text_of(stuck: object) -> str:
     return str(stuck.failure.error)
 
 
-def test_two_equal_views_with_all_workers_waiting_are_a_deadlock() -> None:
+def test_two_equal_snapshots_with_all_workers_waiting_are_a_deadlock() -> None:
     assert NO_STAGE_PUTS in text_of(judge(LOOP, LOOP))
     assert REMEDY in text_of(judge(FULL, FULL))
 
@@ -65,7 +65,7 @@ def test_remedy_is_more_memory_if_a_writer_waits_for_bytes() -> None:
     assert MORE_MEMORY in text_of(judge(short, short))
 
 
-def test_single_view_proves_nothing() -> None:
+def test_single_snapshot_does_not_prove_a_deadlock() -> None:
     assert judge(None, LOOP) is None
 
 
@@ -79,7 +79,7 @@ def test_single_view_proves_nothing() -> None:
     ],
     ids=["an item was taken", "an item was put", "a worker was replaced", "something on another host"],
 )
-def test_movement_between_two_views_is_not_a_deadlock(moved: Observation) -> None:
+def test_progress_between_two_snapshots_is_not_a_deadlock(moved: Observation) -> None:
     assert isinstance(judge(moved, moved), Stuck)
     assert judge(moved, LOOP) is None
     assert judge(LOOP, moved) is None
@@ -96,7 +96,7 @@ def test_movement_between_two_views_is_not_a_deadlock(moved: Observation) -> Non
     ],
     ids=["one works", "one was woken", "one selects", "outside", "a result is unread"],
 )
-def test_worker_able_to_move_is_not_a_deadlock(going_on: Observation) -> None:
+def test_worker_that_can_continue_is_not_a_deadlock(going_on: Observation) -> None:
     assert judge(LOOP, going_on) is None
     assert judge(going_on, LOOP) is None
     assert judge(going_on, going_on) is None
@@ -119,7 +119,7 @@ def test_full_result_is_collected_until_the_program_reads_it(waits: dict[str, in
     assert judge(full, full) == {RESULT}
 
 
-def test_result_with_room_is_left_to_a_possible_reader() -> None:
+def test_unread_result_is_not_collected_while_it_has_room() -> None:
     assert judge(results(writers=0), results(writers=1)) is None
     assert judge(results(writers=1), results(writers=0)) is None
     assert judge(results(writers=0, putting=1), results(writers=0, putting=1)) is None
@@ -144,12 +144,12 @@ def observations(activities: list[Activity]) -> tuple[int, list[object]]:
     return count[0], found
 
 
-def test_run_that_moves_is_never_inspected() -> None:
+def test_run_that_makes_progress_is_never_inspected() -> None:
     assert observations([Activity(moved, 2, 0) for moved in range(5)]) == (0, [None] * 5)
 
 
 @pytest.mark.parametrize("activity", [Activity(7, 1, 0), Activity(7, 2, 0, opened=True)])
-def test_run_that_can_still_move_is_not_inspected(activity: Activity) -> None:
+def test_run_with_a_worker_that_can_continue_is_not_inspected(activity: Activity) -> None:
     assert observations([activity] * 5) == (0, [None] * 5)
 
 
@@ -160,14 +160,14 @@ def test_run_with_unread_results_is_inspected_if_a_put_waits() -> None:
     assert observations([Activity(7, 1, 0, unread=frozenset({RESULT}))] * 3)[0] == 0, "it has ended"
 
 
-def test_run_without_movement_is_inspected_twice() -> None:
+def test_run_without_progress_is_inspected_twice() -> None:
     count, found = observations([Activity(7, 1, 1)] * 3)
     assert count == 2
     assert found[:2] == [None, None]
     assert isinstance(found[2], Stuck)
 
 
-def test_movement_between_two_views_restarts_the_inspection() -> None:
+def test_progress_between_two_snapshots_restarts_the_inspection() -> None:
     count, found = observations([Activity(7, 2, 0)] * 2 + [Activity(8, 2, 0)] * 2)
     assert (count, found) == (2, [None] * 4)
 

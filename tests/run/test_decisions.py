@@ -146,7 +146,7 @@ def after_deaths(state: PolicyState, deaths: Sequence[Death], every: float) -> t
     return state, warnings
 
 
-def test_restarts_of_an_earlier_period_do_not_count() -> None:
+def test_restarts_in_an_earlier_period_do_not_count() -> None:
     often = RESTART_PERIOD_S / 10
     state, warnings = after_deaths(LASTING, [died(MAP)] * 100, every=often)
     assert (state.phase, state.restarts) == ("running", {"map": 100})
@@ -156,7 +156,7 @@ def test_restarts_of_an_earlier_period_do_not_count() -> None:
     assert "10 of 10 restarts were used in 60 s" in str(failure_in(state).error)
 
 
-def test_pauses_before_replacements_do_not_end_the_period() -> None:
+def test_pauses_before_replacements_do_not_count_towards_the_restart_period() -> None:
     """Otherwise, a limit higher than the number of pauses that fit in a period would never be reached."""
     state, now = at("running", limits={"map": 100}), 0.0
     for number in range(101):
@@ -166,7 +166,7 @@ def test_pauses_before_replacements_do_not_end_the_period() -> None:
     assert (state.phase, state.restarts) == ("failing", {"map": 100})
 
 
-def test_deaths_over_items_do_not_use_restarts() -> None:
+def test_deaths_while_processing_an_item_do_not_count_as_restarts() -> None:
     over = [dataclasses.replace(died(MAP), over_item=number % 3 + 1) for number in range(12)]
     state, warnings = after_deaths(LASTING, over, every=0.0)
     assert (state.phase, state.restarts, warnings) == ("running", {"map": 12}, [])
@@ -174,7 +174,7 @@ def test_deaths_over_items_do_not_use_restarts() -> None:
     assert state.phase == "failing"
 
 
-def test_slow_starts_that_all_die_end_the_run() -> None:
+def test_workers_that_all_die_while_starting_end_the_run() -> None:
     starts = [dataclasses.replace(died(MAP), unbegun=number) for number in range(1, 5)]
     state, _ = after_deaths(LASTING, starts, every=2 * RESTART_PERIOD_S)
     assert "it keeps dying before it starts to work" in str(failure_in(state).error)
@@ -186,7 +186,7 @@ def test_slow_starts_that_all_die_end_the_run() -> None:
 
 
 @pytest.mark.parametrize(("limit", "first"), [(1, 1), (2, 1), (10, 8), (100, 80)])
-def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
+def test_stage_near_its_restart_limit_warns_once(limit: int, first: int) -> None:
     state = at("running", limits={"map": limit})
     state, warnings = after_deaths(state, [died(MAP)] * (first - 1), every=0.0)
     assert warnings == []
@@ -196,7 +196,7 @@ def test_stage_near_its_limit_warns_once(limit: int, first: int) -> None:
     assert f"has used {first} of {limit} restarts in 60 s" in warning.text
 
 
-def test_death_of_a_host_does_not_use_a_restart() -> None:
+def test_death_of_a_host_does_not_count_as_a_restart() -> None:
     """If the workers of a stage cannot be replaced, the death still ends the run."""
     lost = dataclasses.replace(died(MAP), counts=False)
     state, actions = decide(at("running", limits={"map": 2}, **restarted("map", 2)), lost, 0.0)
@@ -260,7 +260,7 @@ def test_only_unfinished_workers_of_a_gang_restart() -> None:
     assert actions == (ReleasePorts(second), RestartGang((first, third), 0.0, first))
 
 
-def test_gang_that_loses_members_without_deaths_uses_its_restarts() -> None:
+def test_group_failures_without_deaths_use_the_gangs_restarts() -> None:
     state = GANG_AT_WORK
     for restart in (1, 2, 3):
         for worker in GANG:
@@ -372,7 +372,7 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert not state.joining
 
 
-def test_worker_that_dies_without_a_group_is_left_out() -> None:
+def test_elastic_gang_regroups_without_a_worker_that_died_waiting() -> None:
     first, second, third = GANG
     state, _ = decide(ELASTIC, died(first), 0.0)
     state, _ = decide(state, GroupLost(third, missing(third)), 0.0)
@@ -381,7 +381,7 @@ def test_worker_that_dies_without_a_group_is_left_out() -> None:
     assert actions == (EndGroup("gang"), FormGroup((second,)))
 
 
-def test_elastic_gang_without_deaths_regroups_within_its_restarts() -> None:
+def test_elastic_gang_without_deaths_regroups_within_its_restart_limit() -> None:
     state = ELASTIC
     for meeting in (1, 2, 3):
         for worker in GANG:
@@ -392,7 +392,7 @@ def test_elastic_gang_without_deaths_regroups_within_its_restarts() -> None:
     assert [one.worker for one in state.failures] == [GANG[0]]
 
 
-def test_stop_stops_the_sources() -> None:
+def test_stop_of_the_run_stops_the_sources() -> None:
     state, actions = decide(START, StopRequested(), 7.0)
     assert (state.phase, state.since, state.stopped) == ("stopping", 7.0, True)
     assert actions == (StopSources(),)
@@ -417,7 +417,7 @@ def test_abort_of_a_broken_run_changes_nothing(phase: Phase) -> None:
 
 
 @pytest.mark.parametrize("phase", GOING_ON)
-def test_time_within_the_grace_period_changes_nothing(phase: Phase) -> None:
+def test_aborted_run_is_unchanged_during_the_grace_period(phase: Phase) -> None:
     assert decide(at(phase), Tick(), GRACE) == (at(phase), ())
 
 
@@ -465,13 +465,13 @@ def test_second_stop_sets_another_timeout() -> None:
     assert decide(state, StopRequested(), 101.0) == (state, ())
 
 
-def test_stop_without_queued_items_drops_them() -> None:
+def test_stop_can_drop_the_queued_items() -> None:
     _, actions = decide(START, StopRequested(finish_queued=False), 7.0)
     assert actions == (StopSources(), DropQueued())
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
-def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> None:
+def test_processes_are_terminated_then_killed_after_the_grace_period(phase: Phase) -> None:
     state, actions = decide(at(phase), Tick(), GRACE + 1)
     assert actions == (Terminate(MAP, force=False),)
     assert decide(state, Tick(), 2 * GRACE) == (state, ())
@@ -482,7 +482,7 @@ def test_processes_are_terminated_then_killed_after_the_grace(phase: Phase) -> N
 
 
 @pytest.mark.parametrize("phase", ["finishing", "failing", "aborting"])
-def test_threads_are_abandoned_after_the_grace(phase: Phase) -> None:
+def test_threads_are_abandoned_after_the_grace_period(phase: Phase) -> None:
     state, actions = decide(at(phase, alive=frozenset({SOURCE, SINK})), Tick(), GRACE + 1)
     assert (state.phase, state.alive, state.abandoned) == ("ended", frozenset(), frozenset({SOURCE, SINK}))
     assert actions == ()

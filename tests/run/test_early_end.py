@@ -126,7 +126,7 @@ def test_merge_stops_all_its_streams() -> None:
 
 
 @everywhere
-def test_early_end_passes_a_waiting_stage_although_another_branch_continues(on: Any) -> None:
+def test_early_end_reaches_the_source_while_another_branch_still_runs(on: Any) -> None:
     ended = threading.Event()
 
     def ticks_once(out: Out[int]) -> None:
@@ -142,7 +142,7 @@ def test_early_end_passes_a_waiting_stage_although_another_branch_continues(on: 
     assert (results[one], results[other]) == ([1], [True])
 
 
-def test_leaving_the_loop_over_the_items_stops_the_source() -> None:
+def test_source_stops_if_the_iteration_over_results_ends_early() -> None:
     graph = Graph("r2")
     numbers = graph.source(forever).map(same).collect()
     with graph.start() as run:
@@ -159,7 +159,7 @@ def test_take_of_zero_items_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("restricted", ["map", "filter", "flat_map"])
-def test_failure_ends_the_run_after_the_errors_reader_left(
+def test_failure_ends_the_run_once_errors_have_no_reader(
     restricted: str,
 ) -> None:
     left = threading.Event()

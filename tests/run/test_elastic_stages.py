@@ -120,7 +120,7 @@ def test_new_worker_works_while_the_first_is_blocked(on: Any) -> None:
 
 
 @everywhere
-def test_removed_worker_finishes_its_item_and_takes_no_other(on: Any) -> None:
+def test_removed_worker_finishes_its_item_and_takes_no_more_items(on: Any) -> None:
     gate = Gate()
 
     def work(item: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def test_second_worker_keeps_order_although_the_first_is_idle(on: Any) -> None:
 
 
 @everywhere
-def test_items_put_one_at_a_time_pass_after_scaling(on: Any) -> None:
+def test_items_put_one_at_a_time_arrive_after_scaling(on: Any) -> None:
     """The next item is put only after the last output has arrived, so no output may be held back."""
     graph = Graph("scaled")
     numbers = graph.input("numbers")
@@ -208,7 +208,7 @@ def test_worker_numbers_are_not_reused(on: Any) -> None:
 
 
 @everywhere
-def test_removed_workers_leave_nothing_behind_while_the_run_continues(on: Any) -> None:
+def test_removed_workers_release_their_resources_while_the_run_continues(on: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     numbers.map(lambda item: item, on=on, name="work").collect()
@@ -303,7 +303,7 @@ def test_stopped_run_gets_workers_for_items_in_flight() -> None:
         assert set(run.wait()[out]) == {0}
 
 
-def test_worker_that_cannot_be_started_does_not_affect_the_others(monkeypatch: Any) -> None:
+def test_worker_that_cannot_be_started_does_not_affect_other_workers(monkeypatch: Any) -> None:
     graph = Graph("scaled")
     numbers = graph.input("numbers")
     out = numbers.map(lambda item: item, on="process", name="work").collect()
@@ -322,7 +322,7 @@ def test_worker_that_cannot_be_started_does_not_affect_the_others(monkeypatch: A
 
 
 @everywhere
-def test_statistics_account_for_a_changing_number_of_workers(on: Any) -> None:
+def test_statistics_include_all_workers_of_a_scaled_stage(on: Any) -> None:
     gate = Gate()
     graph = Graph("scaled")
     graph.source(range(8)).sink(gate.wait, on=on, name="work")
@@ -359,7 +359,7 @@ def _per_worker(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(("what", "declare"), list(fixed()))
-def test_scale_rejects_other_stages(what: str, declare: Any) -> None:
+def test_scale_rejects_stages_with_a_fixed_number_of_workers(what: str, declare: Any) -> None:
     graph = Graph("fixed")
     declare(graph)
     with graph.start() as run, pytest.raises(ValueError, match=what) as raised:

@@ -33,7 +33,7 @@ def line_of(run: Run, stage: str) -> str:
 
 
 @everywhere
-def test_blocked_graph_is_explained(on: Any) -> None:
+def test_explain_describes_a_blocked_graph(on: Any) -> None:
     gate = Gate()
     graph = Graph("photos")
     resized = graph.source(itertools.count, on=on, name="photos", capacity=3)
@@ -55,7 +55,7 @@ def test_blocked_graph_is_explained(on: Any) -> None:
     run.wait()
 
 
-def test_explanation_of_a_reader_names_its_writer() -> None:
+def test_explain_names_the_writer_that_a_reader_waits_for() -> None:
     gate = Gate()
     graph = Graph("explain")
     held = graph.source(range(3)).map(lambda _: gate.wait(), name="slow")
@@ -79,7 +79,7 @@ def test_open_input_is_described_as_filled_from_outside() -> None:
         assert line_of(run, "work").endswith("whose writer 'orders' is filled from outside")
 
 
-def test_ended_stages_are_omitted() -> None:
+def test_explain_omits_ended_stages() -> None:
     gate = Gate()
     graph = Graph("explain")
     graph.source([1], name="short").sink(lambda _: gate.wait(), name="last")
@@ -92,7 +92,7 @@ def test_ended_stages_are_omitted() -> None:
     assert run.explain() == f"graph 'explain' (done for {run.stats().elapsed:.1f} s):"
 
 
-def test_sigquit_shows_the_explanation_while_the_command_runs(tmp_path: Path) -> None:
+def test_sigquit_prints_the_explanation_while_the_command_runs(tmp_path: Path) -> None:
     text = """
         import itertools, os
         from flowchan import Graph
@@ -239,7 +239,7 @@ def test_remedy_is_to_put_if_all_workers_wait_to_get() -> None:
     assert "stream.buffer" not in str(cause)
 
 
-def test_waiting_time_of_an_async_stage_is_reported() -> None:
+def test_explain_reports_how_long_an_async_stage_waits() -> None:
     graph = Graph("waiting")
     numbers = graph.input(name="numbers")
     numbers.map(async_same, name="same").sink(same)

@@ -262,7 +262,7 @@ def test_base_exception_in_a_worker_fails_the_run(error: BaseException, on: Any)
 
 
 @everywhere
-def test_sys_exit_in_a_source_fails_the_run(on: Any) -> None:
+def test_sys_exit_called_by_a_source_fails_the_run(on: Any) -> None:
     graph = Graph("r3")
     graph.source(sys.exit, "enough", on=on, name="bad").sink(id)
     assert isinstance(fails_once(graph).__cause__, SystemExit)
@@ -278,7 +278,7 @@ def test_base_exception_does_not_go_to_the_errors_stream(on: Any) -> None:
 
 
 @everywhere
-def test_errors_of_user_channels_are_failures(on: Any) -> None:
+def test_errors_from_user_channels_are_failures(on: Any) -> None:
     graph = Graph("r3")
     graph.source([1]).map(raises(Broken("a channel of the user's")), on=on).sink(id)
     assert isinstance(fails_once(graph).__cause__, Broken)
@@ -306,7 +306,7 @@ def test_exception_that_cannot_be_rebuilt_arrives_as_text() -> None:
     assert "NotRebuiltError: this and that" in str(error)
 
 
-def test_exception_with_reduce_without_notes_keeps_its_traceback() -> None:
+def test_exception_that_pickles_without_notes_keeps_its_traceback() -> None:
     graph = Graph("r3")
     graph.source(["{"]).map(json.loads, on="process").sink(id)
     error = fails_once(graph)
@@ -458,7 +458,7 @@ def test_graph_runs_again_after_a_failure(on: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("culprit", ["source", "map", "stage"])
-def test_stages_after_a_failed_one_see_a_break(culprit: str, on: Any) -> None:
+def test_stages_after_a_failed_stage_see_a_broken_channel(culprit: str, on: Any) -> None:
     """A stage that saves its results when its input ends must not save half of them."""
     gate = Gate()  # opened only if a stage sees a clean end
 

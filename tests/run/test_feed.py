@@ -101,7 +101,9 @@ def test_events_include_retries_and_stops() -> None:
     assert any(isinstance(event, StopRequested) for event in seen)
 
 
-def test_failing_subscriber_is_removed_without_affecting_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_subscriber_is_removed_without_affecting_other_subscribers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     calls: list[RunStats] = []
     checks = threading.Semaphore(0)
 

@@ -114,7 +114,7 @@ def test_only_the_dead_worker_of_a_gang_blames_its_item(monkeypatch: pytest.Monk
 
 
 @everywhere
-def test_only_the_failure_of_one_worker_is_reported(on: Any) -> None:
+def test_only_one_workers_failure_is_reported_for_a_gang(on: Any) -> None:
     def fail(group: Group, out: Out[int]) -> None:
         if group.rank == 1:
             raise ValueError("mine")

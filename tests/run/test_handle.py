@@ -25,7 +25,7 @@ def fail(item: int) -> int:
 
 
 @everywhere
-def test_put_items_come_out_of_iter_one_by_one(on: Any) -> None:
+def test_iter_yields_the_results_of_put_items_one_by_one(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.input()
     doubled = numbers.map(double, on=on).collect()
@@ -38,7 +38,7 @@ def test_put_items_come_out_of_iter_one_by_one(on: Any) -> None:
         assert list(items) == []
 
 
-def test_leaving_the_block_closes_the_inputs_and_waits() -> None:
+def test_leaving_the_with_block_closes_the_inputs_and_waits() -> None:
     seen: list[int] = []
     graph = Graph("handle")
     numbers = graph.input()
@@ -185,7 +185,7 @@ def test_two_results_are_iterated_together() -> None:
 
 
 @everywhere
-def test_leaving_the_loop_early_ends_the_run_without_an_error(on: Any) -> None:
+def test_early_end_of_the_iteration_ends_run_without_error(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count, on=on).map(double, on=on, workers=2).collect()
     with graph.start() as run:
@@ -195,7 +195,7 @@ def test_leaving_the_loop_early_ends_the_run_without_an_error(on: Any) -> None:
     assert run.stats().state == "done"
 
 
-def test_leaving_the_block_with_a_used_iterator_ends_the_run() -> None:
+def test_with_block_left_with_a_used_iterator_ends_the_run() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -204,7 +204,7 @@ def test_leaving_the_block_with_a_used_iterator_ends_the_run() -> None:
     assert run.stats().state == "done"
 
 
-def test_leaving_the_block_with_an_unused_iterator_ends_the_run() -> None:
+def test_with_block_left_with_an_unused_iterator_ends_the_run() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -213,7 +213,7 @@ def test_leaving_the_block_with_an_unused_iterator_ends_the_run() -> None:
     del items
 
 
-def test_iteration_in_another_thread_continues_after_the_block() -> None:
+def test_iteration_in_another_thread_continues_after_the_with_block() -> None:
     graph = Graph("handle")
     numbers = graph.input(capacity=1)
     doubled = numbers.map(double, capacity=1).collect()
@@ -228,7 +228,7 @@ def test_iteration_in_another_thread_continues_after_the_block() -> None:
     assert seen == [2 * number for number in range(50)]
 
 
-def test_exception_in_the_block_aborts_the_run_and_propagates() -> None:
+def test_exception_in_the_with_block_aborts_the_run_and_propagates() -> None:
     graph = Graph("handle")
     graph.source(itertools.count).sink(id)
     with pytest.raises(LookupError, match="mine"), graph.start() as run:
@@ -238,7 +238,7 @@ def test_exception_in_the_block_aborts_the_run_and_propagates() -> None:
 
 @pytest.mark.parametrize("held", [True, False])
 @everywhere
-def test_exception_in_the_loop_aborts_the_run_and_propagates(on: Any, held: bool) -> None:
+def test_exception_while_iterating_results_aborts_the_run_and_propagates(on: Any, held: bool) -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count, on=on).collect()
     with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
@@ -253,7 +253,7 @@ def test_exception_in_the_loop_aborts_the_run_and_propagates(on: Any, held: bool
     assert run.stats().state in states
 
 
-def test_exception_in_the_block_of_an_ended_run_propagates() -> None:
+def test_exception_in_the_with_block_of_an_ended_run_propagates() -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).collect()
     with pytest.raises(LookupError, match="mine"), graph.start() as run:  # noqa: PT012
@@ -263,7 +263,7 @@ def test_exception_in_the_block_of_an_ended_run_propagates() -> None:
 
 
 @everywhere
-def test_failure_ends_the_loop_with_the_run_error(on: Any) -> None:
+def test_failure_while_iterating_results_raises_the_run_error(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.source([1]).map(fail, on=on).collect()
     with pytest.raises(RunError) as caught, graph.start() as run:
@@ -274,7 +274,7 @@ def test_failure_ends_the_loop_with_the_run_error(on: Any) -> None:
 
 
 @everywhere
-def test_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
+def test_failure_raises_run_error_in_a_with_block_that_puts(on: Any) -> None:
     graph = Graph("handle")
     numbers = graph.input(capacity=1)
     numbers.map(fail, on=on).sink(id)
@@ -284,14 +284,14 @@ def test_failure_ends_a_block_that_puts_with_the_run_error(on: Any) -> None:
     assert str(caught.value.exceptions[0].__cause__) == "item 1"
 
 
-def test_failure_ends_an_empty_block_with_the_run_error() -> None:
+def test_failure_raises_run_error_in_an_empty_with_block() -> None:
     graph = Graph("handle")
     graph.source([1]).map(fail).sink(id)
     with pytest.raises(RunError), graph.start():
         pass
 
 
-def test_abort_ends_the_loop_with_broken() -> None:
+def test_abort_while_iterating_results_raises_broken() -> None:
     graph = Graph("handle")
     numbers = graph.source(itertools.count).collect()
     run = graph.start()
@@ -457,7 +457,7 @@ def test_run_collects_a_full_result_before_the_program_reads_it() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_run_stops_collecting_a_result_once_it_is_read() -> None:
+def test_run_stops_collecting_a_result_when_the_program_reads_it() -> None:
     graph = Graph("endless")
     numbers = graph.source(itertools.count).collect()
     with graph.start() as run:
@@ -486,7 +486,7 @@ def test_collected_result_can_still_be_iterated() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_loop_over_one_branch_works_although_another_is_unread() -> None:
+def test_iteration_over_one_branch_works_while_another_is_unread() -> None:
     graph = Graph("branches")
     left, right = (branch.collect() for branch in graph.source(range(500)).tee(2))
     with graph.start() as run:
@@ -495,7 +495,7 @@ def test_loop_over_one_branch_works_although_another_is_unread() -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_leaving_a_collected_result_early_stops_earlier_stages() -> None:
+def test_ending_the_iteration_of_a_collected_result_stops_earlier_stages() -> None:
     graph, questions, answers = service()
     with graph.start() as run:
         for number in range(500):

@@ -125,7 +125,7 @@ def test_ctrl_c_returns_the_finished_results(variant: str, tmp_path: Path) -> No
     assert "flowchan.Interrupted: the run of graph 'sum' was interrupted" in err
 
 
-def test_ctrl_c_interrupts_a_waiting_loop_without_a_block(tmp_path: Path) -> None:
+def test_ctrl_c_interrupts_a_waiting_iteration_outside_a_with_block(tmp_path: Path) -> None:
     text = """
         import os, threading
         from flowchan import Graph, Interrupted
@@ -162,7 +162,7 @@ def test_sigterm_in_run_returns_the_finished_results(tmp_path: Path) -> None:
     assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
-def test_second_ctrl_c_returns_partial_results_and_reports_the_loss(tmp_path: Path) -> None:
+def test_second_ctrl_c_returns_partial_results_and_reports_discarded_items(tmp_path: Path) -> None:
     text = """
         import threading
         from flowchan import Graph, Interrupted
@@ -197,7 +197,7 @@ def test_second_ctrl_c_returns_partial_results_and_reports_the_loss(tmp_path: Pa
         assert (process.returncode, out) == (0, "3 aborted\n"), err
 
 
-def test_failure_during_an_interrupt_is_its_cause() -> None:
+def test_failure_during_an_interrupt_is_the_cause_of_interrupted() -> None:
     def fail_when_interrupted(item: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError(item)
@@ -216,7 +216,7 @@ def test_failure_during_an_interrupt_is_its_cause() -> None:
     assert isinstance(inner.__cause__.exceptions[0].__cause__, ValueError)
 
 
-def test_caught_ctrl_c_in_the_block_lets_the_program_continue() -> None:
+def test_ctrl_c_caught_in_the_with_block_lets_program_continue() -> None:
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
     with graph.start() as run:
@@ -227,7 +227,7 @@ def test_caught_ctrl_c_in_the_block_lets_the_program_continue() -> None:
     assert run.stats().state == "done"
 
 
-def test_caught_ctrl_c_in_a_loop_lets_the_program_continue() -> None:
+def test_ctrl_c_caught_while_iterating_lets_the_program_continue() -> None:
     graph = Graph("r5")
     numbers = graph.source(range(100)).collect()
     run = graph.start()
@@ -241,7 +241,7 @@ def test_caught_ctrl_c_in_a_loop_lets_the_program_continue() -> None:
     assert run.stats().state == "done"
 
 
-def test_break_after_a_ctrl_c_ends_the_run_without_error() -> None:
+def test_break_statement_after_ctrl_c_ends_the_run_without_error() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()
@@ -256,7 +256,7 @@ def test_break_after_a_ctrl_c_ends_the_run_without_error() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_in_nested_loops_ends_both_runs() -> None:
+def test_ctrl_c_in_nested_iterations_ends_both_runs() -> None:
     graph = Graph("r5")
     numbers = graph.source(itertools.count).collect()
     outer, inner = graph.start(), graph.start()
@@ -268,7 +268,7 @@ def test_ctrl_c_in_nested_loops_ends_both_runs() -> None:
     assert [run.stats().state for run in (outer, inner)] == ["stopped", "stopped"]
 
 
-def test_ctrl_c_handler_is_restored_after_a_loop() -> None:
+def test_ctrl_c_handler_is_restored_after_an_iteration() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(range(3)).collect()
@@ -278,7 +278,7 @@ def test_ctrl_c_handler_is_restored_after_a_loop() -> None:
     run.wait()
 
 
-def test_ctrl_c_handler_is_restored_after_many_overlapping_loops() -> None:
+def test_ctrl_c_handler_is_restored_after_many_overlapping_iterations() -> None:
     """``zip`` of two datasets does this: each starts its next epoch during the epoch of the other."""
     before = signal.getsignal(signal.SIGINT)
     one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
@@ -294,7 +294,7 @@ def test_ctrl_c_handler_is_restored_after_many_overlapping_loops() -> None:
 
 
 @pytest.mark.parametrize("variant", ["loop", "wait"])
-def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(variant: str, tmp_path: Path) -> None:
+def test_ctrl_c_in_an_event_loop_finishes_items_in_flight(variant: str, tmp_path: Path) -> None:
     text = """
         import asyncio, itertools
         from flowchan import Graph
@@ -331,7 +331,7 @@ def test_ctrl_c_on_an_event_loop_finishes_items_in_flight(variant: str, tmp_path
     assert err.count("flowchan: stopping") == 1
 
 
-def test_break_without_a_ctrl_c_stops_earlier_stages() -> None:
+def test_break_statement_without_ctrl_c_stops_earlier_stages() -> None:
     before = signal.getsignal(signal.SIGINT)
     graph = Graph("r5")
     numbers = graph.source(iter(int, 1)).collect()

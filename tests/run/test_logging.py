@@ -30,7 +30,7 @@ def names(caplog: pytest.LogCaptureFixture, logger: str, level: int) -> list[str
 
 
 @pytest.mark.usefixtures("_method")
-def test_program_gets_the_records_from_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
+def test_program_gets_the_log_records_from_worker_processes(caplog: pytest.LogCaptureFixture) -> None:
     """Each record arrives once, with its stage and number, under every start method."""
     caplog.set_level(logging.INFO)
     graph = Graph("logged")
@@ -51,7 +51,7 @@ def test_program_gets_the_records_from_worker_processes(caplog: pytest.LogCaptur
 
 
 @pytest.mark.usefixtures("_method")
-def test_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_levels_and_handlers_of_the_program_apply(caplog: pytest.LogCaptureFixture) -> None:
     """One logger has a lower level than the root logger, and does not propagate its records."""
     own, kept = logging.getLogger("own.parts"), Kept()
     before = own.level, own.propagate
@@ -80,7 +80,7 @@ class Kept(logging.Handler):
         self.reported_all.append(record.getMessage())
 
 
-def test_failing_filter_of_the_program_does_not_end_the_run(
+def test_failing_logging_filter_in_the_program_ends_no_run(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(record: logging.LogRecord) -> bool:
@@ -152,7 +152,7 @@ def test_worker_that_does_not_end_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert all(text.startswith("worker slow 1 did not end within ") for text in reported)
 
 
-def test_program_without_logging_setup_shows_nothing(tmp_path: Path) -> None:
+def test_program_without_logging_setup_prints_no_records(tmp_path: Path) -> None:
     program = """
         import os
         from flowchan import Graph
@@ -183,7 +183,7 @@ def test_stats_list_the_pids_of_worker_processes() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_ps_shows_stage_and_number() -> None:
+def test_ps_shows_the_stage_and_number_of_each_worker() -> None:
     graph = Graph("ps")
     called = graph.source([1]).map(own_name, on="process", name="a_stage_with_a_name").collect()
     assert graph.run()[called] == ["a_stage_with_ 1"]
@@ -200,7 +200,9 @@ class Leaves(logging.Handler):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_handler_that_raises_system_exit_does_not_block_threads(caplog: pytest.LogCaptureFixture) -> None:
+def test_logging_handler_that_raises_system_exit_does_not_block_threads(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, logger="flowchan.run")
     graph, handler = Graph("left"), Leaves()
     total = graph.source([1, 2]).reduce(int.__add__)

@@ -199,7 +199,7 @@ def test_slow_loop_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_account_of_a_loop_is_balanced() -> None:
+def test_item_counts_of_a_loop_are_balanced() -> None:
     graph, _ = declare(range(1, 40), "thread")
     with graph.start() as run:
         run.wait()

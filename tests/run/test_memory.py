@@ -33,7 +33,7 @@ def same(item: Any) -> Any:
 
 
 @everywhere
-def test_channels_share_the_budget_of_a_run(on: Any) -> None:
+def test_channels_share_the_memory_budget_of_a_run(on: Any) -> None:
     gate = Gate()
 
     def hold(item: Any) -> None:
@@ -61,14 +61,14 @@ def test_channels_share_the_budget_of_a_run(on: Any) -> None:
 
 
 @everywhere
-def test_item_larger_than_its_share_passes_alone(on: Any) -> None:
+def test_item_larger_than_its_channels_budget_passes_alone(on: Any) -> None:
     graph = Graph("large")
     found = graph.source(range(8), on=on).map(rows, on=on).map(len, on=on, workers=2).collect()
     assert graph.run(memory=3 * MB)[found] == [1000] * 8
 
 
 @everywhere
-def test_small_items_fill_all_places(on: Any) -> None:
+def test_small_items_fill_the_whole_capacity(on: Any) -> None:
     gate = Gate()
 
     def hold(item: Any) -> None:
@@ -87,7 +87,7 @@ def test_small_items_fill_all_places(on: Any) -> None:
 
 
 @pytest.mark.usefixtures("checks")
-def test_deadlock_for_lack_of_bytes_is_described() -> None:
+def test_deadlock_caused_by_the_memory_budget_is_described() -> None:
     """The zip needs a batch of 20 items from one branch, but the other branch has room for fewer items."""
     graph = Graph("stuck")
     left, right = graph.source(range(60)).map(rows).tee(2, name="tee")
@@ -102,7 +102,7 @@ def test_deadlock_for_lack_of_bytes_is_described() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "4 GiB", True])
-def test_budget_must_be_a_number_of_bytes(wrong: Any) -> None:
+def test_memory_budget_must_be_a_number_of_bytes(wrong: Any) -> None:
     graph = Graph("wrong")
     graph.source([1]).sink(same)
     with pytest.raises((TypeError, ValueError), match="memory must be"):
@@ -112,7 +112,7 @@ def test_budget_must_be_a_number_of_bytes(wrong: Any) -> None:
 # --- the default budget ---
 
 
-def test_default_budget_is_half_of_the_available_memory() -> None:
+def test_default_memory_budget_is_half_of_the_available_memory() -> None:
     graph = Graph("default")
     graph.source([1]).sink(same)
     run = graph.start()

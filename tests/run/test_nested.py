@@ -82,7 +82,7 @@ HOLDING = """
 
 @METHODS
 @pytest.mark.parametrize("victim", ["outer", "program"])
-def test_graph_inside_a_killed_worker_ends_with_it(method: str, victim: str, tmp_path: Path) -> None:
+def test_graph_inside_a_killed_worker_ends_with_the_worker(method: str, victim: str, tmp_path: Path) -> None:
     with start(script(tmp_path, HOLDING), method) as process:
         assert process.stdout is not None
         pids = dict(process.stdout.readline().split() for _ in range(2))

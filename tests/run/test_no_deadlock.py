@@ -139,7 +139,7 @@ over: list[threading.Event] = []  # set by each test, to end the functions above
 
 
 @pytest.mark.parametrize("works", [a_timer, a_sleeping_task, a_thread, a_socket, an_event])
-def test_event_loop_with_other_work_is_not_a_deadlock(works: Any, checks: Callable[[], int]) -> None:
+def test_async_stage_with_other_work_is_not_a_deadlock(works: Any, checks: Callable[[], int]) -> None:
     """All workers are waiting for an item, but the async stage has other work."""
     over[:] = [threading.Event()]
 
@@ -270,7 +270,7 @@ def test_unread_results_are_not_a_deadlock(checks: Callable[[], int]) -> None:
     assert run.wait()[result] == list(range(100))
 
 
-def test_user_pausing_between_results_is_not_a_deadlock(checks: Callable[[], int]) -> None:
+def test_pause_of_the_user_between_results_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     graph = Graph("paused")
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     with graph.start() as run:
@@ -281,7 +281,7 @@ def test_user_pausing_between_results_is_not_a_deadlock(checks: Callable[[], int
         assert list(items) == list(range(1, 100))
 
 
-def test_selecting_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
+def test_stage_that_waits_in_select_is_not_a_deadlock(checks: Callable[[], int]) -> None:
     """The stage selects from two channels, one of which is its own.
 
     It must not be counted as two waiting workers, because another stage is working.
@@ -339,7 +339,7 @@ def test_stage_waiting_with_several_threads_counts_as_one_worker(checks: Callabl
     run.wait()
 
 
-def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervisor_of_a_waiting_run_makes_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check does not compute the statistics of all stages, and nothing else wakes the supervisor."""
     counts: Counter[str] = Counter()
 
@@ -375,7 +375,7 @@ def test_waiting_run_costs_its_supervisor_few_checks(monkeypatch: pytest.MonkeyP
     assert seen["cancel_tasks"] <= seen["_observe"] + 2, "turns of its loop"
 
 
-def test_moving_run_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_makes_slow_progress_is_not_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The channels are tiny, all workers wait most of the time, and the supervisor checks continuously."""
     monkeypatch.setattr(deadlock, "STILL", 0.0)
     monkeypatch.setattr(supervisor, "POLL_INTERVAL_S", 0.0001)

@@ -38,7 +38,7 @@ def test_source_calls_a_callable_with_arguments_inside_the_run(on: Any) -> None:
 
 
 @everywhere
-def test_none_is_an_ordinary_item(on: Any) -> None:
+def test_none_passes_through_operators_like_any_item(on: Any) -> None:
     assert collected(Graph("operators").source([None, 0, None, ""], on=on).map(same, on=on)) == [
         None,
         0,
@@ -58,7 +58,7 @@ def test_source_accepts_an_old_style_sequence() -> None:
 # --- batch, unbatch, buffer ---
 
 
-def test_batch_makes_lists_of_its_size_and_a_shorter_rest() -> None:
+def test_batch_yields_full_lists_and_a_shorter_last_list() -> None:
     assert collected(numbers(7).batch(3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
@@ -227,7 +227,7 @@ def test_mutable_initial_value_is_not_shared_between_runs() -> None:
     assert initial == Counter()
 
 
-def test_stream_of_a_reduce_can_be_read() -> None:
+def test_result_stream_of_a_reduce_can_be_read() -> None:
     graph = Graph("operators")
     total = graph.source(range(4)).reduce(int.__add__, 0)
     texts = total.map(str).collect()
@@ -253,7 +253,7 @@ def test_sink_is_called_for_each_item(on: Any) -> None:
 
 
 @everywhere
-def test_general_stage_has_its_ports_by_name(on: Any) -> None:
+def test_general_stage_gets_its_ports_by_parameter_name(on: Any) -> None:
     def split(numbers: In[int], even: Out[int], odd: Out[int]) -> None:
         for number in numbers:
             (odd if number % 2 else even).put(number)

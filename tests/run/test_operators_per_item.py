@@ -73,7 +73,7 @@ def test_unordered_workers_do_not_wait_for_each_other(operator: str, function: A
 
 
 @everywhere
-def test_workers_work_concurrently(on: Any) -> None:
+def test_workers_of_a_stage_run_concurrently(on: Any) -> None:
     gate = Gate()
 
     def hold(item: int) -> int:
@@ -174,7 +174,7 @@ def test_retry_of_flat_map_does_not_repeat_outputs(on: Any) -> None:
     assert collected(Graph("operators").source([3]).flat_map(Flaky, on=on, retries=1)) == [0, 1, 2, 3]
 
 
-def test_sink_is_retried() -> None:
+def test_item_is_retried_in_a_sink() -> None:
     tried: list[int] = []
 
     def flaky(item: int) -> None:
@@ -230,7 +230,7 @@ def test_callable_class_is_built_once_per_worker(on: Any) -> None:
 
 
 @everywhere
-def test_each_worker_has_its_own_instance(on: Any) -> None:
+def test_each_worker_has_its_own_instance_of_the_class(on: Any) -> None:
     gate = Gate()
 
     class Held(Counting):
@@ -250,7 +250,7 @@ def test_each_worker_has_its_own_instance(on: Any) -> None:
     assert run.wait()[result] == [1, 1]
 
 
-def test_given_instance_is_shared_by_the_threads_of_a_stage() -> None:
+def test_callable_instance_is_shared_by_the_threads_of_a_stage() -> None:
     assert sorted(collected(numbers(10).map(Counting(), workers=1))) == list(range(1, 11))
 
 

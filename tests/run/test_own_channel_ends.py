@@ -74,7 +74,7 @@ busy = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @busy
-def test_abort_is_not_a_failure_of_a_blocked_writer(operator: str) -> None:
+def test_writer_blocked_during_an_abort_is_not_a_failure(operator: str) -> None:
     gate = Gate()
     graph = Graph("r5")
     OPERATORS[operator](graph, graph.source(itertools.count(1), name="numbers")).sink(
@@ -91,7 +91,7 @@ def test_abort_is_not_a_failure_of_a_blocked_writer(operator: str) -> None:
 
 
 @busy
-def test_only_the_failing_stage_is_named(operator: str, long_walk: bool) -> None:
+def test_run_error_names_only_the_failing_stage(operator: str, long_walk: bool) -> None:
     def fail_at_three(item: Any) -> None:
         seen.append(item)
         if len(seen) == 3:
@@ -189,7 +189,7 @@ class Unsendable:
 
 @pytest.mark.parametrize("operator", ["map", "flat_map"])
 @pytest.mark.parametrize("awaits", [False, True])
-def test_channel_error_while_pickling_is_a_failure_of_the_item(operator: str, awaits: bool) -> None:
+def test_channel_error_while_pickling_fails_the_item(operator: str, awaits: bool) -> None:
     def bad(item: int) -> Any:
         return [Unsendable(item), item][item % 2]
 

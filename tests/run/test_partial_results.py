@@ -79,7 +79,9 @@ def endless(gate: Gate) -> Iterator[int]:
 
 @WHERE
 @pytest.mark.parametrize("first", ["numbers", "one", "two"])
-def test_stages_after_an_aborted_one_see_a_break(first: str, on: Any, before_the_break: Any) -> None:
+def test_stages_after_an_aborted_stage_see_a_broken_channel(
+    first: str, on: Any, before_the_break: Any
+) -> None:
     gate = Gate()
     graph = Graph("r5")
     numbers = graph.source(endless, gate, name="numbers")
@@ -141,7 +143,7 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 
 @everywhere
-def test_abort_of_one_branch_does_not_cleanly_end_the_other(on: Any, before_the_break: Any) -> None:
+def test_abort_in_one_branch_does_not_cleanly_end_another_branch(on: Any, before_the_break: Any) -> None:
     """The stage before both branches only learns that its left output has no readers."""
     gate = Gate()
     graph = Graph("branches")
@@ -163,7 +165,7 @@ def test_abort_of_one_branch_does_not_cleanly_end_the_other(on: Any, before_the_
 
 
 @everywhere
-def test_exception_in_the_block_does_not_cleanly_end_a_branch(on: Any, before_the_break: Any) -> None:
+def test_exception_in_the_with_block_ends_no_branch_cleanly(on: Any, before_the_break: Any) -> None:
     seen: list[Any] = []
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)
@@ -234,7 +236,9 @@ def fail(numbers: In[int], out: Out[int]) -> None:
     ],
 )  # fmt: skip
 @WHERE
-def test_stages_after_a_failing_stage_get_nothing(harm: Any, on: Any, before_the_break: Any) -> None:
+def test_stages_after_a_failing_stage_get_no_partial_results(
+    harm: Any, on: Any, before_the_break: Any
+) -> None:
     seen: list[Any] = []
     early: list[bool] = []
     graph = Graph("r3")

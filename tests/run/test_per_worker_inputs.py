@@ -39,7 +39,7 @@ def addressed(graph: Graph, orders: Any, on: Any, function: Any = work, **option
 
 @everywhere
 @pytest.mark.parametrize("source", ["thread", "process"])
-def test_each_worker_gets_its_items_in_order(on: Any, source: Any) -> None:
+def test_each_worker_gets_the_items_addressed_to_it_in_order(on: Any, source: Any) -> None:
     graph = Graph("addressed")
     out = addressed(graph, graph.source(pairs(), on=source), on)
     found = graph.run()[out]
@@ -49,13 +49,13 @@ def test_each_worker_gets_its_items_in_order(on: Any, source: Any) -> None:
         assert of_one == sorted(of_one)
 
 
-def test_coroutines_get_their_items() -> None:
+def test_async_workers_get_the_items_addressed_to_them() -> None:
     graph = Graph("addressed")
     out = addressed(graph, graph.source(pairs()), "thread", work_async)
     assert sorted(graph.run()[out]) == sorted(pairs())
 
 
-def test_workers_on_hosts_get_their_items() -> None:
+def test_workers_on_hosts_get_the_items_addressed_to_them() -> None:
     graph = Graph("addressed")
     pool = hosts.local(2)
     orders = graph.source(pairs(), on=pool).map(lambda pair: pair, on=pool, workers=2)
@@ -64,7 +64,7 @@ def test_workers_on_hosts_get_their_items() -> None:
 
 
 @everywhere
-def test_items_of_several_senders_arrive_once(on: Any) -> None:
+def test_items_from_several_senders_arrive_once(on: Any) -> None:
     graph = Graph("addressed")
     orders = graph.source(pairs(300)).map(lambda pair: pair, on=on, workers=4)
     out = addressed(graph, orders, on)
@@ -230,7 +230,7 @@ def test_item_without_a_worker_number_fails(item: Any, text: str) -> None:
     assert text in str(raised.value.exceptions[0])
 
 
-def test_per_worker_must_name_a_parameter_that_reads() -> None:
+def test_per_worker_must_name_a_parameter_that_reads_a_stream() -> None:
     graph = Graph("addressed")
     with pytest.raises(ValueError, match=r"In parameters that read a stream \('orders'\), got 'out'"):
         graph.stage(work, graph.source(pairs()), per_worker="out")
@@ -238,7 +238,7 @@ def test_per_worker_must_name_a_parameter_that_reads() -> None:
         graph.stage(work, graph.source(pairs()), per_worker=3)
 
 
-def test_check_compares_the_item_of_each_pair() -> None:
+def test_check_compares_the_item_type_of_addressed_pairs() -> None:
     def named() -> Iterator[tuple[int, str]]:
         yield 1, "one"
 
@@ -276,7 +276,7 @@ def test_picture_has_one_arrow_to_the_named_worker() -> None:
     ]
 
 
-def test_workers_with_separate_outputs_are_also_addressed() -> None:
+def test_items_can_be_addressed_to_workers_with_separate_outputs() -> None:
     graph = Graph("addressed")
     stream = graph.stage(work_one, graph.source(pairs()), workers=WORKERS, per_worker="orders")
     out = stream.allreduce("sum").collect()

@@ -232,7 +232,7 @@ def test_stage_that_only_writes_sees_its_readers_leave(on: Any) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_port_is_closed_when_no_more_items_can_pass(across: Any) -> None:
+def test_port_counts_as_closed_once_no_item_can_pass_through(across: Any) -> None:
     channel: Channel[int] = Channel(across=across)
     out, items = channel.writer(), channel.reader()
     assert (out.closed, items.closed) == (False, False)

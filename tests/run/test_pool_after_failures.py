@@ -78,7 +78,7 @@ def test_run_after_a_failed_run_is_complete() -> None:
             before = after
 
 
-def test_failed_worker_closes_its_callable_and_the_next_builds_another() -> None:
+def test_failed_worker_closes_its_callable_and_replacement_builds_another() -> None:
     class Fragile(Square):
         def __call__(self, number: int) -> tuple[int, int, int]:
             if number == 0:
@@ -163,7 +163,7 @@ def test_run_after_ctrl_c_is_complete() -> None:
         assert workers_of(pool) == before
 
 
-def test_run_left_early_does_not_affect_the_next() -> None:
+def test_run_that_ends_early_does_not_affect_the_next() -> None:
     graph = Graph("early")
     numbers = graph.source(itertools.count).map(abs, on="process", workers=2).collect()
     with graph.pool() as pool:
@@ -180,8 +180,8 @@ def test_run_left_early_does_not_affect_the_next() -> None:
         assert workers_of(pool) == pids
 
 
-def test_idle_worker_keeps_nothing_from_a_run() -> None:
-    """It keeps no memory and no descriptors of the run's channels."""
+def test_idle_worker_keeps_no_resources_of_the_last_run() -> None:
+    """The worker keeps no memory and no descriptors of the run's channels."""
 
     def held(pid: int) -> tuple[int, int]:
         maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flowchan")

@@ -23,7 +23,7 @@ from flowchan import Channel, Graph, RunError, Stream, WorkerPool
 from flowchan.channel.latch import Latch
 
 
-def test_leaving_the_block_finishes_a_run_without_a_handle() -> None:
+def test_leaving_the_pools_with_block_finishes_a_dropped_run() -> None:
     seen: list[int] = []
     graph = Graph("dropped")
     numbers = graph.input("numbers")
@@ -42,7 +42,7 @@ def epoch(pool: WorkerPool, found: Stream[list[int]]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("begin", [epoch, lambda pool, found: pool.start().iter(found)])
-def test_leaving_the_block_stops_an_unfinished_loop(
+def test_leaving_the_pools_with_block_stops_an_unfinished_iteration(
     begin: Callable[[WorkerPool, Stream[list[int]]], Iterator[int]],
 ) -> None:
     graph = Graph("endless")
@@ -56,7 +56,7 @@ def test_leaving_the_block_stops_an_unfinished_loop(
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
+def test_pools_with_block_raises_the_failure_of_an_unawaited_run(ended: bool) -> None:
     graph = Graph("unreported")
     graph.source([0]).map(lambda number: 1 // number, on="process").sink(abs)
 
@@ -75,10 +75,10 @@ def test_block_raises_the_failure_of_a_run_without_a_wait(ended: bool) -> None:
 
 
 @pytest.mark.parametrize("error", [None, LookupError, KeyboardInterrupt])
-def test_block_closes_callables_while_the_end_is_logged(
+def test_pools_with_block_closes_callables_while_logging_the_end(
     error: type[BaseException] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The block closes the callables, however it is left."""
+    """The block closes the callables, whether it ends normally or with an exception."""
     caplog.set_level(logging.INFO)
     gate, lifecycle = Gate(), Channel[str](10, across="processes")
 
@@ -118,7 +118,7 @@ def test_block_closes_callables_while_the_end_is_logged(
     assert reported(lifecycle) == ["built", "closed"]
 
 
-def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
+def test_ctrl_c_during_an_abort_ends_run_before_its_processes() -> None:
     graph = Graph("pressed")
     numbers = graph.input("numbers")
     gate = Gate()
@@ -146,7 +146,7 @@ def test_ctrl_c_during_an_abort_ends_run_before_processes() -> None:
     assert all(map(ends, pids))
 
 
-def test_run_is_killed_if_ctrl_c_interrupts_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_killed_if_ctrl_c_interrupts_the_runs_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(pool: WorkerPool) -> None:
         raise KeyboardInterrupt
 

@@ -21,7 +21,7 @@ from flowchan import (
 )
 
 
-def test_leaving_the_block_by_an_exception_ends_all_processes() -> None:
+def test_exception_in_the_pools_with_block_ends_all_processes() -> None:
     gate = Gate()
     graph = Graph("left")
     numbers = graph.input("numbers")
@@ -41,7 +41,7 @@ def test_leaving_the_block_by_an_exception_ends_all_processes() -> None:
     assert all(map(ends, pids))
 
 
-def test_worker_process_of_a_pool_takes_seven_descriptors() -> None:
+def test_worker_process_of_a_pool_uses_seven_descriptors() -> None:
     """docs/limits.md states this number."""
     had = []
     for workers in (1, 4):
@@ -53,7 +53,7 @@ def test_worker_process_of_a_pool_takes_seven_descriptors() -> None:
     assert had[1] - had[0] == 3 * 7
 
 
-def test_leaving_the_block_during_a_run_finishes_it() -> None:
+def test_leaving_the_pools_with_block_finishes_the_current_run() -> None:
     graph = Graph("finished")
     numbers = graph.input("numbers")
     found = numbers.map(abs, on="process").collect()
@@ -63,7 +63,7 @@ def test_leaving_the_block_during_a_run_finishes_it() -> None:
     assert run.wait()[found] == [1]
 
 
-def test_block_raises_the_error_of_closing_a_callable() -> None:
+def test_pools_with_block_raises_the_error_from_closing_callables() -> None:
     class Bad:
         def __call__(self, number: int) -> int:
             return number
@@ -92,7 +92,7 @@ class Talking:
 
 
 @pytest.mark.usefixtures("_method")
-def test_program_gets_records_from_closing_callables(
+def test_program_gets_log_records_from_callables_being_closed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -145,7 +145,7 @@ PROGRAM = """
 """
 
 
-def test_pool_that_is_never_left_ends_with_the_program(tmp_path: Path) -> None:
+def test_pool_ends_with_the_program_without_leaving_its_block(tmp_path: Path) -> None:
     pids = run_python(script(tmp_path, PROGRAM), "end").split()
     assert len(pids) == 2
     assert all(ends(int(pid)) for pid in pids)
@@ -161,7 +161,7 @@ def test_workers_of_a_pool_end_with_a_killed_program(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runs", [10, pytest.param(100, marks=pytest.mark.long)])
-def test_many_runs_of_a_pool_leak_nothing(runs: int) -> None:
+def test_many_runs_of_a_pool_leak_no_resources(runs: int) -> None:
     """Some workers are killed between runs."""
     graph, run = halves()
 

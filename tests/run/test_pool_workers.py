@@ -84,7 +84,7 @@ def test_worker_knows_its_seed_and_incarnation_in_each_run() -> None:
     assert incarnation == 0
 
 
-def test_all_kinds_of_stages_run_again() -> None:
+def test_pool_runs_all_kinds_of_stages_again() -> None:
     async def later(number: int) -> int:
         return number
 
@@ -120,7 +120,7 @@ def test_gang_forms_a_new_group_in_each_run() -> None:
     assert {pid for _, pid in runs[0]} == {pid for _, pid in runs[1]}
 
 
-def test_program_gets_records_from_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_program_gets_log_records_of_a_later_run_once(caplog: pytest.LogCaptureFixture) -> None:
     def log_item(number: int) -> int:
         logging.getLogger("lasting").info("item %d", number)
         return number
@@ -156,7 +156,7 @@ def test_cancelled_request_does_not_cancel_one_in_a_later_run() -> None:
     asyncio.run(main())
 
 
-def test_worker_keeps_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_worker_keeps_its_gpus_between_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replacement gets the GPUs of the worker that it replaces."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
 

@@ -195,7 +195,7 @@ def run_to_its_end(command: list[Any], ending: Ending) -> tuple[subprocess.Popen
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "method", "kind"), list(cases()))
-def test_every_exit_leaves_nothing_behind(
+def test_every_kind_of_exit_leaves_no_resources_behind(
     name: str, method: str, kind: str, tmp_path: Path, temporary: Path
 ) -> None:
     ending = ENDINGS[name]
@@ -354,7 +354,7 @@ NOTEBOOK = """
 """
 
 
-def test_notebook_graph_with_own_functions_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_graph_with_notebook_functions_leaves_no_processes_behind(tmp_path: Path) -> None:
     """The cells run in a real kernel. They define functions and classes, fail, and are interrupted."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:

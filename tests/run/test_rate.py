@@ -42,7 +42,7 @@ def assert_spaced(starts: list[float], began: float, rate: float = RATE) -> None
 
 @pytest.mark.parametrize("on", ["thread", "process"])
 @pytest.mark.parametrize("function", [now, now_later], ids=["function", "coroutine"])
-def test_starts_of_all_workers_are_evenly_spaced(function: Any, on: Any) -> None:
+def test_item_starts_of_all_workers_are_evenly_spaced(function: Any, on: Any) -> None:
     graph = Graph("limited")
     starts = graph.source(range(ITEMS)).map(function, on=on, workers=3, rate=RATE).collect()
     began = time.monotonic()
@@ -59,7 +59,7 @@ def test_worker_processes_share_the_rate_under_each_start_method() -> None:
     assert_spaced(graph.run()[starts], began)
 
 
-def test_time_without_items_is_not_saved_up() -> None:
+def test_idle_time_does_not_allow_a_later_burst() -> None:
     pace = Pace(10.0)
     first = pace.take_start()
     pace._next = first - 1000.0  # as after a long time without an item
@@ -69,7 +69,7 @@ def test_time_without_items_is_not_saved_up() -> None:
 
 
 @pytest.mark.parametrize("how", ["filter", "flat_map", "sink", "partition"])
-def test_other_operators_are_limited(how: str) -> None:
+def test_rate_limits_operators_other_than_map(how: str) -> None:
     starts: list[float] = []
 
     def note(item: int) -> Any:
@@ -91,7 +91,7 @@ def test_other_operators_are_limited(how: str) -> None:
     assert_spaced(starts, began)
 
 
-def test_async_flat_map_is_limited() -> None:
+def test_rate_limits_an_async_flat_map() -> None:
     async def twice(item: int) -> Any:
         start = time.monotonic()
         yield start
@@ -106,7 +106,7 @@ def test_async_flat_map_is_limited() -> None:
 
 
 @pytest.mark.parametrize("how", ["thread", "coroutine"])
-def test_retry_counts_as_another_start(how: str) -> None:
+def test_retry_counts_as_another_start_for_the_rate(how: str) -> None:
     starts: list[float] = []
 
     def fail(item: int) -> int:
@@ -127,13 +127,13 @@ def test_retry_counts_as_another_start(how: str) -> None:
 
 
 @pytest.mark.parametrize(("function", "on"), [(now, "process"), (now_later, "thread")])
-def test_wait_for_a_start_does_not_count_for_the_timeout(function: Any, on: Any) -> None:
+def test_waiting_for_the_rate_does_not_count_towards_timeout(function: Any, on: Any) -> None:
     graph = Graph("patient")
     starts = graph.source(range(3)).map(function, on=on, workers=3, rate=1, timeout=0.5).collect()
     assert len(graph.run()[starts]) == 3  # the last worker has waited 2 s
 
 
-def test_aborted_run_does_not_wait_for_the_next_start() -> None:
+def test_aborted_run_does_not_wait_for_the_rate() -> None:
     calls: list[int] = []
     graph = Graph("slow")
     graph.source(range(9)).map(calls.append, rate=1e-6, workers=3, name="slow").sink(str)
@@ -158,7 +158,7 @@ class KillsOnce:
         return start
 
 
-def test_killed_worker_neither_blocks_nor_breaks_the_limit(tmp_path: Path) -> None:
+def test_killed_worker_neither_blocks_nor_exceeds_the_rate(tmp_path: Path) -> None:
     graph = Graph("killed")
     mapped = graph.source(range(ITEMS)).map(
         KillsOnce(tmp_path / "mark"), on="process", workers=3, rate=RATE, name="kills"
@@ -172,7 +172,7 @@ def test_killed_worker_neither_blocks_nor_breaks_the_limit(tmp_path: Path) -> No
     assert_spaced(found, began)
 
 
-def test_worker_killed_during_its_wait_blocks_no_other() -> None:
+def test_worker_killed_while_waiting_does_not_block_other_workers() -> None:
     graph = Graph("killed")
     starts = graph.source(range(6)).map(now, on="process", workers=2, rate=4, name="limited").collect()
     began = time.monotonic()
@@ -184,7 +184,7 @@ def test_worker_killed_during_its_wait_blocks_no_other() -> None:
     assert_spaced(found, began, rate=4)
 
 
-def test_process_killed_with_the_lock_blocks_no_other() -> None:
+def test_process_killed_while_holding_the_lock_does_not_block_others() -> None:
     pace = SharedPace(1.0)
     reading, writing = os.pipe()
     child = os.fork()
@@ -201,7 +201,7 @@ def test_process_killed_with_the_lock_blocks_no_other() -> None:
     assert pace.take_start() == first + 1.0
 
 
-def test_received_pace_shares_its_starts_with_the_sender() -> None:
+def test_unpickled_pace_takes_turns_with_the_original() -> None:
     pace = SharedPace(1.0)
     received = pickle.loads(pickle.dumps(pace))
     first = pace.take_start()
@@ -209,7 +209,7 @@ def test_received_pace_shares_its_starts_with_the_sender() -> None:
     assert pace.take_start() == first + 2.0
 
 
-def test_received_pace_refuses_another_file_in_its_place(tmp_path: Path) -> None:
+def test_unpickled_pace_refuses_a_different_file(tmp_path: Path) -> None:
     pace = SharedPace(1.0)
     received = pickle.loads(pickle.dumps(pace))
     other = tmp_path / "other"
@@ -221,7 +221,7 @@ def test_received_pace_refuses_another_file_in_its_place(tmp_path: Path) -> None
     assert other.read_text() == "untouched"
 
 
-def test_limit_holds_for_added_workers() -> None:
+def test_rate_limit_includes_added_workers() -> None:
     graph = Graph("scaled")
     items = graph.input()
     starts = items.map(now, rate=RATE, name="limited").collect()
@@ -233,7 +233,7 @@ def test_limit_holds_for_added_workers() -> None:
     assert_spaced(run.wait()[starts], began)
 
 
-def test_pool_limits_each_of_its_runs() -> None:
+def test_rate_limit_applies_to_each_run_of_a_pool() -> None:
     graph = Graph("pooled")
     starts = graph.source(range(ITEMS)).map(now, on="process", workers=2, rate=RATE).collect()
     with graph.pool() as pool:
@@ -242,7 +242,7 @@ def test_pool_limits_each_of_its_runs() -> None:
             assert_spaced(pool.run()[starts], began)
 
 
-def test_limited_run_leaves_no_descriptor() -> None:
+def test_run_with_a_rate_leaves_no_descriptor_open() -> None:
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -258,7 +258,7 @@ def test_limited_run_leaves_no_descriptor() -> None:
     wait_until(lambda: descriptors() <= before, what=lambda: (before, descriptors()))
 
 
-def test_report_names_the_limit_of_the_bottleneck() -> None:
+def test_report_names_the_rate_limit_of_the_bottleneck() -> None:
     graph = Graph("limited")
     graph.source(range(30)).map(now, rate=RATE, name="limited").sink(str)
     with graph.start() as run:

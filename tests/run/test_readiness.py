@@ -61,7 +61,7 @@ def test_run_is_ready_once_all_callables_are_built(model: Any, on: Any) -> None:
     assert run.health().stages == {"model": "ended", "end": "ended"}
 
 
-def test_starting_stage_is_shown_everywhere() -> None:
+def test_every_display_shows_a_stage_that_is_starting() -> None:
     gate = Gate()
     graph, run = served(functools.partial(Model, gate), on="process")
     with run:
@@ -91,7 +91,7 @@ def test_reader_that_starts_is_named_as_starting() -> None:
     run.wait()
 
 
-def test_part_of_the_workers_starts() -> None:
+def test_stage_with_one_worker_still_starting_is_running() -> None:
     gate = Gate()
     model = functools.partial(Model, gate, held=lambda this: this.number == 2)
     _, run = served(model, workers=2)
@@ -127,7 +127,7 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize("on", ["thread", "process"])
-def test_ready_raises_the_failure_of_a_constructor(on: Any) -> None:
+def test_ready_raises_the_failure_from_a_constructor(on: Any) -> None:
     gate = Gate()
     _, run = served(functools.partial(Model, gate, held=lambda _: fails()), on=on)
     with pytest.raises(RunError) as raised:
@@ -148,7 +148,7 @@ def test_stopped_run_is_not_ready() -> None:
     run.wait()
 
 
-def test_ready_run_on_hosts() -> None:
+def test_run_on_hosts_becomes_ready() -> None:
     _, run = served(str, on=hosts.local(1))
     with run:
         assert run.ready(timeout=60)
@@ -166,7 +166,7 @@ def test_interrupt_during_ready_raises_interrupted(monkeypatch: pytest.MonkeyPat
     assert raised.value.report.startswith("graph 'interrupted': stopped ")
 
 
-def test_health_is_plain_json() -> None:
+def test_health_can_be_written_as_json() -> None:
     graph = Graph("plain")
     graph.input().sink(str, name="show", on="process", restarts=10**9)
     with graph.start() as run:

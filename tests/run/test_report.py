@@ -34,19 +34,19 @@ def row(report: str, first: str) -> str:
     return next(line for line in report.splitlines() if line.startswith(first))
 
 
-def test_head_names_graph_outcome_time_seed_and_bottleneck() -> None:
+def test_report_begins_with_graph_outcome_time_seed_and_bottleneck() -> None:
     head, bottleneck = render(stats(FILES, COUNTS, bottleneck="counts")).splitlines()[:2]
     assert head == "graph 'wordcount': done after 3.21 s, seed 41"
     assert bottleneck.startswith("bottleneck: counts (busy 97 % of the time, 2 workers")
 
 
-def test_each_stage_has_a_row_with_its_numbers() -> None:
+def test_report_has_a_row_for_each_stage() -> None:
     report = render(stats(FILES, COUNTS, TOTAL))
     assert row(report, "counts ").split()[1:9] == ["map", "2", "process", "1,204", "1,200", "4", "0", "0"]
     assert "counts  1,204 = 1,200 out + 4 failed" in report.splitlines()
 
 
-def test_each_channel_has_a_row_with_fill_and_rate() -> None:
+def test_report_has_a_row_for_each_channel() -> None:
     lines = render(stats(FILES, COUNTS)).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("channel"))
     assert lines[start + 2].split() == [
@@ -54,14 +54,14 @@ def test_each_channel_has_a_row_with_fill_and_rate() -> None:
     ]  # fmt: skip
 
 
-def test_columns_are_aligned() -> None:
+def test_columns_of_the_report_are_aligned() -> None:
     lines = render(stats(FILES, COUNTS, TOTAL)).splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("stage "))
     ends = [line.index(" %") for line in lines[start + 2 : start + 5]]
     assert len(set(ends)) == 1
 
 
-def test_narrow_report_omits_redundant_columns_and_cuts_names() -> None:
+def test_narrow_report_omits_redundant_columns_and_shortens_names() -> None:
     long = dataclasses.replace(COUNTS, name="counts_the_words_of_each_of_the_files_that_came_in")
     edge = EdgeStats(long.name, long.name, long.name, "processes", 12, 64, 1204, 340.0, put=1216)
     of_long = dataclasses.replace(stats(FILES, long, TOTAL), edges=(edge,), memory=10**9, seed=10**14)
@@ -72,11 +72,11 @@ def test_narrow_report_omits_redundant_columns_and_cuts_names() -> None:
     assert render(stats(FILES, COUNTS, TOTAL), 200) == render(stats(FILES, COUNTS, TOTAL))
 
 
-def test_account_states_items_in_out_and_failed() -> None:
+def test_item_balance_shows_items_in_out_and_failed() -> None:
     assert account_text(COUNTS, "done") == "1,204 = 1,200 out + 4 failed"
 
 
-def test_account_has_one_line_per_stage_and_no_sum() -> None:
+def test_item_balance_has_one_line_per_stage_and_no_sum() -> None:
     """A sum over all stages would be meaningless."""
     assert render(stats(FILES, COUNTS, TOTAL)).splitlines()[-3:] == [
         "files   1,204 out",
@@ -85,14 +85,14 @@ def test_account_has_one_line_per_stage_and_no_sum() -> None:
     ]
 
 
-def test_account_includes_items_in_hand() -> None:
+def test_item_balance_includes_items_being_processed() -> None:
     assert (
         account_text(stage("counts", items_in=10, items_out=7, in_hand=3), "running")
         == "10 = 7 out + 3 in hand"
     )
 
 
-def test_items_missing_after_a_clean_end_are_marked() -> None:
+def test_report_marks_items_missing_after_a_clean_end() -> None:
     lost = stage("counts", items_in=10, items_out=7)
     assert "counts  10 ≠ 7 out: 3 MISSING" in render(stats(lost)).splitlines()
     assert account_text(stage("counts", items_in=7, items_out=10), "done") == "7 ≠ 10 out: 3 TOO MANY"
@@ -107,7 +107,7 @@ def test_items_missing_after_an_abort_count_as_discarded() -> None:
     )
 
 
-def test_filter_account_includes_dropped_items() -> None:
+def test_item_balance_of_a_filter_includes_dropped_items() -> None:
     report = render(stats(stage("odd", "filter", items_in=10, items_out=6, failed=1)))
     assert "odd    10 = 6 out + 3 dropped + 1 failed" in report.splitlines()
 
@@ -132,7 +132,7 @@ def test_live_view_without_a_terminal_prints_few_lines() -> None:
     )
 
 
-def test_plain_line_of_many_stages_keeps_bottleneck_and_busiest() -> None:
+def test_plain_line_for_many_stages_shows_bottleneck_and_busiest_stages() -> None:
     many = [stage(f"s{number}", busy=number / 100) for number in range(100)]
     line = plain_line(stats(*many, bottleneck="s0"))
     assert "s0 (bottleneck)" in line

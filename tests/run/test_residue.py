@@ -168,12 +168,12 @@ ENDINGS: list[Callable[[str], None]] = [
 @everywhere
 @pytest.mark.usefixtures("_nothing_left")
 @pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
-def test_nothing_is_left_after_each_ending(ending: Callable[[str], None], on: str) -> None:
+def test_each_way_to_end_a_run_releases_all_resources(ending: Callable[[str], None], on: str) -> None:
     ending(on)
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_start_leaves_nothing_behind() -> None:
+def test_failed_start_releases_all_resources() -> None:
     graph = Graph("r6")
     graph.source(itertools.count, on="process").map(same, on="process").sink(same)
     real = BaseProcess.start
@@ -191,7 +191,7 @@ def test_failed_start_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.usefixtures("_nothing_left")
-def test_failed_plan_leaves_nothing_behind() -> None:
+def test_failed_planning_releases_all_resources() -> None:
     graph = Graph("r6")
     graph.source(itertools.count).map(same, on="process", capacity=10**15).sink(same)
     with pytest.raises(Exception):  # noqa: B017, PT011 - GraphError or OSError, by the machine
@@ -213,7 +213,7 @@ def test_run_without_references_is_freed() -> None:
     not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="its counts are merged by the collector"
 )
 @pytest.mark.parametrize("end", [done, failed, exited, killed])
-def test_resources_of_a_process_run_are_freed_without_the_collector(end: Callable[[str], None]) -> None:
+def test_resources_of_process_runs_are_freed_without_garbage_collection(end: Callable[[str], None]) -> None:
     end("process")
     gc.collect()
     before = residue()
@@ -235,7 +235,7 @@ def memory() -> int:
 
 
 @many
-def test_many_runs_leak_nothing(runs: int) -> None:
+def test_many_runs_leak_no_resources(runs: int) -> None:
     def once() -> None:
         graph = Graph("r6")
         total = graph.source(range(50)).map(same, workers=2).map(same, on="process").reduce(int.__add__, 0)
@@ -252,7 +252,7 @@ def test_many_runs_leak_nothing(runs: int) -> None:
 
 
 @many
-def test_many_failed_runs_leak_nothing(runs: int) -> None:
+def test_many_failed_runs_leak_no_resources(runs: int) -> None:
     for _ in range(10):
         failed("thread")
     before, size = residue(), memory()
@@ -264,7 +264,7 @@ def test_many_failed_runs_leak_nothing(runs: int) -> None:
 
 
 @pytest.mark.parametrize("across", ["threads", "processes"])
-def test_thousand_channels_leak_nothing(across: Any) -> None:
+def test_thousand_channels_leak_no_resources(across: Any) -> None:
     def once() -> None:
         channel: Channel[bytes] = Channel(8, across=across)
         channel.put(b"x" * 10_000)
@@ -355,7 +355,7 @@ def test_run_with_a_dropped_handle_does_not_delay_the_exit(tmp_path: Path) -> No
     assert run_python(script(tmp_path, text)) == "end\n"
 
 
-def test_ports_kept_by_a_stage_do_not_keep_the_run() -> None:
+def test_ports_kept_by_a_stage_do_not_keep_runs_alive() -> None:
     kept: list[Any] = []
 
     def keep(items: In[int], out: Out[int]) -> None:

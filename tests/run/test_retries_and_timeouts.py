@@ -83,7 +83,7 @@ def test_aborted_run_does_not_wait_for_the_next_retry() -> None:
 
 @pytest.mark.parametrize("how", ["thread", "async"])
 @pytest.mark.parametrize("retry_on", [KeyError, (OSError, LookupError)])
-def test_only_named_errors_are_retried(how: str, retry_on: Any) -> None:
+def test_only_the_exception_types_in_retry_on_are_retried(how: str, retry_on: Any) -> None:
     tried: list[int] = []
 
     def call(number: int) -> int:
@@ -109,7 +109,7 @@ def slow_at_two(number: int) -> int:
 
 
 @pytest.mark.usefixtures("_method")
-def test_item_that_exceeds_the_timeout_fails_and_replaces_the_worker() -> None:
+def test_item_exceeding_the_timeout_fails_and_its_worker_is_replaced() -> None:
     graph = Graph("late")
     numbers = graph.source(range(5)).map(slow_at_two, on="process", timeout=0.2, name="slow", max_deaths=1)
     good, bad = numbers.collect(), failed(numbers)
@@ -141,7 +141,7 @@ def test_item_that_exceeds_the_timeout_is_retried(tmp_path: Path) -> None:
     assert tries.read_text().split() == ["0", "0", "0", "1", "1", "1"]
 
 
-def test_timeouts_do_not_use_restarts() -> None:
+def test_timeouts_do_not_count_as_restarts() -> None:
     graph = Graph("late")
     numbers = graph.source(range(6)).map(lambda n: signal.pause(), on="process", timeout=0.02, restarts=0)
     numbers.sink(lambda item: None)
@@ -149,7 +149,7 @@ def test_timeouts_do_not_use_restarts() -> None:
     assert [item for item, *_ in graph.run()[bad]] == list(range(6))
 
 
-def test_timeout_without_an_errors_reader_ends_the_run() -> None:
+def test_timeout_ends_the_run_if_errors_are_unread() -> None:
     graph = Graph("late")
     graph.source([1]).sink(lambda number: signal.pause(), on="process", timeout=0.02, name="slow")
     with pytest.raises(RunError) as caught:
@@ -227,7 +227,7 @@ async def halve_later(numbers: list[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("function", "on"), [(halve, "thread"), (halve, "process"), (halve_later, "thread")])
-def test_single_members_of_a_batch_fail(function: Any, on: Any) -> None:
+def test_single_items_of_a_batch_can_fail(function: Any, on: Any) -> None:
     graph = Graph("members")
     halves = graph.source([1, 0, 2, 0, 0, 4]).batch(2).map(function, on=on, name="halve")
     good, bad = halves.unbatch().collect(), failed(halves)
@@ -240,7 +240,7 @@ def test_single_members_of_a_batch_fail(function: Any, on: Any) -> None:
     assert "halve      3 = 3 out, 3 members failed" in run.report().splitlines()
 
 
-def test_failed_member_without_an_errors_reader_ends_the_run() -> None:
+def test_failed_batch_item_ends_the_run_if_errors_are_unread() -> None:
     graph = Graph("members")
     graph.source([1, 0]).batch(2).map(halve, name="halve").sink(lambda item: None)
     with pytest.raises(RunError) as caught:
@@ -270,7 +270,7 @@ async def halve_shorter_later(numbers: list[int]) -> list[Any]:
         (halve_shorter_later, "thread", "list of 1"),
     ],
 )
-def test_exceptions_that_do_not_match_members_fail_the_batch(function: Any, on: Any, kind: str) -> None:
+def test_exceptions_that_do_not_match_batch_items_fail_the_batch(function: Any, on: Any, kind: str) -> None:
     graph = Graph("members")
     halves = graph.source([1, 0, 2, 4]).batch(2).map(function, on=on, name="halve")
     good, bad = halves.collect(), failed(halves)

@@ -93,7 +93,7 @@ def test_item_failure_breaks_the_channels_and_fails_the_run() -> None:
     assert run.crew.called("break") == [(error,)]
 
 
-def test_killed_worker_is_replaced_by_one_decision_and_one_call() -> None:
+def test_killed_worker_is_replaced_once() -> None:
     run = ScriptedRun(pipeline())
     decided = follow(run)
     run.crew.on("replace", lambda *_: run.crew.end_all(*ALL))
@@ -105,7 +105,7 @@ def test_killed_worker_is_replaced_by_one_decision_and_one_call() -> None:
     assert run.supervisor.stats().stages[1].restarts == 1
 
 
-def test_run_gives_up_after_its_restarts() -> None:
+def test_run_fails_after_the_maximum_number_of_restarts() -> None:
     run = ScriptedRun(pipeline(restarts=2))
     run.crew.on("replace", lambda *_: run.crew.report(killed(WORK)))  # the replacement dies too
     run.crew.on("break", lambda _: run.crew.end_all(SOURCE, SINK))
@@ -116,7 +116,7 @@ def test_run_gives_up_after_its_restarts() -> None:
     assert "it is not replaced: 2 of 2 restarts were used" in str(run.supervisor.state.failures[0].error)
 
 
-def test_stage_near_its_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_stage_near_its_restart_limit_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     run = ScriptedRun(pipeline(restarts=3))
     events: list[Any] = []
     run.supervisor.feed.listen(events.append)
@@ -177,7 +177,7 @@ def test_lost_state_of_a_callable_object_is_reported_and_logged(
     ],
     ids=["default", "unlimited", "as the default", "more"],
 )
-def test_worker_that_never_starts_uses_the_restarts_set(options: Any, replaced: int, why: str) -> None:
+def test_worker_that_never_starts_is_replaced_up_to_the_limit(options: Any, replaced: int, why: str) -> None:
     run = ScriptedRun(pipeline(**options))
     deaths = iter(range(2, 99))
     run.crew.on("replace", lambda *_: run.crew.report(killed(WORK, unbegun=next(deaths))))
@@ -189,7 +189,7 @@ def test_worker_that_never_starts_uses_the_restarts_set(options: Any, replaced: 
     assert f"it is not replaced: {why}" in str(run.supervisor.state.failures[0].error)
 
 
-def test_replacement_after_a_deadly_item_starts_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_is_delayed_after_repeated_deaths_on_an_item(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.01)
     run = ScriptedRun(pipeline())
     run.crew.on("start workers", lambda _: run.crew.end_all(*ALL))
@@ -295,7 +295,7 @@ def test_aborted_run_terminates_then_kills_a_worker_that_continues(monkeypatch: 
     assert run.supervisor.state.failures == ()
 
 
-def test_run_in_which_no_worker_moves_fails_with_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_without_progress_fails_with_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadlock, "STILL", 0.01)
     run = ScriptedRun(pipeline())
     run.channels.counts = {
@@ -351,7 +351,7 @@ def test_second_ctrl_c_aborts_the_run(start: Any) -> None:
     assert run.state == "aborted"
 
 
-def test_failure_is_raised_by_the_run(start: Any) -> None:
+def test_wait_raises_the_failure_of_the_run(start: Any) -> None:
     def script(crew: ScriptedCrew) -> None:
         crew.on("start", lambda: crew.report(Failure(WORK, ValueError("wrong"), "7", 1)))
         crew.on("break", lambda _: crew.end_all(SOURCE, SINK))

@@ -139,7 +139,7 @@ def test_seeds_differ_by_run_stage_number_and_incarnation() -> None:
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_chosen_seed_is_reported_and_reproduces_the_numbers() -> None:
+def test_reported_seed_reproduces_the_random_numbers() -> None:
     graph = Graph("r9")
     found = graph.stage(each, graph.source([]), on="process").collect()
     run = graph.start()
@@ -148,7 +148,7 @@ def test_chosen_seed_is_reported_and_reproduces_the_numbers() -> None:
 
 
 @everywhere
-def test_class_knows_its_worker_while_it_is_built(on: Any) -> None:
+def test_constructor_of_a_callable_can_read_its_worker(on: Any) -> None:
     class Knows:
         def __init__(self) -> None:
             self.here = flowchan.worker()
@@ -201,7 +201,7 @@ def test_thread_in_a_workers_process_belongs_to_the_worker() -> None:
     assert graph.run()[results] == [True]
 
 
-def test_worker_outside_of_a_stage_raises() -> None:
+def test_calling_worker_outside_of_a_stage_raises() -> None:
     with pytest.raises(
         RuntimeError, match=r"flowchan.worker\(\) must be called in .*; no worker is running here"
     ):
@@ -261,7 +261,7 @@ def test_seed_must_be_an_integer(seed: Any) -> None:
         graph.run(seed=seed)
 
 
-def test_command_accepts_a_seed_and_reports_it(tmp_path: Path) -> None:
+def test_run_command_accepts_and_reports_a_seed(tmp_path: Path) -> None:
     text = """
         import random
         from flowchan import Graph

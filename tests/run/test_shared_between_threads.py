@@ -24,7 +24,7 @@ class Slow(WorkerId):
 changes: list[Any] = []
 
 
-def test_activity_tolerates_results_being_read_concurrently() -> None:
+def test_activity_of_ports_can_be_computed_while_results_are_read() -> None:
     graph = Graph("shared")
     for branch in graph.source([], name="source").tee(3):
         branch.collect()

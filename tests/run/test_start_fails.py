@@ -106,7 +106,7 @@ def start_of(graph: Graph) -> str:
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_failed_start_leaves_nothing_behind_whichever_call_fails(
+def test_failed_start_releases_all_resources_whichever_call_fails(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start_of(mixed())  # the first start of a process creates some objects that are never freed

@@ -290,7 +290,7 @@ def test_functions_of_an_imported_module_work() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_lambdas_and_closures_work() -> None:
+def test_lambdas_and_closures_work_with_every_start_method() -> None:
     offset = 5
 
     def plus_offset(item: int) -> int:
@@ -307,7 +307,7 @@ def test_lambdas_and_closures_work() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_general_stages_work() -> None:
+def test_general_stages_work_with_every_start_method() -> None:
     def double(items: In[int], out: Out[int], factor: int = 2) -> None:
         for item in items:
             out.put(factor * item)
@@ -318,7 +318,7 @@ def test_general_stages_work() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_failures_are_reported() -> None:
+def test_failure_is_reported_with_every_start_method() -> None:
     graph = Graph("r7")
     graph.source([1]).map(fail, on="process").sink(id)
     with pytest.raises(RunError) as caught:
@@ -329,7 +329,7 @@ def test_failures_are_reported() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-def test_early_end_and_stop_work() -> None:
+def test_take_and_run_stop_end_the_run() -> None:
     graph = Graph("r7")
     first = graph.source(range(10**9), on="process").map(abs, on="process", workers=2).take(3).collect()
     assert graph.run()[first] == [0, 1, 2]
@@ -410,7 +410,7 @@ def test_process_that_returns_during_a_run_ends_the_run(method: str, tmp_path: P
     run_python(script(tmp_path, program), method)
 
 
-def test_one_thread_at_a_time_leaves_the_parents_forkserver(
+def test_only_one_thread_at_a_time_disconnects_from_parents_forkserver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two threads could close the forkserver's descriptor twice, and then it may belong to another file."""

@@ -64,7 +64,7 @@ def test_whole_run_is_a_window_from_its_start() -> None:
 
 
 @everywhere
-def test_counters_are_kept_for_each_worker(on: Any) -> None:
+def test_stats_counters_are_separate_for_each_worker(on: Any) -> None:
     graph, gate = Graph("counted"), Gate()
     graph.source(range(40)).map(slow, on=on, workers=2, name="work").sink(gate.wait, name="held")
     with graph.start() as run:
@@ -109,7 +109,7 @@ def test_cpu_seconds_of_async_stages_are_counted_once() -> None:
     assert burnt == pytest.approx(0.2, abs=0.15)
 
 
-def test_waiting_for_input_place_and_turn_is_distinguished() -> None:
+def test_stats_distinguish_waits_for_input_place_and_turn() -> None:
     gate = Gate()
     graph = Graph("waits")
     graph.source(range(10), capacity=1, name="puts").map(gate.wait, name="holds").sink(same, name="gets")
@@ -125,7 +125,7 @@ def test_waiting_for_input_place_and_turn_is_distinguished() -> None:
 
 
 @everywhere
-def test_ordered_workers_wait_for_earlier_items_instead_of_places(on: Any) -> None:
+def test_stats_of_ordered_workers_show_turn_instead_of_place(on: Any) -> None:
     graph, gate = Graph("turns"), Gate()
     numbers = graph.source(range(10))
     numbers.map(FirstWaits(gate.channel), workers=3, capacity=1, on=on, name="work").sink(same)
@@ -153,7 +153,7 @@ class FirstWaits:
         return item
 
 
-def test_writers_before_a_slow_reader_wait_for_a_place() -> None:
+def test_stats_of_writers_before_a_slow_reader_show_place() -> None:
     graph, gate = Graph("places"), Gate()
     graph.source(range(20)).map(same, workers=3, capacity=1, name="work").sink(gate.wait)
     with graph.start() as run:
@@ -228,7 +228,7 @@ def test_window_must_be_a_number_of_seconds(window: Any) -> None:
     run.wait()
 
 
-def test_history_keeps_old_statistics_with_wider_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_older_statistics_at_longer_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     history = History()

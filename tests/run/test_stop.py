@@ -91,7 +91,7 @@ def test_abort_discards_items_in_flight(on: Any) -> None:
 
 
 @pytest.mark.usefixtures("short_grace")
-def test_abort_ends_workers_that_ignore_it() -> None:
+def test_abort_ends_workers_that_are_blocked_in_user_code() -> None:
     gate = Gate()
     graph = Graph("r5")
     graph.source([1]).map(lambda _: gate.wait(), on="process").sink(id)

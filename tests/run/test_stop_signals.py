@@ -99,7 +99,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path: Path) -> None:
+def test_first_stop_signal_finishes_items_in_flight(signum: signal.Signals, tmp_path: Path) -> None:
     with start(script(tmp_path, PROGRAM)) as process:
         going(process)
         process.send_signal(signum)
@@ -118,7 +118,7 @@ def test_ctrl_c_at_a_terminal_does_not_kill_the_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_second_signal_aborts(signum: signal.Signals, tmp_path: Path) -> None:
+def test_second_stop_signal_aborts_the_run(signum: signal.Signals, tmp_path: Path) -> None:
     with start(script(tmp_path, STUBBORN)) as process:
         going(process)
         process.send_signal(signum)
@@ -139,7 +139,7 @@ def test_signal_ends_a_program_with_a_blocked_source(on: str, tmp_path: Path) ->
     assert code == -signal.SIGINT, err
 
 
-def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
+def test_ctrl_c_after_a_with_block_finishes_items_in_flight(tmp_path: Path) -> None:
     text = """
         import itertools, os, threading
         from flowchan import Graph
@@ -175,7 +175,7 @@ def test_ctrl_c_after_a_block_finishes_items_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["run()", "start().wait()"])
-def test_second_ctrl_c_while_the_run_starts_aborts_it(variant: str, tmp_path: Path) -> None:
+def test_second_ctrl_c_during_the_start_aborts_the_run(variant: str, tmp_path: Path) -> None:
     text = """
         import itertools, os, signal
         from flowchan import Graph, Interrupted
@@ -202,7 +202,7 @@ def test_second_ctrl_c_while_the_run_starts_aborts_it(variant: str, tmp_path: Pa
     assert err == "flowchan: aborted: items in flight were discarded\n"
 
 
-def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
+def test_ctrl_c_during_the_start_stops_the_run(tmp_path: Path) -> None:
     text = """
         import itertools, os, signal, threading
         from flowchan import Graph
@@ -239,7 +239,7 @@ def test_ctrl_c_while_the_run_is_being_started_stops_it(tmp_path: Path) -> None:
         assert seen is None or out == f"{seen}\n", err
 
 
-def test_ctrl_c_in_a_block_that_iterates_stops_the_run(tmp_path: Path) -> None:
+def test_ctrl_c_while_iterating_in_with_block_stops_the_run(tmp_path: Path) -> None:
     text = """
         import itertools
         from flowchan import Graph

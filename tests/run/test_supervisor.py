@@ -76,7 +76,7 @@ def test_run_reports_each_event_from_start_to_end(crew: ScriptedCrew, supervisor
     wait_until(lambda: not supervisor._thread.is_alive())  # type: ignore[union-attr]
 
 
-def test_failed_start_is_undone(crew: ScriptedCrew, supervisor: Supervisor) -> None:
+def test_failed_start_of_a_run_is_undone(crew: ScriptedCrew, supervisor: Supervisor) -> None:
     crew.refuses = OSError("no process")
     with pytest.raises(OSError, match="no process"):
         supervisor.start()
@@ -131,7 +131,7 @@ def test_replacement_pauses_when_its_item_has_killed_before(
     assert crew.calls[1:] == [("break", None), ("release", WORK)]
 
 
-def test_gang_restarts_in_one_turn_however_long_its_recovery_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gang_restarts_in_one_supervisor_turn_despite_slow_recovery(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = Graph("faked")
     gang: dict[str, Any] = {"on": "process", "workers": 3, "restarts": 9, "restartable": True}
     graph.stage(in_step, graph.source([], name="source"), name="gang", **gang).collect()

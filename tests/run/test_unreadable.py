@@ -42,7 +42,7 @@ def is_failure(failed):
 @pytest.mark.parametrize(
     ("function", "on"), [(double, "thread"), (double, "process"), (double_async, "thread")]
 )
-def test_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
+def test_item_that_cannot_be_unpickled_goes_to_the_errors_stream(function, on):
     """Test R10: the items before and after it pass, in order."""
     graph = Graph("unreadable")
     made = graph.source(range(8)).map(items, on="process")
@@ -53,7 +53,7 @@ def test_item_that_cannot_be_unpickled_goes_to_the_errors(function, on):
     assert [is_failure(failed) for failed in results[bad]] == [True, True]
 
 
-def test_unreadable_item_without_an_errors_reader_ends_the_run():
+def test_unreadable_item_ends_the_run_if_errors_are_unread():
     """Test R10: the failure names the unreadable item instead of None."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").sink(id, name="last")
@@ -78,7 +78,7 @@ def raise_it(kind):
 
 
 @pytest.mark.parametrize("kind", [ArithmeticError, ValueError, Broken])
-def test_unreadable_item_ends_a_collecting_run_with_an_input(kind):
+def test_unreadable_item_in_collect_ends_a_run_with_input(kind):
     """Test R3 and R10 for each kind of error that unpickling the item may raise."""
     graph = Graph("unreadable")
     kinds = graph.input()
@@ -93,7 +93,7 @@ def test_unreadable_item_ends_a_collecting_run_with_an_input(kind):
     assert type(error.__cause__) is kind
 
 
-def test_unreadable_item_ends_a_collecting_run():
+def test_unreadable_item_in_collect_ends_the_run():
     """Test R10 for ``collect``, which takes many items at once."""
     graph = Graph("unreadable")
     graph.source(range(8)).map(items, on="process").collect()

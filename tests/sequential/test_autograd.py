@@ -52,7 +52,7 @@ def contrastive(y: Tensor) -> Tensor:
 
 @on_both_placements
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_around_and_in_the_pipe_match_plain_modules(on: Any, recompute: bool) -> None:
+def test_gradients_inside_and_outside_the_pipe_match_plain_modules(on: Any, recompute: bool) -> None:
     model = perceptron()
     encoder, head = nn.Linear(5, 6), nn.Linear(4, 3)
     plain = copy.deepcopy(nn.Sequential(encoder, model, head))
@@ -146,7 +146,7 @@ def test_backward_passes_work_in_any_order_and_combined(on: Any) -> None:
 
 
 @on_both_placements
-def test_autograd_grad_matches_the_plain_module(on: Any) -> None:
+def test_torch_autograd_grad_matches_the_plain_module(on: Any) -> None:
     model = perceptron()
     x = torch.randn(6, 6, requires_grad=True)
     with Sequential(model, 2, on=on, chunks=4) as pipe:

@@ -79,7 +79,7 @@ def test_balance_by_time_is_within_a_tenth_of_optimal() -> None:
     assert largest(list(map(float, work)), counts) <= 1.1 * best
 
 
-def test_time_includes_the_backward_pass_in_training_mode() -> None:
+def test_measured_time_includes_the_backward_pass_in_training_mode() -> None:
     module = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 2)
     )
@@ -135,7 +135,7 @@ class Expand(nn.Module):
 
 
 @pytest.mark.parametrize(("times", "counts"), [([1, 2, 3, 4, 5, 6], [4, 2]), ([6, 5, 4, 3, 2, 1], [2, 4])])
-def test_memory_includes_tensors_held_only_by_the_graph(times: list[int], counts: list[int]) -> None:
+def test_memory_includes_tensors_held_only_by_the_autograd_graph(times: list[int], counts: list[int]) -> None:
     module = nn.Sequential(*map(Expand, times))
     with Sequential(module, balance="memory", sample=torch.rand(10, 20, 20)) as pipe:
         assert [len(part.module) for part in pipe.parts] == counts

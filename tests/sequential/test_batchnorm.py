@@ -54,7 +54,7 @@ def in_micro_batches(
 
 @schedules
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parameters_and_statistics_match_training_in_micro_batches(
+def test_batch_norm_results_match_training_in_micro_batches(
     schedule: Any, parts: int, workers: int, recompute: bool
 ) -> None:
     module = normalised()

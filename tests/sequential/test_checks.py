@@ -231,7 +231,7 @@ def test_module_that_is_not_a_sequence_of_layers_raises(
     assert words_in(raised, *words)
 
 
-def test_hooks_on_the_container_raise_but_hooks_on_layers_work() -> None:
+def test_hooks_on_the_sequential_raise_but_hooks_on_layers_work() -> None:
     module = model()
     seen = []
     module[0].register_forward_hook(lambda *_: seen.append("layer"))

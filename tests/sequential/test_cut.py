@@ -39,7 +39,7 @@ def uneven() -> nn.Sequential:
 
 @on_both_placements
 @pytest.mark.parametrize("stream", [False, True])
-def test_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) -> None:
+def test_cut_is_measured_once_with_the_first_batch(on: Any, stream: bool) -> None:
     with Sequential(uneven(), parts=2, on=on) as pipe:
         assert [len(part.module) for part in pipe.parts] == [4, 4]
         x = torch.randn(512, 64)
@@ -53,7 +53,7 @@ def test_cut_is_measured_with_the_first_batch_and_kept(on: Any, stream: bool) ->
 @pytest.mark.parametrize(
     "options", [{"parts": [3, 5]}, {"parts": 8}, {"balance": "memory", "sample": torch.ones(2, 3)}]
 )
-def test_given_cut_is_not_measured(options: Any) -> None:
+def test_explicit_cut_is_not_measured(options: Any) -> None:
     calls: list[int] = []
 
     class Counts(nn.Module):
@@ -125,7 +125,7 @@ class Sizes(nn.Module):
 
 
 @pytest.mark.parametrize(("samples", "chunks"), [(64, 1), (256, 1), (1100, 4), (5000, 8)])
-def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None:
+def test_number_of_chunks_depends_on_the_number_of_operations(samples: int, chunks: int) -> None:
     """Each of two parts needs 50 million operations: 250 samples with 400,000 operations for both parts."""
     sizes = Sizes()
     module = nn.Sequential(nn.Linear(400, 500, bias=False), sizes)
@@ -140,7 +140,7 @@ def test_number_of_chunks_depends_on_the_work(samples: int, chunks: int) -> None
     assert sizes.seen == pieces
 
 
-def test_layers_with_unknown_work_use_eight_chunks() -> None:
+def test_layers_with_unknown_cost_use_eight_chunks() -> None:
     sizes = Sizes()
     with Sequential([sizes, nn.Identity()]) as pipe:
         pipe(torch.ones(16, 1))

@@ -186,7 +186,7 @@ def test_failure_in_an_interleaved_schedule_names_the_part() -> None:
     assert error.message == "part 1 (layers '3' to '5'), step F1 (micro-batch 1 of 4): ValueError: bad"
 
 
-def test_failure_in_a_later_step_or_evaluation_names_it() -> None:
+def test_failure_in_a_later_step_names_the_step_or_evaluation() -> None:
     module = with_layer(At(9, bad))
     assert "step F1 (micro-batch 1 of 4)" in failure_of(module, "thread", steps=3).message
     with in_parts(with_layer(At(3, bad)), 3) as training, pytest.raises(RunError) as raised:
@@ -335,7 +335,7 @@ def test_worker_killed_after_the_last_step_loses_nothing(tmp_path: Path) -> None
 
 
 @on_both_placements
-def test_exception_in_the_block_propagates(on: Any) -> None:
+def test_exception_in_the_training_block_propagates(on: Any) -> None:
     def train() -> None:
         with in_parts(perceptron(), 3, on, optimizer=OPTIMIZERS["sgd"]) as training:
             training.step(*next(batches([8])))
@@ -365,5 +365,5 @@ def test_ctrl_c_ends_the_step_and_the_training(on: Any) -> None:
     helper.join()
 
 
-def test_training_that_never_starts_leaves_nothing_behind() -> None:
+def test_training_that_never_starts_releases_all_resources() -> None:
     in_parts(perceptron(), 3, "process")

@@ -142,7 +142,7 @@ def test_parts_run_at_the_same_time() -> None:
         assert torch.equal(pipe(torch.arange(8.0)[:, None]), torch.arange(8.0)[:, None])
 
 
-def test_parts_compute_on_their_devices() -> None:
+def test_each_part_computes_on_its_own_device() -> None:
     module = dense()
     x = torch.randn(5, 6)
     for on in ("thread", "process"):

@@ -285,7 +285,7 @@ def test_pipe_with_unread_outputs_can_be_closed(on: Any) -> None:
 
 
 @on_both_placements
-def test_garbage_collected_pipe_leaves_nothing(on: Any) -> None:
+def test_garbage_collected_pipe_releases_all_resources(on: Any) -> None:
     pipe = Sequential(dense(), on=on)
     pipe(torch.ones(4, 6))
     for _ in range(30):  # the channel cannot hold all of the unread outputs

@@ -442,7 +442,7 @@ def test_autocast_around_training_raises() -> None:
         training.step(x, target)
 
 
-def test_hooks_added_to_the_container_later_raise() -> None:
+def test_hooks_added_to_the_sequential_later_raise() -> None:
     with Sequential(dense()) as pipe:
         pipe.module.register_forward_hook(lambda *_: None)
         for use in (lambda: pipe(torch.ones(2, 6)), lambda: pipe.stream([torch.ones(2, 6)])):

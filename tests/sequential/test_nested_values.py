@@ -102,7 +102,7 @@ def test_invalid_leaf_is_named_with_its_path(value: Any, kind: type[Exception], 
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_leaves_yields_paths() -> None:
+def test_leaves_yields_each_leaf_with_its_path() -> None:
     names = [name for name, _ in leaves({"a": [1, (2,)], "b": "c"})]
     assert names == ["x['a'][0]", "x['a'][1][0]", "x['b']"]
 

@@ -189,7 +189,7 @@ def test_dropout_depends_only_on_the_programs_seed() -> None:
     assert torch.equal(torch.rand(3), after)
 
 
-def test_dropout_drops_the_given_share() -> None:
+def test_dropout_drops_the_given_fraction() -> None:
     kept = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:

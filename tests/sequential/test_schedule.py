@@ -160,7 +160,7 @@ def test_micro_batches_pass_each_part_in_order(one: tuple[Any, int, int, int]) -
                 )
 
 
-def test_steps_returns_a_new_generator_each_time() -> None:
+def test_steps_returns_a_new_generator_for_each_call() -> None:
     once = steps("1f1b", 0, 2, 2, 4)
     assert iter(once) is once
     assert list(once) == list(steps("1f1b", 0, 2, 2, 4))

@@ -93,8 +93,8 @@ def test_zbh1_idles_a_third_as_long_as_1f1b(workers: int, chunks: int) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("more", [0, 1, 5])
-def test_zbv_waits_only_for_the_first_micro_batch(workers: int, more: int) -> None:
-    """Its parts are half as large as those of 1f1b, and it holds two of them at once."""
+def test_zbv_workers_wait_only_for_the_first_micro_batch(workers: int, more: int) -> None:
+    """The parts of zbv are half as large as those of 1f1b, and each worker holds two of them."""
     chunks = max(2 * workers - 1, 1) + more
     found = simulate(plan("zbv", workers, 2 * workers, chunks), 1, 2)
     assert found.makespan == 6 * chunks + workers - 1
@@ -210,7 +210,7 @@ def test_capacity_1_never_makes_a_schedule_faster(workers: int, chunks: int) -> 
     assert simulate(lists, capacity=1).makespan >= simulate(lists).makespan
 
 
-def test_early_message_is_kept() -> None:
+def test_message_that_arrives_early_is_kept_for_later() -> None:
     """The second worker needs the last micro-batch first, over a channel with capacity 1."""
     found = simulate([parse("F0 F1 F2"), parse("F2 F1 F0", part=1)], capacity=1)
     assert [event.chunk for event in found.events[1]] == [2, 1, 0]

@@ -99,7 +99,7 @@ def test_training_with_skips_on_processes_matches_the_plain_module() -> None:
     assert_same_state(module, plain)
 
 
-def test_gradients_flow_through_the_skip_alone() -> None:
+def test_gradients_flow_through_the_skip_connection() -> None:
     """The values of the layers in between are multiplied by zero."""
 
     def only_skip(x: Tensor, skip: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def both(module: nn.Module, x: Tensor, given: Tensor) -> tuple[SplitBackward, li
 
 @pytest.mark.parametrize("wants", [True, False])
 @pytest.mark.parametrize("name", LAYERS)
-def test_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -> None:
+def test_two_halves_together_match_the_whole_backward_pass(name: str, wants: bool) -> None:
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), LAYERS[name](), nn.Linear(WIDTH, WIDTH)).double()
     x = torch.randn(5, WIDTH, dtype=torch.float64, requires_grad=wants)
@@ -182,7 +182,7 @@ def test_first_half_computes_no_weight_gradients_where_possible(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["python", "tied"])
-def test_inseparable_layer_computes_both_in_the_first_half(name: str) -> None:
+def test_inseparable_layer_computes_both_gradients_in_the_first_half(name: str) -> None:
     module = LAYERS[name]()
     x = torch.randn(5, WIDTH, requires_grad=True)
     Doubled.calls = 0
@@ -212,7 +212,7 @@ def test_output_can_be_the_input_or_a_weight() -> None:
     assert (x.grad.tolist(), weight.grad is not None and weight.grad.tolist()) == ([2, 2, 2], [3, 3, 3])
 
 
-def test_second_half_frees_the_graph() -> None:
+def test_second_half_frees_the_autograd_graph() -> None:
     x = torch.randn(5, WIDTH, requires_grad=True)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
     y = functional.linear(x, weight)

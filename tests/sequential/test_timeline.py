@@ -71,7 +71,7 @@ def test_events_are_sorted_by_start() -> None:
     assert all(one.begin <= other.begin for one, other in pairwise(real(3).events))
 
 
-def test_busy_is_the_share_of_the_total_time() -> None:
+def test_busy_is_a_fraction_of_the_total_time() -> None:
     line = Timeline(
         [
             TimelineEvent(1, 0, "F", 0, 0, 10.0, 11.0),
@@ -156,7 +156,7 @@ def area(element: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 @lines
-def test_texts_of_a_picture_do_not_overlap(line: Timeline) -> None:
+def test_labels_in_the_timeline_svg_do_not_overlap(line: Timeline) -> None:
     root = ElementTree.fromstring(line.svg())
     texts = [(element.text, area(element)) for element in root.findall(SVG + "text")]
     for text, (left, top, right, bottom) in texts:
@@ -192,7 +192,7 @@ def test_boxes_are_placed_by_time() -> None:
     assert boxes[0].findtext(SVG + "title") == "F0 of part 0, step 0: 1 ms from 0 ms on"
 
 
-def test_picture_shows_title_time_workers_and_busy_shares() -> None:
+def test_timeline_svg_shows_title_time_workers_and_busy_fractions() -> None:
     found = words(LINES["gpipe"])
     assert found[:4] == ["gpipe", "33 ms, workers idle 27% of it", "forward (F)", "backward (B)"]
     assert found.count("73% busy") == 4

@@ -253,7 +253,7 @@ def test_traced_pipe_accepts_only_required_arguments() -> None:
 
 
 @pytest.mark.parametrize("layer", [Chosen, ByMode, Noisy])
-def test_layer_that_cannot_be_traced_is_kept_whole(layer: Any) -> None:
+def test_layer_that_cannot_be_traced_is_not_split(layer: Any) -> None:
     torch.manual_seed(0)
     inner = layer()
 

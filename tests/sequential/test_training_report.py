@@ -55,7 +55,7 @@ def test_report_has_the_peak_memory_of_parts(
 
 
 @on_both_placements
-def test_shares_of_a_worker_sum_to_one(on: Any) -> None:
+def test_time_fractions_of_a_worker_sum_to_one(on: Any) -> None:
     x = torch.randn(32, WIDTH)
     with Sequential(module(), 2, on=on, chunks=4).trainer(
         loss=mse_loss, optimizer=partial(SGD, lr=0.1), schedule="1f1b"
@@ -84,7 +84,7 @@ def test_report_before_the_first_step_is_empty() -> None:
     assert [part.activations for part in found.parts] == [0, 0]
 
 
-def test_report_computes_shares_from_events() -> None:
+def test_report_computes_time_fractions_from_events() -> None:
     def event(worker: int, op: Any, begin: float, end: float) -> TimelineEvent:
         return TimelineEvent(worker, worker, op, 0, 0, begin, end)
 

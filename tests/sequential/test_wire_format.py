@@ -74,7 +74,7 @@ def test_receiver_can_change_its_copy(elements: int) -> None:
     assert not opened(memory, form, only_reads=False).any()
 
 
-def test_part_that_only_reads_gets_no_copy() -> None:
+def test_part_that_only_reads_its_input_gets_no_copy() -> None:
     channel: Channel[Any] = Channel(across="processes")
     channel.put(closed(torch.zeros(200_000)))
     memory, form = channel.get()
@@ -100,7 +100,7 @@ def test_only_reads_depends_on_the_first_layer(layers: list[nn.Module], reads: b
     assert only_reads(Part(0, nn.Sequential(*layers))) == reads
 
 
-def test_reading_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+def test_reading_a_received_tensor_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:
     expect_reading()
     crossed(torch.zeros(200_000), reads=True)
     assert not recwarn.list

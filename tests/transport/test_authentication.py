@@ -38,7 +38,7 @@ def refused(sock: socket.socket, **more: Any) -> str:
     return line
 
 
-def test_handshake_gives_both_ends_a_hello_and_plain_socket() -> None:
+def test_handshake_returns_the_peers_hello_and_a_plain_socket() -> None:
     with connected() as (dialled, listens):
         peer = meet_in_thread(listens)
         own_sock, hello = met(dialled)
@@ -129,7 +129,7 @@ def test_a_peer_that_stops_sending_is_refused() -> None:
         assert "it closed the connection without sending a message" in refused(listens, dialled=False)
 
 
-def test_connection_reset_during_the_handshake_is_refused() -> None:
+def test_peer_that_resets_the_connection_during_the_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         peer = ThreadPeer(lambda: refused(listens, dialled=False))
         receive(dialled, GREETING)
@@ -138,7 +138,7 @@ def test_connection_reset_during_the_handshake_is_refused() -> None:
         assert "the connection ended during the handshake (Connection reset" in peer.result()
 
 
-def test_connection_reset_before_the_handshake_is_refused() -> None:
+def test_peer_that_resets_the_connection_before_handshake_is_refused() -> None:
     with connected() as (dialled, listens):
         dialled.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dialled.close()

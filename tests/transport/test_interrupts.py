@@ -80,7 +80,7 @@ def test_deferred_ctrl_c_is_raised_when_an_allowed_wait_begins() -> None:
             pytest.fail("the wait has begun")
 
 
-def test_interrupt_blocks_on_other_threads_have_no_effect() -> None:
+def test_deferring_blocks_outside_the_main_thread_have_no_effect() -> None:
     handlers: list[Any] = []
 
     def block() -> None:
@@ -134,7 +134,7 @@ def test_watch_opened_in_a_deferring_block_outlives_the_block() -> None:
     watch.close()
 
 
-def test_handler_installed_while_watches_are_open_is_kept() -> None:
+def test_signal_handler_installed_while_watches_are_open_is_kept() -> None:
     before = signal.getsignal(signal.SIGINT)
     outer, inner = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     outer.open()

@@ -57,7 +57,7 @@ def test_listener_accept_without_a_peer_times_out() -> None:
         listener.accept(0.01)
 
 
-def test_proved_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_authenticated_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer sends nothing while it waits for the last message, so a polling program must call
     ``has_proved_peer``."""
     end = authentication.PendingHandshake._end

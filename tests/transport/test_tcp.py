@@ -74,7 +74,7 @@ def test_listener_uses_exactly_the_given_address() -> None:
             tcp.dial(listener.address.replace("127.0.0.2", "127.0.0.3"), 30)
 
 
-def test_listener_uses_the_given_port_and_frees_it() -> None:
+def test_listener_uses_the_given_port_and_frees_the_port() -> None:
     with tcp.listen("127.0.0.1:0") as first:
         address = first.address
         with tcp.dial(address, 30), first.accept(30):
@@ -85,7 +85,7 @@ def test_listener_uses_the_given_port_and_frees_it() -> None:
         assert second.address == address
 
 
-def test_ipv6_address_works() -> None:
+def test_listener_and_dial_work_with_an_ipv6_address() -> None:
     try:
         listener = tcp.listen("[::1]:0")
     except OSError as error:

@@ -75,7 +75,7 @@ def test_library_function_shows_the_users_own_line(function: Any) -> None:
     assert place(stage("any", "source", function=function)) == (HERE.file, HERE.line)
 
 
-def test_stage_colour_shows_where_the_stage_runs() -> None:
+def test_colour_of_a_stage_shows_its_placement() -> None:
     fills = {
         name: re.search(r'fillcolor="(#\w+)"', node(name)).group(1) for name in ("files", "counts", "total")
     }
@@ -185,18 +185,18 @@ def test_legend_explains_only_drawn_elements() -> None:
     assert "failed items" not in only
 
 
-def test_picture_has_its_own_background() -> None:
+def test_picture_has_an_opaque_background() -> None:
     assert re.search(r'bgcolor="#f\w+"', DOT)
 
 
-def test_names_with_markup_and_unicode_are_escaped() -> None:
+def test_markup_and_unicode_in_names_are_escaped() -> None:
     name = '<b>&"\\N →é'
     dot = to_dot(declared(name, [stage(name), stage("b:c")], [edge(name, "b:c")]))
     assert "<B>&lt;b&gt;&amp;&quot;" in dot
     assert "n0 -> n1" in dot
 
 
-def test_two_stages_with_one_name_are_both_drawn() -> None:
+def test_two_stages_with_equal_names_are_both_drawn() -> None:
     dot = to_dot(declared("g", [stage("a"), stage("a")], []))
     assert dot.count("<B>a</B>") == 2
 
@@ -230,7 +230,7 @@ def test_item_types_are_written_like_annotations(item: Any, text: str) -> None:
     assert type_text(item) == text
 
 
-def test_name_with_a_lone_surrogate_is_shown_with_a_replacement() -> None:
+def test_lone_surrogate_in_a_name_is_drawn_as_replacement_character() -> None:
     graph = Graph("file \udcff")
     graph.source([1], name="read \udcff").sink(print)
     for text in (to_dot(graph), to_mermaid(graph)):

@@ -101,7 +101,7 @@ def test_totals_of_ended_stages_are_exact() -> None:
     assert (bar.stage, bar.done, bar.total) == ("end", 50, 50)
 
 
-def test_failed_items_are_not_expected_downstream() -> None:
+def test_bar_totals_exclude_items_that_failed_earlier() -> None:
     graph = Graph("far")
     halves = graph.source([4, 0, 2]).map(lambda number: 8 // number)
     halves.sink(abs, name="end")
@@ -306,7 +306,7 @@ def test_progress_without_terminal_prints_plain_lines(
     assert re.search(r"^\d+ s done: end 10/10 .*/s$", capsys.readouterr().err, re.MULTILINE)
 
 
-def test_one_of_several_runs_draws_on_the_terminal(
+def test_only_one_of_several_runs_draws_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other runs print lines."""

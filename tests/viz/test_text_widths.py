@@ -14,7 +14,7 @@ from flowchan.viz.text_widths import WIDTHS, width_of, with_widths
 TEXT = '<text x="1" font-family="Helvetica,Arial" {}font-size="10.00">{}</text>'
 
 
-def test_every_text_in_a_picture_has_a_width() -> None:
+def test_width_is_known_for_every_text_in_a_picture() -> None:
     graph = Graph("widths")
     graph.source([1], name="read & more").map(str, workers=3, name="parse").sink(print)
     texts = re.findall(r"<text [^>]*>", svg(graph))
@@ -34,7 +34,7 @@ def test_width_of_a_name_fits_the_box_of_its_stage() -> None:
     assert 0.8 * (max(across) - min(across)) < float(length) < max(across) - min(across)
 
 
-def test_printable_ascii_has_widths() -> None:
+def test_width_is_known_for_every_printable_ascii_character() -> None:
     assert all(set(map(chr, range(32, 127))) <= set(widths) for widths in WIDTHS.values())
     assert width_of("Wi", 10, bold=False) == pytest.approx(11.66)
     assert width_of("Wi", 10, bold=True) == pytest.approx(12.22)
@@ -45,5 +45,5 @@ def test_placeholder_or_text_of_unknown_width_is_unchanged(style: str, text: str
     assert with_widths(TEXT.format(style, text), "====") == TEXT.format(style, text)
 
 
-def test_entities_count_as_one_character() -> None:
+def test_html_entities_count_as_one_character() -> None:
     assert 'textLength="6.67"' in with_widths(TEXT.format("", "&amp;"), "====")
