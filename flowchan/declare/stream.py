@@ -102,7 +102,7 @@ class Stream(StreamHandle[T_co]):
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): GPUs reserved for each worker process (default: 0; workers then share all GPUs). A
+                gpus (float): GPUs reserved for each worker process (default: 0; workers share all GPUs). A
                     number below 1 is a share of one.
 
         Returns:

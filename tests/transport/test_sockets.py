@@ -102,7 +102,7 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (transport.connect, {"address": 1}, TypeError, "connect: address must be a string, got 1"),
     (transport.connect, {"address": "host"}, ValueError, "'host' is not an address"),
     (transport.connect, {"secret": b"short"}, ValueError, "connect: secret must have at least 16 bytes, got"),
-    (transport.connect, {"secret": "text"}, TypeError, "connect: secret must be bytes"),
+    (transport.connect, {"secret": "text"}, TypeError, "connect: secret must be a bytes object"),
     (transport.connect, {"timeout": 0}, ValueError, "connect: timeout must be"),
     (transport.connect, {"tls": 1}, TypeError, "connect: tls must be"),
     (
