@@ -241,8 +241,8 @@ class BackgroundTask(Future[T]):
     Args:
         fn: Function to call.
         *args: Positional arguments.
-        on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. **kwargs: Keyword
-            arguments.
+        on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``.
+        **kwargs: Keyword arguments.
 
     Raises:
         TypeError: ``fn`` cannot be called.
