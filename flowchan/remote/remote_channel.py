@@ -314,7 +314,7 @@ class RemoteChannel(Channel[T]):
         return port
 
     def _snapshot(self) -> _Snapshot:
-        ports = self._open_ports()
+        ports = dict(self._open_ports())  # a copy, because another thread may open a port during the request
         numbers = [ports[reads]._stream.number if reads in ports else 0 for reads in (True, False)]
         closed, broken, stats, reads, writes = self._request("look", *numbers)
         reading = ports[True]._stream.ring.stats() if True in ports else NO_STATS

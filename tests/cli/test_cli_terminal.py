@@ -81,7 +81,7 @@ graph.source(itertools.count).sink(hold)
     written, code = seen(tmp_path, text, until=["has begun"], then="held · stopping · ")
     assert code == 130
     states = [line.split(" · ")[1] for line in written if line.startswith("held · ")]
-    assert "stopping" in states[1:]
+    assert "stopping" in states
     assert set(states[states.index("stopping") :]) - {"stopped"} == {
         "stopping"
     }  # the last line is printed when the run ends

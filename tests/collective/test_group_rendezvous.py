@@ -96,7 +96,7 @@ def test_process_without_a_launcher_is_the_only_member() -> None:
 
 
 def test_invalid_rank_and_size_in_environment_raise() -> None:
-    with pytest.raises(GroupError, match="RANK and WORLD_SIZE must be"):
+    with pytest.raises(GroupError, match="RANK must be an int from 0 to WORLD_SIZE - 1"):
         place({"RANK": "4", "WORLD_SIZE": "4"})
 
 

@@ -365,7 +365,7 @@ def test_unavailable_algorithm_raises_with_remedy(monkeypatch: pytest.MonkeyPatc
         )
         assert "serialize" in g.explain("allreduce", 1)
         g.set_algorithm("allreduce", None)
-        with pytest.raises(TypeError, match=r"allreduce: x must be .*, got float32\[2\] on meta; it has no"):
+        with pytest.raises(TypeError, match=r"x must be .*, got float32\[2\] on meta; a meta tensor has no"):
             g.allreduce(torch.ones(2, device="meta"))
 
 

@@ -130,7 +130,7 @@ def lose_host(folder: Path) -> None:
 def has_begun(crew: object) -> bool:
     """Return True if this process knows that a remote worker is running user code (R10)."""
     return isinstance(crew, HostsPart) and any(
-        deaths_over_item(crew._ports.ports[id]) for id in [*crew._lines]
+        deaths_over_item(crew._ports.ports[id]) for id in [*crew._streams]
     )
 
 

@@ -114,7 +114,7 @@ def test_run_ends_after_all_sinks() -> None:
     run = graph.start()
     gate.wait_held()
     wait_until(lambda: stage_of(run, "quick").alive == 0)
-    with pytest.raises(TimeoutError, match="has not ended"):
+    with pytest.raises(TimeoutError, match="did not end"):
         run.wait(timeout=0)
     gate.open()
     run.wait()

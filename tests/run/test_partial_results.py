@@ -29,7 +29,7 @@ def let_end(supervisor: Supervisor, *names: str) -> None:
     channels, parts = channels_of(supervisor), supervisor.crew.remote  # type: ignore[attr-defined]
 
     def ended() -> bool:
-        left = sum(len(part._lines) for part in parts)
+        left = sum(len(part._streams) for part in parts)
         return left < far or all(channels[name].drained or channels[name].broken for name in names)
 
     wait_until(ended)
