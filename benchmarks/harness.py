@@ -211,7 +211,7 @@ def at_least(factor: float, mine: Result, peer: Result, quantile: float | None =
 
 
 def at_most(factor: float, mine: Result, peer: Result, quantile: float | None = None) -> Row:
-    """Return a row for times: ``mine`` must take at most ``factor`` times as long as ``peer``.
+    """Return a row that compares times: ``mine`` must take at most ``factor`` times as long as ``peer``.
 
     The ratio is the speed-up, so a higher ratio is better in every row.
     """

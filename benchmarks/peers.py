@@ -73,7 +73,7 @@ def os_pipe(capacity: int = 0) -> Ends:
 def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[Any]], count: int) -> float:
     """Return how many seconds this process takes to get ``count`` items that a child puts one by one.
 
-    The clock starts when both processes start together.
+    The clock starts when the barrier releases both processes.
     """
     ends = make()
     start = CONTEXT.Barrier(2)

@@ -155,7 +155,7 @@ struct Header : Constants {
 
     alignas(64) pthread_mutex_t mutex;
     // Number of the process that took the lock last: a hint for turn_taking.hpp. It shares the mutex's cache
-    // line, even if the mutex has 48 bytes (aarch64).
+    // line, even where the mutex is 48 bytes long (aarch64).
     uint64_t had_by;
     // The part of the blocks and slots that a process must map before it follows any offset. `map_blocks_to`
     // never decreases and `map_slots_from` never increases. Both are written before any offset into the new

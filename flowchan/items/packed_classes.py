@@ -102,7 +102,7 @@ def _is_constant_member(cls: type, name: str, value: Any) -> bool:
         value = value.__func__
     if isinstance(value, types.FunctionType):
         return _is_constant_function(cls, value)
-    # an attribute of named tuples, or of Python itself
+    # an attribute that namedtuple or Python itself sets
     if name == "_field_defaults" or (name.startswith("_") and name.endswith("_")):
         return True
     if isinstance(value, _DESCRIPTORS):

@@ -80,7 +80,7 @@ class Run(ObservedRun):
             lambda question: method(question) if (method := cancel()) is not None else None,
         )
         self._supervisor.asking = self._asking
-        if pooled is not None:  # leaving the pool's block waits for this run
+        if pooled is not None:  # the end of the pool's `with` block waits for this run
             self._supervisor.unreported.append(self)
         self._supervisor.start()
         end_at_exit(self._supervisor)

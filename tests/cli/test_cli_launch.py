@@ -230,7 +230,7 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(expected)
 
 
-def test_ranks_on_hosts_run_the_script_of_a_relative_path(tmp_path: Path) -> None:
+def test_ranks_on_hosts_run_a_script_given_by_relative_path(tmp_path: Path) -> None:
     """Agents may run in another folder than the launcher."""
     script = tmp_path / "script.py"
     script.write_text("import sys; print(*sys.argv)")

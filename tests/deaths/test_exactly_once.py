@@ -306,7 +306,7 @@ def test_r4_restart_limit_ends_the_run_with_the_reason() -> None:
     for _ in range(3):
         wait_until(lambda: channel.stats().waiting_readers == 1)
         kill_one(run, "work")
-    wait_until(lambda: channel.stats().waiting_readers == 1)
+    wait_until(lambda: stage_of(run, "work").pids and channel.stats().waiting_readers == 1)
     os.kill(stage_of(run, "work").pids[0], signal.SIGKILL)
     with pytest.raises(RunError) as caught:
         run.wait()

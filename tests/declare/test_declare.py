@@ -89,7 +89,7 @@ def test_every_operator_records_the_users_line(graph: Blueprint, stream: Stream)
     assert [stage.where for stage in graph.stages[1:]] == [Where(__file__, here + n) for n in (1, 2, 3, 4)]
 
 
-def test_a_graph_records_its_line() -> None:
+def test_graph_records_where_it_was_created() -> None:
     assert Blueprint("here").where == Where(__file__, line())
 
 

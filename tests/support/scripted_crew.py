@@ -168,7 +168,7 @@ class ScriptedChannels(RunChannels):
         self._crew.record("drop queued")
 
     def close_unwanted(self) -> None:
-        """Do nothing and record nothing, because the supervisor calls this from time to time."""
+        """Record nothing: the supervisor calls this at times that a test cannot predict."""
 
     def break_all(self, cause: BaseException | None) -> None:
         self._crew.record("break", cause)

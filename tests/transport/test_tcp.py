@@ -144,7 +144,7 @@ def test_connection_has_the_socket_options_of_a_link() -> None:
 
 @pytest.mark.parametrize(("peer", "is_here"), [("127.0.0.2", True), ("::1", True), ("192.0.2.7", False)])
 def test_send_buffer_may_grow_between_hosts(peer: str, is_here: bool) -> None:
-    """The kernel does not grow a buffer whose size is set, which would limit the bytes per round trip."""
+    """A buffer whose size is set does not grow, which would limit the bytes per round trip."""
     with socket.socket() as sock:
         before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
         tcp.prepare(sock, peer)

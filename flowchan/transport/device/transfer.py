@@ -25,7 +25,7 @@ raises ``ChannelError``.
 
 Tensors in expandable segments need no such detour, because the blocks do not come from torch's allocator.
 
-The kind of device is a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake one.
+A :class:`Device` represents each kind of device. For CUDA tensors it is ``cuda``; tests use a fake one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Ticket(bytes):
 
 
 class Arrived(bytes):
-    """Buffer that contains a pickled :class:`DeviceKind`, at the receiver. Its view keeps the item alive."""
+    """Buffer with a pickled :class:`DeviceKind`, at the receiver. A view of it keeps the item alive."""
 
     keep: Any
 
