@@ -183,7 +183,7 @@ class Channel(Generic[T]):
         """Return the number of items at which ``put`` waits."""
     @property
     def max_bytes(self) -> int | None:
-        """Return the number of bytes at which ``put`` waits, or None if there is no limit."""
+        """Return the number of bytes at which ``put`` waits, or None without a limit."""
     @property
     def across(self) -> Literal["threads", "processes", "hosts"]:
         """Return the transport: ``"threads"``, ``"processes"`` or ``"hosts"``."""

@@ -313,7 +313,7 @@ NB_MODULE(_core, m) {
             [](Channel& ch) -> std::optional<uint64_t> {
                 return ch.max_bytes == UINT64_MAX ? std::nullopt : std::optional(ch.max_bytes);
             },
-            "Return the number of bytes at which ``put`` waits, or None if there is no limit.")
+            "Return the number of bytes at which ``put`` waits, or None without a limit.")
         .def_prop_ro(
             "across", [](Channel& ch) { return ch.across(); },
             "Return the transport: ``\"threads\"``, ``\"processes\"`` or ``\"hosts\"``.")

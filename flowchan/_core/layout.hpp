@@ -116,9 +116,9 @@ struct alignas(64) Slot {
     // the number of the writer's input item that this is an output for, or KEYLESS.
     uint64_t number;
     uint32_t kind;      // encoding of the payload, see frame.hpp
-    uint32_t cls;       // block class, or 0 if there is no block; never changes
+    uint32_t cls;       // block class, or 0 without a block; never changes
     uint64_t block;     // offset of the block, or 0; never changes
-    char data[INLINE];  // the payload, if there is no block
+    char data[INLINE];  // the payload of a slot without a block
 
     SlotState place() const { return SlotState(state & 0x3f); }
     uint32_t owner() const { return uint32_t(state >> 8 & 0xffff); }

@@ -5,7 +5,7 @@
 // worker side, which the worker reads or writes. A Source on the owner side leases items and sends them as
 // ITEM frames to the Sink on the worker side. The worker's outputs come back as OUT frames (wire.hpp).
 //
-// Exactly once. What is sent stays on lease at its origin. An output stays there until the other side has put
+// Exactly once. A sent item stays on lease at its origin. An output stays there until the other side has put
 // it into its ring. An item stays there until the worker has finished it *and* all of its outputs are in
 // their rings on the owner side (R4). The frames of a port are ordered and counted. After a break, each side
 // reports what it has received, and the other side continues from there. Only Python dials, listens and
@@ -198,7 +198,7 @@ class Link {
         Received item;
         LinkStream* stream = nullptr;
         Sink* sink = nullptr;  // null: the item has no receiver
-        Slot* slot = nullptr;  // null: there is no room for the item
+        Slot* slot = nullptr;  // null: the item has no room yet
         bool skips = false;    // a worker that has died had already put the item
         std::vector<char> buffer;
         bool is_to_be_staged() const { return sink && !slot && !skips; }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 RemainingTime = Callable[[], float | None]
-"""Function that returns the seconds that remain for the next step, or None if there is no limit."""
+"""Function that returns the seconds that remain for the next step, or None without a limit."""
 
 
 def countdown(timeout: Any) -> RemainingTime:

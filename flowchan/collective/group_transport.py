@@ -12,7 +12,7 @@ from typing import Protocol
 
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.items.text import shown
-from flowchan.transport.tcp import ENDED_EARLY, Listener
+from flowchan.transport.tcp import Listener, accept_waiting
 
 
 class GroupTransport(Protocol):
@@ -133,13 +133,8 @@ class TransportListener(Listener):
 
     def accept_now(self) -> socket.socket | None:
         """Return a waiting connection, or None."""
-        try:
-            sock = self._socket.accept()[0]
-        except BlockingIOError:
+        accepted = accept_waiting(self._socket)
+        if accepted is None:
             return None
-        except OSError as error:
-            if error.errno in ENDED_EARLY:
-                return None
-            raise
-        sock.setblocking(True)
-        return sock
+        accepted[0].setblocking(True)
+        return accepted[0]

@@ -175,7 +175,7 @@ class ChannelServer:
         del last  # not while holding the lock, because this may release the channel
 
     def sent_in(self, value: Any) -> Counter[int]:
-        """Count the occurrences of each of this server's channels in a reply's value, by number."""
+        """Count how often each of this server's channels occurs in ``value``, by number."""
         found: Counter[int] = Counter()
         if self._sent:
             for packed in packed_in(value):
@@ -237,7 +237,7 @@ class ChannelServer:
         if found is not None:
             return found
         raise ChannelError(
-            f"there is no channel {number} at {self.address}: its owner has released it or never had it; "
+            f"channel {number} does not exist at {self.address}: its owner has released or never made it; "
             "keep a reference to it in its owner, or in a program that has opened it, while others use it"
         )
 

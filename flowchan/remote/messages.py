@@ -44,7 +44,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Notice that the caller is no longer waiting for a call. The call still gets its reply."""
+    """Notice that the caller has stopped waiting for a call. The call still gets its reply."""
 
     number: int
 
@@ -143,11 +143,10 @@ def for_put(item: Any) -> Any:
     return Opening(item.packed) if isinstance(item, Sealed) else item
 
 
-def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
+def sealed_cause(cause: BaseException | None) -> Sealed | None:
     """Return the cause in the form in which it is sent; if it can't be pickled, its text is sent instead."""
-    # a call in which items stay sealed also raises with a sealed cause
-    if cause is None or isinstance(cause, Sealed):
-        return cause
+    if cause is None:
+        return None
     try:
         found = sealed(cause)
     except Exception:
@@ -157,7 +156,7 @@ def sealed_cause(cause: BaseException | Sealed | None) -> Sealed | None:
 
 
 def packed_in(value: Any) -> Iterator[bytes]:
-    """Yield the pickles of all sealed items in the value of a reply."""
+    """Yield the pickles of all sealed items in ``value``, which may be a nested list."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from packed_in(one)

@@ -118,16 +118,7 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
     """Writing end of a remote channel."""
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner has all items that were put through this port.
-
-        Args:
-            timeout: Seconds to wait (default: no limit).
-
-        Raises:
-            Full: The owner had no room for all items in time.
-            Closed: The channel was closed before the owner had all items.
-            Broken: The channel was aborted, or its owner is lost.
-        """
+        """Wait until the owner has all items that were put through this port; see ``Out.flush``."""
         wait = _seconds(timeout)
         count = self._stream.ring.stats().items_in
         used = self._remote._connection.await_used(self._stream, count, wait)

@@ -182,7 +182,7 @@ class ClientSession:
         """Cancel a call, which gets a reply in any case.
 
         If the call's task has not started yet, it never will. If the caller was interrupted before it sent
-        the request, there is no task.
+        the request, the call has no task.
         """
         if number in self._answering:
             return

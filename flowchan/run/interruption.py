@@ -52,7 +52,7 @@ class Interruption:
         self.finish(number, again)
         assert self.results is not None
         outcome = self.results, render(self._supervisor.stats())
-        raise self._error(lambda _: outcome, number) from self._failure()
+        raise self._error(lambda _: outcome, number) from self.failure()
 
     def error(self) -> Interrupted:
         """Return the error to raise after Ctrl-C. Reading its results ends the run if it is still active."""
@@ -66,7 +66,7 @@ class Interruption:
     def _tell(self, error: Interrupted) -> Outcome:
         if self.results is None:
             self.finish()
-            error.__cause__ = self._failure()
+            error.__cause__ = self.failure()
         assert self.results is not None
         return self.results, render(self._supervisor.stats())
 
@@ -106,7 +106,8 @@ class Interruption:
         self.results = self._gathering.results() if ended else Results(self._plan.graph.name, {})
         supervisor.unreported.clear()
 
-    def _failure(self) -> Exception | None:
+    def failure(self) -> Exception | None:
+        """Return the error of a run that has ended, or None if the run succeeded."""
         return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
 

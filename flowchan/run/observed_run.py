@@ -31,9 +31,6 @@ class ObservedRun(ABC):
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Results: ...
 
-    @abstractmethod
-    def _failure(self) -> Exception | None: ...
-
     @property
     def state(self) -> RunState:
         """Return the run's state: "running", "stopping", "done", "failed", "stopped" or "aborted"."""
@@ -171,7 +168,7 @@ class ObservedRun(ABC):
             ready = wait_until_ready(self._supervisor, limit)
         except KeyboardInterrupt as interrupt:
             self._interruption.end(signal_of(interrupt))
-        if self._supervisor.ended.is_set() and self._failure() is not None:
+        if self._supervisor.ended.is_set() and self._interruption.failure() is not None:
             self.wait()
         return ready
 

@@ -27,7 +27,6 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
-from flowchan.run.run_errors import failure_of_run
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.unfinished_runs import end_at_exit
 from flowchan.run.worker.item_timeout import set_message
@@ -73,7 +72,7 @@ class Run(ObservedRun):
         self._answering: set[str] = set()  # inputs that ask() has used
         take_in = weakref.WeakMethod(self._gathering.take_in)
         self._supervisor.take_in = lambda ids: method(ids) if (method := take_in()) is not None else None
-        failure = weakref.WeakMethod(self._failure)
+        failure = weakref.WeakMethod(self._interruption.failure)
         cancel = weakref.WeakMethod(self._supervisor.cancel_request)
         self._asking = Requests(
             lambda: method() if (method := failure()) is not None else None,
@@ -281,7 +280,7 @@ class Run(ObservedRun):
                     gathering.keep(stage)
             elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
                 self._interruption.finish()
-                error.__cause__ = self._failure()
+                error.__cause__ = self._interruption.failure()
             raise
         finally:
             self._interrupts.close()
@@ -327,7 +326,7 @@ class Run(ObservedRun):
                 )
         except KeyboardInterrupt as interrupt:
             self._interruption.end(signal_of(interrupt))
-        failure = self._failure()
+        failure = self._interruption.failure()
         self._supervisor.unreported.clear()
         try:
             if failure is not None:
@@ -350,10 +349,6 @@ class Run(ObservedRun):
             self._gathering.begin()
         await self._supervisor.ended.awaited()
         return self.wait()
-
-    def _failure(self) -> Exception | None:
-        """Return the error of a run that has ended, or None if the run succeeded."""
-        return failure_of_run(self._plan, self._supervisor.state.failures, self._supervisor.crashed)
 
     @refuses_misspelt("stop")
     def stop(self, *, timeout: float | None = None, finish_queued: bool = True) -> None:

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import time
+from typing import Any
 
 from flowchan.transport.interrupts import unless_interrupted
 
@@ -55,6 +56,18 @@ def joined(name: tuple[str | int, ...] | str | bytes) -> str:
     return f"[{host}]:{name[1]}" if ":" in host else f"{host}:{name[1]}"
 
 
+def accept_waiting(listener: socket.socket) -> tuple[socket.socket, Any] | None:
+    """Accept a waiting connection; return it and the peer's address, or None without a connection."""
+    try:
+        return listener.accept()
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        if error.errno in ENDED_EARLY:
+            return None
+        raise
+
+
 class Listener:
     """Socket that listens on one address."""
 
@@ -83,14 +96,10 @@ class Listener:
 
     def accept_now(self) -> socket.socket | None:
         """Return a waiting connection, or None."""
-        try:
-            sock, peer = self._socket.accept()
-        except BlockingIOError:
+        accepted = accept_waiting(self._socket)
+        if accepted is None:
             return None
-        except OSError as error:
-            if error.errno in ENDED_EARLY:
-                return None
-            raise
+        sock, peer = accepted
         with contextlib.suppress(OSError):  # the connection has already ended, which its reader will notice
             prepare(sock, peer[0])
         sock.setblocking(True)

@@ -76,7 +76,7 @@ def test_open_channel_errors_name_a_remedy():
         open_channel("127.0.0.1:1", channel.secret)
     with pytest.raises(TypeError, match=r"channel\.secret"):
         open_channel(channel.address, channel.secret.hex())
-    with pytest.raises(HostError, match="no channel 99"):
+    with pytest.raises(HostError, match="channel 99 does not exist"):
         open_channel(channel.address.partition("/")[0] + "/99", channel.secret)
     expected = r"^can't open a channel at .*: .* refused at 127\.0\.0\.1:1 for 0\.2 s; check that the owner"
     with pytest.raises(HostError, match=expected):

@@ -74,7 +74,7 @@ class CrewPart(Protocol):
         """Cancel all coroutines, or only those of sources whose outputs have no readers left."""
 
     def cancel_request(self, question: int) -> None:
-        """Let workers drop the item of a request whose caller is no longer waiting."""
+        """Let workers drop the item of a request whose caller has stopped waiting."""
 
     def all_reported(self) -> bool:
         """Return whether everything that workers have reported so far has been passed to ``report``."""

@@ -340,7 +340,7 @@ class Requests:
             return Request(question, item, self._cancelled.path), future
 
     def forget(self, question: int) -> None:
-        """Cancel a request whose caller is no longer waiting."""
+        """Cancel a request whose caller has stopped waiting."""
         with self._lock:
             if self._take(question) is None or self._cancelled is None:
                 return
