@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from flowchan import Broken, Closed, Drained
+from flowchan.pipelines.sequential.cuda_streams import from_workers, to_workers
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.engine.driver import WorkersRun, part_error
 from flowchan.pipelines.sequential.engine.execution import may_draw
@@ -282,47 +283,92 @@ class _Through:
 def _applied(through: _Through, call: Forward, pieces: Sequence[Any]) -> list[Any]:
     """Compute the outputs of the micro-batches, attached to the autograd graph."""
     inputs = [one for piece in pieces for one in tensors(piece)]
-    holder: list[Any] = []
-    flat = iter(_Parts.apply(through, call, pieces, holder, len(inputs), *inputs, *through.parameters))  # type: ignore[no-untyped-call]
-    return [mapped(lambda _: next(flat), value) for value in holder]
+    passage = _Passage(through)
+    token = _Parts.apply(passage, call, pieces, len(inputs), *inputs, *through.parameters)  # type: ignore[no-untyped-call]
+    flat = iter(_Outputs.apply(passage, token))  # type: ignore[no-untyped-call]
+    outputs, passage.outputs = passage.outputs, []
+    return [mapped(lambda _: next(flat), value) for value in outputs]
+
+
+class _Passage:
+    """One call of the pipe, and what its two autograd functions hand to each other.
+
+    ``outputs`` are the outputs of the micro-batches. ``gradients`` are the gradients of the output tensors
+    and the thread that received them, by the number of the backward pass.
+    """
+
+    def __init__(self, through: _Through) -> None:
+        self.through = through
+        self.outputs: list[Any] = []
+        self.gradients: dict[int, tuple[tuple[Tensor | None, ...], int]] = {}
 
 
 class _Parts(torch.autograd.Function):
-    """Autograd function of all micro-batches and parameters, which runs all parts."""
+    """Autograd function of all inputs and parameters, which runs all parts.
+
+    Its output is an empty CPU tensor, the token, from which :class:`_Outputs` creates the output tensors. So
+    autograd runs the backward pass in the thread that called ``backward()``. If the gradient were a CUDA
+    tensor, autograd would run it in its only thread for that device. The thread would wait for workers whose
+    own backward passes need the same thread.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, through: _Through, call: Forward, pieces: Any, holder: list[Any], count: int, *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Return the output tensors of all micro-batches, and append the nested outputs to ``holder``."""
+        ctx: Any, passage: _Passage, call: Forward, pieces: Sequence[Any], count: int, *given: Tensor
+    ) -> Tensor:
+        """Compute the outputs of all micro-batches, and return the token."""
         wants = tuple(one.requires_grad for one in given[: count // len(pieces)])
-        holder.extend(through.forward(call, [mapped(Tensor.detach, piece) for piece in pieces], wants))
-        # Autograd forbids in-place changes to an output that is a view. It also attaches this node to the
-        # returned tensors, and a worker may still hold the tensors that it has created.
-        flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(holder))
-        wanted = [want for each in through.wants for want in each]
-        ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
-        ctx.set_materialize_grads(False)
+        detached = [mapped(Tensor.detach, piece) for piece in pieces]
+        passage.outputs = passage.through.forward(call, detached, wants)
+        ctx.passage, ctx.wants, ctx.devices = passage, wants, [one.device for one in given[:count]]
         ctx.save_for_backward(torch.empty(0))  # so that torch detects a second backward pass
-        if any(wanted):
-            ctx.through, ctx.wants, ctx.devices = through, wants, [one.device for one in given[:count]]
-        return flat
+        return torch.empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, _: Tensor | None) -> Any:
         """Return the gradients of the micro-batches and of the parameters."""
+        gradients, receiver = ctx.passage.gradients.pop(torch._C._current_graph_task_id())
         _ = ctx.saved_tensors
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "Sequential: create_graph=True is not supported, because second derivatives cannot flow "
                 "through the parts; use the plain module, pipe.module"
             )
+        if receiver == threading.get_ident() and any(one is not None and one.is_cuda for one in gradients):
+            raise RuntimeError(
+                "Sequential: backward() must not run in autograd's thread of a CUDA device, because the "
+                "parts need that thread; for torch.utils.checkpoint around the pipe, use use_reentrant=False"
+            )
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        pieces, parameters = ctx.through.backward(gradients, keep)
+        pieces, parameters = ctx.passage.through.backward(gradients, keep)
         inputs: list[Tensor | None] = []
         for found in map(iter, pieces):
             inputs.extend(next(found) if want else None for want in ctx.wants)
         on_devices = [
             one if one is None else one.to(device) for one, device in zip(inputs, ctx.devices, strict=True)
         ]
-        return None, None, None, None, None, *on_devices, *parameters
+        from_workers([*on_devices, *parameters])
+        return None, None, None, None, *on_devices, *parameters
+
+
+class _Outputs(torch.autograd.Function):
+    """Autograd function that creates the output tensors from the token of :class:`_Parts`."""
+
+    @staticmethod
+    def forward(ctx: Any, passage: _Passage, _token: Tensor) -> tuple[Tensor, ...]:
+        """Return the output tensors of all micro-batches."""
+        # Autograd forbids in-place changes to an output that is a view. It also attaches this node to the
+        # returned tensors, and a worker may still hold the tensors that it has created.
+        flat = tuple(one.clone() if one._is_view() else one.detach() for one in tensors(passage.outputs))
+        wanted = [want for each in passage.through.wants for want in each]
+        ctx.mark_non_differentiable(*(one for one, want in zip(flat, wanted, strict=True) if not want))
+        ctx.set_materialize_grads(False)
+        ctx.passage = passage
+        return flat
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        """Keep the gradients for the backward pass of :class:`_Parts`, and return a gradient of the token."""
+        to_workers([one for one in gradients if one is not None])
+        ctx.passage.gradients[torch._C._current_graph_task_id()] = gradients, threading.get_ident()
+        return None, torch.empty(0)

@@ -20,6 +20,7 @@ from torch import nn
 from flowchan.declare.placements import Placement
 from flowchan.pipelines.sequential import balance as balancing
 from flowchan.pipelines.sequential.checks import check_shapes
+from flowchan.pipelines.sequential.cuda_streams import from_workers, to_workers
 from flowchan.pipelines.sequential.parts import Part, compute_threads, divided
 from flowchan.pipelines.sequential.tensor_trees import batch_size, evenly, join_checked, split
 
@@ -109,6 +110,7 @@ class Cut:
                     self._work = check_shapes(self.module, sample, self.dim)
                 self._seen = True
         chunks = 1 if whole else self._chunks(samples, back)
+        to_workers(value)
         return split(value, chunks, dim=self.dim)
 
     def samples(self, value: Any) -> int:
@@ -117,6 +119,7 @@ class Cut:
 
     def joined(self, values: list[Any], sizes: list[int], batch: str) -> Any:
         """Combine the outputs of a batch's micro-batches."""
+        from_workers(values)
         return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
@@ -125,6 +128,7 @@ class Cut:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
             self._count(value)
+        to_workers(value)
         return split(value, self._chunks(batch_size(value), back=True))
 
     def halvable(self) -> bool:

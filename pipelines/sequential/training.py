@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flowchan import ChannelError, Graph, RunError, StageError, WorkerDied
+from flowchan.pipelines.sequential.cuda_streams import from_workers, to_workers
 from flowchan.pipelines.sequential.cut import CHUNKS, Cut
 from flowchan.pipelines.sequential.engine.driver import WorkersRun
 from flowchan.pipelines.sequential.engine.plans import Function, Plans, Written
@@ -237,9 +238,10 @@ class Training:
         self._done.append([(answer.events, answer.communication) for answer in answers])
         self._steps += 1
         self._count_changes()
+        loss = answers[self._owners.of[-1]].loss
+        from_workers((loss, [answer.gradients for answer in answers], [job.parameters for job in self._jobs]))
         for job, answer in zip(self._jobs, answers, strict=True):
             add_gradients(job.parameters, answer.gradients)
-        loss = answers[self._owners.of[-1]].loss
         assert loss is not None
         return loss
 
@@ -420,6 +422,7 @@ class Training:
                 f"step: target must have the batch size {samples} like x, got {wanted}; pass a target "
                 "for each sample"
             )
+        to_workers(target)
         return inputs, split(target, len(inputs), "target")
 
     @contextlib.contextmanager

@@ -235,19 +235,6 @@ def test_tensors(server, view):
     peer.result()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device: run these on a machine that has one"
-)
-@pytest.mark.parametrize("view", VIEWS)
-def test_host_tensors_can_be_received_into_device_tensors(server, view):
-    """testCUDAStoragePingPong, testCUDATensor, testNoncontiguousCUDATensor."""
-    peer = with_helper(server, lambda client: client.send(VIEWS[view]()))
-    (client,) = server.clients(1)
-    into = torch.full_like(VIEWS[view](), -1, device="cuda")
-    assert torch.equal(client.recv(into=into).cpu(), VIEWS[view]())
-    peer.result()
-
-
 def test_a_client_can_be_passed_between_threads(server):
     """testSerialize."""
     client = ThreadPeer(lambda: Client(server.address, server.secret)).result()
