@@ -242,6 +242,12 @@ def test_method(method): ...
 @pytest.mark.parametrize(("how", "only"), [("fork", 1), ("forkserver", 2), ("spawn", 3)])
 def test_method_that_is_tested_in_another_way(how, only): ...
 
+@pytest.mark.parametrize(
+    "way", ["plain", *(pytest.param(way, marks=pytest.mark.alternative(way)) for way in ("one", "other"))]
+)
+def test_way(way):
+    print("way", way)
+
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_longer(more): ...
 
@@ -278,14 +284,15 @@ def test_one_parameter(number): ...
 
 def test_small_selections_cover_each_value_and_long_runs_all(tmp_path: Path) -> None:
     few = run_tests(tmp_path, COMBINES, "-s")
-    assert "12 passed, 1 skipped, 6 deselected" in few
+    assert "14 passed, 1 skipped, 7 deselected" in few
+    assert sorted(re.findall(r"way (\w+)", few)) in (["one", "plain"], ["other", "plain"])
     assert "long False" in few
     pairs = set(re.findall(r"ran (\w) (\d)", few))
     assert {letter for letter, _ in pairs} == {*"ab"}
     assert {number for _, number in pairs} == {*"01234"}
-    assert "19 passed" in run_tests(tmp_path, COMBINES, "--long")
+    assert "22 passed" in run_tests(tmp_path, COMBINES, "--long")
     rest = run_tests(tmp_path, COMBINES, "--long", "--only-long", "-s")
-    assert "8 passed, 11 deselected" in rest
+    assert "9 passed, 13 deselected" in rest
     assert not pairs & set(re.findall(r"ran (\w) (\d)", rest))
 
 
