@@ -41,6 +41,7 @@ import pytest
 import pytest_timeout
 from support import combinations, scripts
 from support.child_processes import children_of, descendants
+from support.long_files import LONG_FILES
 from support.optional_packages import LARGE, LOADED, optional
 from support.outcomes import Outcomes
 from support.peers import LaunchedElsewhere
@@ -143,7 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     extra = combinations.left_out(items)
     runs = {item: long if item in extra else not only or is_longer(item) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
-    items[:] = [item for item in items if runs[item]]
+    items[:] = sorted(
+        (item for item in items if runs[item]), key=lambda item: item.path.name not in LONG_FILES
+    )
     if not long:
         skip = pytest.mark.skip(reason="one of the longest: make soak runs it")
         for item in items:

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.long_files import LONG_FILES
 from support.optional_packages import LOADED
 from support.preloaded_programs import OurTemplate, SharedTemplate
 
@@ -312,6 +313,18 @@ def test_large_products_are_sampled_and_cover_each_value(tmp_path: Path) -> None
     assert {number for _, number in ran} == {*"012"}
     assert len(re.findall(r"drew \w \d", few)) == 6
     assert "41 passed" in run_tests(tmp_path, MANY, "--long")
+
+
+def test_long_files_run_first(tmp_path: Path) -> None:
+    for name in ("test_a.py", "test_random_breaks.py"):
+        (tmp_path / name).write_text("def test_it(): ...\ndef test_again(): ...\n")
+    ran = run_tests(tmp_path, "", "-vv")
+    found = re.findall(r"(test_\w+\.py)::\w+ PASSED", ran)
+    assert found == ["test_random_breaks.py"] * 2 + ["test_a.py"] * 2
+
+
+def test_every_long_file_exists() -> None:
+    assert {path.name for path in HERE.rglob("test_*.py")} >= LONG_FILES
 
 
 def test_explicitly_named_combination_runs(tmp_path: Path) -> None:
