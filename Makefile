@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo test test-pythons test-hosts lint docs coverage soak bench fresh clean
+.PHONY: help demo test test-pythons test-hosts lint docs coverage soak soak-graphs soak-hosts bench fresh clean
 
 help:
 	@sed -n 1p Makefile
@@ -85,7 +85,12 @@ soak: .venv/installed-test
 	$(NATIVE) sanitized
 	$(RUN_TESTS) --part="--large without" --part="--large with" --long --only-long --timeout 1200 --durations 12 \
 	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model)
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target soak-graphs soak-hosts
+
+soak-graphs: .venv/installed-test
 	$(BIN)/python -m tests.deaths.soak --minutes $(MINUTES) --seed $(SEED)
+
+soak-hosts: .venv/installed-test
 	$(BIN)/python -m tests.hosts.soak --minutes $(MINUTES) --seed $(SEED)
 
 bench: .venv/installed-bench
@@ -132,6 +137,12 @@ always:
 	$(NEEDS) $(BIN)/python
 	$(PIP_INSTALL) -e ".[test,ray]"
 	touch $@ .venv/installed
+
+# Everything that .ci/run needs. Each installation builds the core again, so one is quicker than three.
+.venv/installed-ci: $(BUILD_INPUTS) | $(BIN)/python
+	$(NEEDS) $(BIN)/python
+	$(PIP_INSTALL) -e ".[test,lint,docs,ray]"
+	touch $@ .venv/installed .venv/installed-test .venv/installed-docs .venv/installed-hosts
 
 .venv/installed-bench: $(BUILD_INPUTS) | $(BIN)/python
 	$(NEEDS) $(BIN)/python

@@ -20,6 +20,7 @@ same time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -39,6 +40,8 @@ import psutil
 import pytest
 import pytest_timeout
 from support import combinations, scripts
+from support.child_processes import children_of, descendants
+from support.long_files import LONG_FILES
 from support.optional_packages import LARGE, LOADED, optional
 from support.outcomes import Outcomes
 from support.peers import LaunchedElsewhere
@@ -141,7 +144,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     extra = combinations.left_out(items)
     runs = {item: long if item in extra else not only or is_longer(item) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not runs[item]])
-    items[:] = [item for item in items if runs[item]]
+    items[:] = sorted(
+        (item for item in items if runs[item]), key=lambda item: item.path.name not in LONG_FILES
+    )
     if not long:
         skip = pytest.mark.skip(reason="one of the longest: make soak runs it")
         for item in items:
@@ -158,6 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let SIGUSR1 dump the stacks of this process and of every forked process, bypassing pytest's
     capturing."""
     config.addinivalue_line("markers", "long: only with --long, as make soak runs it")
+    config.addinivalue_line("markers", "alternative(value): only with one value of a test; all with --long")
     for marker in combinations.MARKERS:
         config.addinivalue_line("markers", f"{marker}: few combinations of parameters; all with --long")
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
@@ -238,6 +244,17 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         LaunchedElsewhere.end()
         if seeds_of_agents():
             sys.modules["flowchan.hosts.providers.forked_agents"].end_seeds()
+        return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Return memory that is free inside the C library's heaps to the kernel.
+
+    Every fork copies the page tables of this process, so forks take longer the more memory it keeps.
+    """
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # only glibc has it
+        trim(0)
 
 
 @pytest.fixture(scope="session")
@@ -421,28 +438,8 @@ def mappings() -> set[str]:
 
 
 def children() -> set[str]:
-    return our_children() | {f"process {child}" for pid in OurTemplate.pids for child in children_of(pid)}
-
-
-def our_children() -> set[str]:
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # the usual case, no children, detected with one system call
-        return set()
-    if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):  # the kernel keeps no such lists
-        return {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
-    # A list may miss a child if another child ends at that moment, so the lists are read twice. Reading them
-    # is quicker than a scan of all processes.
-    return {f"process {child}" for _ in range(2) for child in children_of(os.getpid())}
-
-
-def children_of(parent: int) -> Iterator[int]:
-    """Yield the children of a process and their descendants."""
-    with contextlib.suppress(OSError):  # the process has ended
-        for task in os.listdir(f"/proc/{parent}/task"):
-            for child in map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split()):
-                yield child
-                yield from children_of(child)
+    found = descendants().union(*map(children_of, OurTemplate.pids))
+    return {f"process {child}" for child in found}
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

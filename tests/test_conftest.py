@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.long_files import LONG_FILES
 from support.optional_packages import LOADED
 from support.preloaded_programs import OurTemplate, SharedTemplate
 
@@ -242,6 +243,12 @@ def test_method(method): ...
 @pytest.mark.parametrize(("how", "only"), [("fork", 1), ("forkserver", 2), ("spawn", 3)])
 def test_method_that_is_tested_in_another_way(how, only): ...
 
+@pytest.mark.parametrize(
+    "way", ["plain", *(pytest.param(way, marks=pytest.mark.alternative(way)) for way in ("one", "other"))]
+)
+def test_way(way):
+    print("way", way)
+
 @pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_longer(more): ...
 
@@ -278,14 +285,15 @@ def test_one_parameter(number): ...
 
 def test_small_selections_cover_each_value_and_long_runs_all(tmp_path: Path) -> None:
     few = run_tests(tmp_path, COMBINES, "-s")
-    assert "12 passed, 1 skipped, 6 deselected" in few
+    assert "14 passed, 1 skipped, 7 deselected" in few
+    assert sorted(re.findall(r"way (\w+)", few)) in (["one", "plain"], ["other", "plain"])
     assert "long False" in few
     pairs = set(re.findall(r"ran (\w) (\d)", few))
     assert {letter for letter, _ in pairs} == {*"ab"}
     assert {number for _, number in pairs} == {*"01234"}
-    assert "19 passed" in run_tests(tmp_path, COMBINES, "--long")
+    assert "22 passed" in run_tests(tmp_path, COMBINES, "--long")
     rest = run_tests(tmp_path, COMBINES, "--long", "--only-long", "-s")
-    assert "8 passed, 11 deselected" in rest
+    assert "9 passed, 13 deselected" in rest
     assert not pairs & set(re.findall(r"ran (\w) (\d)", rest))
 
 
@@ -305,6 +313,18 @@ def test_large_products_are_sampled_and_cover_each_value(tmp_path: Path) -> None
     assert {number for _, number in ran} == {*"012"}
     assert len(re.findall(r"drew \w \d", few)) == 6
     assert "41 passed" in run_tests(tmp_path, MANY, "--long")
+
+
+def test_long_files_run_first(tmp_path: Path) -> None:
+    for name in ("test_a.py", "test_random_breaks.py"):
+        (tmp_path / name).write_text("def test_it(): ...\ndef test_again(): ...\n")
+    ran = run_tests(tmp_path, "", "-vv")
+    found = re.findall(r"(test_\w+\.py)::\w+ PASSED", ran)
+    assert found == ["test_random_breaks.py"] * 2 + ["test_a.py"] * 2
+
+
+def test_every_long_file_exists() -> None:
+    assert {path.name for path in HERE.rglob("test_*.py")} >= LONG_FILES
 
 
 def test_explicitly_named_combination_runs(tmp_path: Path) -> None:

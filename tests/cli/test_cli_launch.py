@@ -10,15 +10,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from support import scripts
 from support.local_agents import agents_of
 from support.waiting import wait_until
 
 from flowchan.cli import launch
 
-COMMAND = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "launch"]
+COMMAND = ["-c", "from flowchan.cli.commands import main; main()", "launch"]
 
 SUMS = """
 import sys
@@ -48,22 +50,31 @@ signal.pause()
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked_launchers() -> Iterator[None]:
+    """Fork the launchers from a program that has imported the command line; the ranks are new programs."""
+    with scripts.forked("flowchan.cli.commands"):
+        yield
+
+
 def started(tmp_path: Path, text: str, *args: str) -> subprocess.Popen[str]:
     script = tmp_path / "script.py"
     script.write_text(text)
-    return subprocess.Popen(
-        [*COMMAND, *args, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return scripts.start(*COMMAND, *args, script)
+
+
+def launch_to_end(*args: str | Path, **options: Any) -> tuple[str, str, int]:
+    """Return the output, the errors and the exit code of ``flowchan launch *args``."""
+    with scripts.start(*COMMAND, *args, **options) as launcher:
+        return *launcher.communicate(timeout=100), launcher.returncode
 
 
 def test_ranks_form_a_group_and_prefix_output_with_their_number(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SUMS)
-    done = subprocess.run(
-        [*COMMAND, "-n", "3", str(script), "--lr", "0.1"], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] sum 3 --lr 0.1" for rank in range(3)]
+    out, errors, code = launch_to_end("-n", "3", script, "--lr", "0.1")
+    assert code == 0, errors
+    assert sorted(out.splitlines()) == [f"[{rank}] sum 3 --lr 0.1" for rank in range(3)]
 
 
 VARIABLES = """
@@ -89,15 +100,9 @@ def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None
 def test_launch_runs_a_module_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "train.py").write_text("import sys; print(__name__, __package__, *sys.argv[1:])")
-    done = subprocess.run(
-        [*COMMAND, "-n", "2", "-m", "steps.train", "-m", "--lr", "0.1"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=tmp_path,
-    )
-    assert sorted(done.stdout.splitlines()) == [f"[{rank}] __main__ steps -m --lr 0.1" for rank in range(2)]
-    assert done.returncode == 0, done.stderr
+    out, errors, code = launch_to_end("-n", "2", "-m", "steps.train", "-m", "--lr", "0.1", cwd=tmp_path)
+    assert sorted(out.splitlines()) == [f"[{rank}] __main__ steps -m --lr 0.1" for rank in range(2)]
+    assert code == 0, errors
 
 
 @pytest.mark.parametrize("spelled", [["--nproc-per-node", "2"], ["--nproc_per_node=2"]])
@@ -167,8 +172,10 @@ def test_ranks_are_pinned_to_cores_and_log_to_files(
     def message(count: int, *options: str) -> list[str]:
         logs = tmp_path / f"logs {count} {len(options)}"
         args = ["-n", str(count), *where, "--log-dir", str(logs), *options]
-        with started(tmp_path, CORES, *args) as launcher:
-            assert launcher.communicate(timeout=100) == ("", "")
+        # a fork would have the cores of the program that forks it
+        command = [sys.executable, *COMMAND, *args, scripts.script(tmp_path, CORES)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.stdout, done.stderr) == ("", "")
         assert {(logs / str(rank) / "stderr.log").read_text() for rank in range(count)} == {"an error\n"}
         return [(logs / str(rank) / "stdout.log").read_text() for rank in range(count)]
 
@@ -221,22 +228,19 @@ def test_ranks_on_several_hosts_form_a_group(tmp_path: Path) -> None:
     """Ranks have a global number, a number on their host, and the host's number, as with torchrun."""
     script = tmp_path / "script.py"
     script.write_text(SUMS + NUMBERS)
-    done = subprocess.run(
-        [*COMMAND, "-n", "3", "--hosts", "local:2", str(script)], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    out, errors, code = launch_to_end("-n", "3", "--hosts", "local:2", script)
+    assert code == 0, errors
     numbers = {0: "3 0 2 0 2", 1: "3 1 2 0 2", 2: "3 0 1 1 2"}
     expected = [f"[{rank}] {line}" for rank in range(3) for line in ("sum 3", f"numbers {numbers[rank]}")]
-    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    assert sorted(out.splitlines()) == sorted(expected)
 
 
 def test_ranks_on_hosts_run_a_script_given_by_relative_path(tmp_path: Path) -> None:
     """Agents may run in another folder than the launcher."""
     script = tmp_path / "script.py"
     script.write_text("import sys; print(*sys.argv)")
-    command = [*COMMAND, "-n", "1", "--hosts", "local:1", "script.py", "data.csv"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert (done.stdout, done.returncode) == (f"[0] {script} data.csv\n", 0), done.stderr
+    out, errors, code = launch_to_end("-n", "1", "--hosts", "local:1", "script.py", "data.csv", cwd=tmp_path)
+    assert (out, code) == (f"[0] {script} data.csv\n", 0), errors
 
 
 def test_nproc_per_node_sets_the_number_of_ranks_per_host(tmp_path: Path) -> None:

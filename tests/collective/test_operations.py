@@ -22,7 +22,7 @@ LENGTHS = [0, 1, 2, 5, 11, 1000, 4096, 9000, 70_000, 300_001]
 SIZES = [1, 2, 3, 4]
 
 
-@functools.cache
+@functools.lru_cache(16)  # all of them would stay in memory, and every later fork would copy its page tables
 def numbers(rank: int, length: int) -> Any:
     return np.random.default_rng((rank, length)).integers(0, 100, length)
 

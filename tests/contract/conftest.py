@@ -56,10 +56,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pairs = [
             (transport, kind) for transport in transports for kind in transport.peers if kind not in unwanted
         ]
-        names = [f"{transport.name}-{kind}" for transport, kind in pairs]
-        metafunc.parametrize(("transport", "peer_kind"), pairs, ids=names)
+        metafunc.parametrize(("transport", "peer_kind"), [parameter(*pair) for pair in pairs])
     elif "transport" in metafunc.fixturenames:
         metafunc.parametrize("transport", transports, ids=[transport.name for transport in transports])
+
+
+def parameter(transport: Transport, kind: str) -> Any:
+    """Return the parameter for a pair. A test has its remote peers in processes or on hosts; both start
+    slowly."""
+    remote = "host" in transport.peers and kind != "thread"
+    marks = [pytest.mark.alternative(kind)] if remote else []
+    return pytest.param(transport, kind, id=f"{transport.name}-{kind}", marks=marks)
 
 
 class Factory:

@@ -18,7 +18,7 @@ from support.waiting import wait_blocked, wait_until
 
 from flowchan import Channel, ChannelError, Closed, Graph, select
 
-FORKS = 25
+FORKS = 10
 
 
 def in_child(function: Callable[[], object]) -> int:

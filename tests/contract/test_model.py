@@ -224,5 +224,5 @@ def test_channel_behaves_like_its_model(transport, long_walk):
     """C1 to C7, C15: each history of calls is random."""
     run_state_machine_as_test(
         lambda: Machine(transport.make),
-        settings=histories(long_walk, 20, 150),
+        settings=histories(long_walk, 12, 150),
     )

@@ -330,7 +330,7 @@ def test_closing_a_port_ends_a_select_that_waits_on_it(several_local):
 
 def test_select_passes_on_the_wake_up_of_an_unused_channel(several):
     """C8, C10: a waiting reader must not sleep while an item that select did not take is available."""
-    for _ in range(100):
+    for _ in range(30):
         a, b = several(2)
         plain = ThreadPeer(a.get)
         wait_blocked(a, readers=1)

@@ -41,7 +41,7 @@ def test_threads_that_share_a_port_get_intact_items(make):
 @pytest.mark.parametrize("side", ["reader", "writer"])
 def test_port_can_be_closed_while_another_thread_copies_an_item(make, side, long_walk):
     ch = make(8)
-    for _ in range(20 if long_walk else 6):
+    for _ in range(20 if long_walk else 3):
         item, other = b"a" * 30_000_000, b"b" * 30_000_000
         if side == "writer":
             port = ch.writer()

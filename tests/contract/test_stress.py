@@ -11,7 +11,7 @@ from support.waiting import wait_until
 from flowchan import Closed, Drained
 
 SHAPES = {"spsc": (1, 1), "mpsc": (4, 1), "spmc": (1, 4), "mpmc": (4, 4)}
-ITEMS, FEWER = 8_000, 3_200  # total number over all writers: with --long, and without
+ITEMS, FEWER = 8_000, 1_600  # total number over all writers: with --long, and without
 
 
 def write(ch, gate, number, count, how):
@@ -120,7 +120,7 @@ def test_items_of_every_size_keep_their_content(make, spawn_peer, make_gate):
 
 def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transport):
     """C14: different users make, send, fill, close and drain channels many times."""
-    rounds, items = 40, 25
+    rounds, items = 20, 25
     requests = make(4)
     gate = make_gate(3)
 
@@ -146,7 +146,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
 
 def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_peer):
     """C1, C4, C5: a chain of small channels drains when its first one closes."""
-    stages, items = 5, 1_000
+    stages, items = 5, 400
     chain = [make(2) for _ in range(stages + 1)]
 
     def pass_on(source, target):
@@ -163,7 +163,7 @@ def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_pee
 
 def test_close_during_puts_and_gets_loses_no_item(make, spawn_peer, make_gate, long_walk):
     """C3, C4: all items put before the close are read, and all other puts raise Closed."""
-    for _ in range(10 if long_walk else 3):
+    for _ in range(10 if long_walk else 2):
         ch = make(4)
         gate = make_gate(4)
 

@@ -97,7 +97,7 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
     ch = make(1)
 
     def write():
-        for i in range(300):
+        for i in range(150):
             ch.put(i)
 
     readers = [spawn_peer(list, ch) for _ in range(2)]
@@ -106,7 +106,7 @@ def test_readers_and_writers_alternate_at_capacity_1(make, spawn_peer):
         writer.result()
     ch.close()
     assert sorted(item for reader in readers for item in reader.result()) == sorted(
-        [*range(300), *range(300)]
+        [*range(150), *range(150)]
     )
 
 
@@ -122,7 +122,7 @@ def test_no_reader_starves(make, spawn_peer, batch):
         count = 0
         for _ in ch:
             count += 1
-            if count == 100:
+            if count == 50:
                 served.put("served")
         return count
 
@@ -134,13 +134,13 @@ def test_no_reader_starves(make, spawn_peer, batch):
     ch.close()
     counts = [reader.result() for reader in readers]
     assert sum(counts) == total
-    assert min(counts) >= 100
+    assert min(counts) >= 50
 
 
 def test_no_writer_starves(make, spawn_peer):
     """C8: each of several writers puts an item, although the others keep putting items.
 
-    The test ends once 100 items from every writer have been read.
+    The test ends once 50 items from every writer have been read.
     """
     ch = make(2)
 
@@ -153,7 +153,7 @@ def test_no_writer_starves(make, spawn_peer):
 
     writers = [spawn_peer(write, number) for number in range(3)]
     counts = [0, 0, 0]
-    while min(counts) < 100:
+    while min(counts) < 50:
         counts[ch.get()] += 1
     ch.close()
     for writer in writers:
@@ -162,7 +162,7 @@ def test_no_writer_starves(make, spawn_peer):
 
 def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
     """C1, C8: after its own put, a peer always finds an item, so it never waits for another peer."""
-    peers, rounds = 4, 300
+    peers, rounds = 4, 150
     ch = make(peers)
     gate = make_gate(peers)
 
@@ -184,7 +184,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
     """C8: this holds for items from any writer, in whatever order the wake-ups arrive."""
     ch = make(1)
-    for _ in range(20):
+    for _ in range(10):
         gate = make_gate(2)
         reader = spawn_peer(lambda gate=gate: (gate.arrive(), ch.get())[1])
         writer = spawn_peer(lambda gate=gate: (gate.arrive(), ch.put("item")))

@@ -44,7 +44,7 @@ def test_random_kills_outside_of_user_code_blame_no_item() -> None:
 
     The program reads the results slowly, so the workers are waiting for room most of the time.
     """
-    kills, items = 30, 1_000
+    kills, items = 15, 500
     graph = Graph("kills")
     options: Any = {"workers": 2, "on": "process", "restarts": 10**6, "capacity": 2, "max_deaths": 2}
     once = graph.source(range(items)).map(same, name="once", **options)

@@ -231,7 +231,7 @@ def test_random_kills_neither_lose_nor_repeat_a_batch_item(
     monkeypatch.setattr(decisions, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(decisions, "LONGEST_PAUSE", 0.002)
     monkeypatch.setattr(decisions, "HOPELESS", 10**6)  # a worker may be killed before it starts working
-    graph, items, chance, ended = Graph("kills"), 2_000, random.Random(2), threading.Event()
+    graph, items, chance, ended = Graph("kills"), 1_000, random.Random(2), threading.Event()
     worked = (
         graph.source(range(items))
         .batch(8)

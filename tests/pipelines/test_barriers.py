@@ -464,7 +464,7 @@ def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:
-        for _ in range(10):
+        for _ in range(4):
             event.set()
             event.clear()
             barrier.reset()

@@ -254,7 +254,7 @@ def test_run_after_a_gang_restart_is_complete() -> None:
 
 
 @pytest.mark.usefixtures("_method")
-@pytest.mark.parametrize("runs", [4, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("runs", [4, pytest.param(15, marks=pytest.mark.long)])
 def test_each_run_is_complete_while_workers_are_killed(runs: int) -> None:
     draw = random.Random(runs)
     graph = Graph("killed")

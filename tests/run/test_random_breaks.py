@@ -119,7 +119,7 @@ def added(chance: random.Random, graph: Any, one: Any, harm: Harm, on: Any) -> I
 
 def test_random_graphs_that_break_show_only_complete_results(long_walk: bool) -> None:
     broken = 0
-    for seed in range(400 if long_walk else 25):
+    for seed in range(200 if long_walk else 12):
         whole: dict[str, Any] = {}
         grown(seed, False, whole).run()
         seen: dict[str, Any] = {}

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from runs import Gate, everywhere, run_python, script, start
+from support.child_processes import descendants
 from support.waiting import wait_until
 
 from flowchan import Channel, Graph, In, Out, RunError
@@ -39,7 +40,7 @@ def die(item: int) -> None:
 
 def residue() -> set[str]:
     """Return the resources of runs that this process has now."""
-    found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+    found = {f"process {child}" for child in descendants()}
     found |= {
         f"thread {thread.name}" for thread in threading.enumerate() if thread.name.startswith("flowchan")
     }
@@ -225,7 +226,7 @@ def test_resources_of_process_runs_are_freed_without_garbage_collection(end: Cal
         gc.enable()
 
 
-many = pytest.mark.parametrize("runs", [50, pytest.param(200, marks=pytest.mark.long)])
+many = pytest.mark.parametrize("runs", [30, pytest.param(200, marks=pytest.mark.long)])
 """Parameter for the number of runs; more runs show leaks that are invisible in a few."""
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from runs import run_python, script
+from support.child_processes import descendants
 from support.waiting import wait_until
 
 from flowchan import Channel, Graph, RunError, _core
@@ -86,7 +86,7 @@ REFUSALS: dict[str, tuple[Any, str, BaseException]] = {
 
 def holdings() -> set[str]:
     gc.collect()
-    found = {f"process {child.pid}" for child in psutil.Process().children(recursive=True)}
+    found = {f"process {child}" for child in descendants()}
     found |= {f"thread {thread.name}" for thread in threading.enumerate()}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -56,6 +56,7 @@ def assert_equal_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 @on_both_placements
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("options", [{}, {"schedule": None, "parts": 2}, {"schedule": "zbv", "parts": 4}])
 def test_restarted_training_equals_an_uninterrupted_one(on: Any, optimizer: str, options: Any) -> None:

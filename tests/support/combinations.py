@@ -3,8 +3,9 @@
 A test with the marker ``each_pair`` keeps combinations that together have each pair of values of any two
 parameters. A test with the marker ``each_value``, or with several parameters and more than ``MOST``
 combinations, keeps combinations that together have each value of each parameter. A test that runs under every
-start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. The choice
-depends only on the name of the test and its parameters, so all processes of a run agree.
+start method of processes keeps either ``forkserver`` or ``spawn``, because each takes seconds. Parameters can
+have the marker ``alternative(value)``; a test keeps those with one of these values. The choice depends only
+on the name of the test and its parameters, so all processes of a run agree.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pytest
 
 MARKERS = {"each_value": 1, "each_pair": 2}
 """Number of parameters whose values are combined, by marker."""
+ALTERNATIVE = "alternative"
 COSTLY = ("forkserver", "spawn")
 MOST = 6
 """Unmarked tests with several parameters run all their combinations up to this number."""
@@ -29,7 +31,17 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0]].append(item)
-    return {item for name, combinations in tests.items() for item in not_needed(name, combinations)}
+    unneeded = set()
+    for name, combinations in tests.items():
+        replaced = replaced_by_an_alternative(name, combinations)
+        unneeded.update(replaced, not_needed(name, [item for item in combinations if item not in replaced]))
+    return unneeded
+
+
+def replaced_by_an_alternative(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:
+    marked = [(item, mark.args[0]) for item in combinations if (mark := item.get_closest_marker(ALTERNATIVE))]
+    kept = random.Random(name).choice(sorted({value for _, value in marked})) if marked else None
+    return [item for item, value in marked if value != kept]
 
 
 def not_needed(name: str, combinations: list[pytest.Item]) -> list[pytest.Item]:

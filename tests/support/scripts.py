@@ -38,13 +38,13 @@ def start(*command: str | Path, **options: Any) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def forked() -> Iterator[None]:
-    """Fork the programs that the block starts from a program that has imported only flowchan.
+def forked(*modules: str) -> Iterator[None]:
+    """Fork the programs that the block starts from a program that has imported these modules and flowchan.
 
-    They still import every module that ``import flowchan`` does not load.
+    They still import every module that those imports do not load.
     """
     global _template
-    _template = Template("flowchan")
+    _template = Template("flowchan", *modules)
     try:
         yield
     finally:

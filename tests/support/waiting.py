@@ -26,13 +26,14 @@ def wait_until(
 ) -> None:
     """Wait until ``condition()`` holds. After the limit, raise an AssertionError that shows ``what()``."""
     tick = threading.Event()
-    give_up = time.monotonic() + peer_timeout
+    began = time.monotonic()
     while not condition():
-        if time.monotonic() > give_up:
+        waited = time.monotonic() - began
+        if waited > peer_timeout:
             raise AssertionError(
                 f"waited {peer_timeout:g} s in vain; last seen: {what() if what else condition}"
             )
-        tick.wait(0.001)  # lets other threads and processes run
+        tick.wait(min(0.001 + waited / 10, 0.01))  # lets other threads and processes run
 
 
 def wait_freed(reference: weakref.ref[Any]) -> None:

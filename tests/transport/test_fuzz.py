@@ -18,7 +18,7 @@ import flowchan
 from flowchan.transport import authentication
 from flowchan.transport.authentication import DIALLED, GREETING, HELLO, LISTENS, PROOF, Handshake
 
-INPUTS = 100_000
+INPUTS = 50_000
 MUCH_TIME = pytest.mark.timeout(3600)
 TRAP = b"\x80\x04c_pickle\nloads\n(S'x'\ntR."
 """A pickle that would load another pickle if it were ever loaded."""

@@ -1,0 +1,32 @@
+"""Names of the test files that take longest.
+
+They run first, so that no process works alone at the end of a run. ``--durations`` shows when to change the
+list.
+"""
+
+LONG_FILES = frozenset(
+    {
+        # in make test
+        "test_cli_launch.py",
+        "test_conftest.py",
+        "test_docs.py",
+        "test_protocol_model.py",
+        "test_refused_calls.py",
+        "test_start_methods.py",
+        # in make test, with torch
+        "test_autograd.py",
+        "test_module.py",
+        "test_torch_backend.py",
+        "test_tracing.py",
+        "test_training.py",
+        "test_training_state.py",
+        # in make soak
+        "test_a_new_transport.py",
+        "test_fault_walk.py",
+        "test_native_links.py",
+        "test_pool_after_failures.py",
+        "test_programs.py",
+        "test_random_breaks.py",
+        "test_sequential_training.py",
+    }
+)
