@@ -490,7 +490,7 @@ def test_dropped_channel_frees_its_rings_without_garbage_collection():
 
 
 @pytest.mark.parametrize("counted", [False, True])
-def test_channel_without_users_frees_rings_of_items_that_wait_for_room(counted):
+def test_unused_channel_frees_rings_of_items_that_wait(counted):
     """C12, C16: all programs have dropped the channel, so its items cannot be read any more."""
     channel = make()
 
@@ -529,7 +529,7 @@ def test_channel_without_users_frees_rings_of_items_that_wait_for_room(counted):
     wait_until(lambda: not server._entrances and not server._dropped)
 
 
-def test_items_in_transit_reach_a_child_after_all_programs_dropped_the_channel():
+def test_items_in_transit_reach_a_child_after_others_left():
     """C16: the channel still has a user, the forked child."""
     kept, numbers, go, done = make(), make(1), make(), make()
     (server,) = serving._servers
