@@ -68,7 +68,7 @@ docs: .venv/installed-docs
 coverage: .venv/installed-test
 	$(BIN)/python -m pytest --cov=flowchan --cov=viz --cov=pipelines --cov-report=term-missing:skip-covered \
 	    tests/declare tests/check tests/viz tests/cli tests/run/test_operators.py tests/run/test_operators_per_item.py tests/run/test_failure.py \
-	    tests/run/test_handle.py tests/run/test_decisions.py tests/run/test_decisions_at_random.py tests/run/test_async_stages.py tests/run/test_explain.py \
+	    tests/run/test_run_handle.py tests/run/test_decisions.py tests/run/test_decisions_at_random.py tests/run/test_async_stages.py tests/run/test_explain.py \
 	    tests/deaths/test_exactly_once.py tests/pipelines tests/contract/test_values.py
 
 # What takes too long for every change and `make test` has not run: models, crash walks, stress and combinations of

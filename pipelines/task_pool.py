@@ -13,21 +13,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, InvalidStateError
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
+from concurrent.futures import BrokenExecutor, Executor, Future
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from flowchan import Broken, ChannelError, Failed, Graph, Run, pack, unpack, worker
+from flowchan import Broken, ChannelError, Graph, Run
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.items.arguments import refuses_misspelt, whole
-from flowchan.items.worker_globals import shared_globals
-from flowchan.pipelines.user_calls import call, name_of, reason
-from flowchan.run.policy.failures import Retires
+from flowchan.pipelines.task_calls import (
+    CallTable,
+    Initializer,
+    ProcessCalls,
+    Task,
+    end_future,
+    initializer_failed,
+)
+from flowchan.pipelines.user_calls import name_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,11 +95,11 @@ class TaskPool(Executor):
                     "TaskPool: max_tasks_per_child must be None with on='thread', got "
                     f"{max_tasks_per_child!r}; use on='process'"
                 )
-        ready = _Ready(initializer, tuple(initargs))
-        self._tasks: dict[int, _Task] = {}
+        ready = Initializer(initializer, tuple(initargs))
+        self._tasks: dict[int, Task] = {}
         self._numbers = itertools.count(1)
         self._is_shut = False
-        self._calls = calls = _CallTable(self._tasks, ready)
+        self._calls = calls = CallTable(self._tasks, ready)
         graph = Graph(name)
         numbers = graph.input("submitted", capacity=WAITING)
         if not self._place.own_process:
@@ -103,7 +107,7 @@ class TaskPool(Executor):
         else:
             begun = numbers.flat_map(calls.begin, name="begin", capacity=1)
             done = begun.map(
-                _Called(ready, max_tasks_per_child), name="call", on=on, workers=workers,
+                ProcessCalls(ready, max_tasks_per_child), name="call", on=on, workers=workers,
                 ordered=False, max_deaths=1, restarts=10**9,
             )  # fmt: skip
             begun.errors.sink(calls.fail, name="not sent")
@@ -148,9 +152,9 @@ class TaskPool(Executor):
         if not callable(fn):
             raise TypeError(f"submit: the first argument must be callable, got {fn!r}")
         if self._calls.broken is not None:
-            raise _broken(self._calls.broken)
+            raise initializer_failed(self._calls.broken)
         number = next(self._numbers)
-        self._tasks[number] = _Task(future, fn, args, kwargs)
+        self._tasks[number] = Task(future, fn, args, kwargs)
         try:
             self._submitted.put(number)
         except (ChannelError, ValueError) as error:  # the channel, or this process's port of it, is closed
@@ -271,206 +275,12 @@ class BackgroundTask(Future[T]):
         self._pool.shutdown()
 
 
-class _Task(NamedTuple):
-    future: Future[Any]
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-class _CallTable:
-    """Tasks of one pool, by number, and the functions that the pool's stages call.
-
-    The table does not refer to the pool, so a pool that nothing else refers to can be deleted. A task stays
-    in the table until its future is done, but its function and arguments are removed when the call starts.
-    """
-
-    def __init__(self, tasks: dict[int, _Task], ready: _Ready) -> None:
-        self._tasks = tasks
-        self._ready, self._threads = ready, threading.local()
-        self.broken: BaseException | None = None
-        """Exception of the initializer, if it raised one."""
-
-    def _prepared(self) -> bool:
-        """Run the initializer if it has not run on this thread, and return False if it raises."""
-        if not hasattr(self._threads, "ready"):
-            try:
-                self._ready.call()
-            except BaseException as error:
-                self.broken = self.broken or error
-                return False
-            self._threads.ready = True
-        return True
-
-    def work(self, number: int) -> None:
-        """Run a task on a thread, and set the result or exception of its future."""
-        task = self._begun(number)
-        if task is None:
-            return
-        future = task.future
-        if self.broken is not None or not self._prepared():
-            assert self.broken is not None
-            self._end(number, future.set_exception, _broken(self.broken))
-            return
-        try:
-            value = task.fn(*task.args, **task.kwargs)
-        except BaseException as error:
-            # The exception's traceback refers to this frame, so an exception that is kept would keep the
-            # arguments alive.
-            del task
-            self._end(number, future.set_exception, error)
-        else:
-            del task
-            self._end(number, future.set_result, value)
-        finally:
-            # breaks a reference cycle: the future refers to the exception, which refers to this frame
-            del future
-
-    def begin(self, number: int) -> list[Any]:
-        """Return the item to send to a process, in a list; the list is empty if there is nothing to send."""
-        task = self._begun(number)
-        if task is None:
-            return []
-        if self.broken is not None:
-            self._end(number, task.future.set_exception, _broken(self.broken))
-            return []
-        try:
-            return [(number, pack((task.fn, task.args, task.kwargs)))]
-        except BaseException as error:
-            self._end(number, task.future.set_exception, error)
-            return []
-        finally:
-            del task
-
-    def _begun(self, number: int) -> _Task | None:
-        """Return the task, and keep only its future in the table; return None if the task was cancelled."""
-        task = self._tasks[number]
-        if not task.future.set_running_or_notify_cancel():
-            del self._tasks[number]
-            return None
-        self._tasks[number] = _Task(task.future, _nothing, (), {})
-        return task
-
-    def finish(self, item: tuple[int, Any]) -> None:
-        """Set a future to a result from a process. Unpacking the result may run the user's code."""
-        number, packed = item
-        if number not in self._tasks:
-            return
-        future = self._tasks[number].future
-        try:
-            value = unpack(packed)
-        except BaseException as error:
-            self._end(number, future.set_exception, error)
-        else:
-            self._end(number, future.set_result, value)
-        finally:
-            del future
-
-    def fail(self, failed: Failed[Any]) -> None:
-        """Fail a future because its call failed, its worker died, or its task is too large to be sent.
-
-        If the task could not be sent, the item is only its number. If the result arrived before its host was
-        lost, the failure is ignored.
-        """
-        number = failed.item if isinstance(failed.item, int) else failed.item[0]
-        if number not in self._tasks:
-            return
-        error = reason(failed.error)
-        if isinstance(error, _NotReady):
-            self.broken = self.broken or error.args[0]
-            error = _broken(error.args[0])
-        self._end(number, self._tasks[number].future.set_exception, error)
-
-    def _end(self, number: int, end: Callable[[Any], None], value: Any) -> None:
-        del self._tasks[number]
-        _end(end, value)
-
-
-def _nothing() -> None: ...
-
-
 def _usual_workers(placement: Placement) -> int:
     """Return the default number of workers."""
     if placement.hosts:
         raise TypeError("TaskPool: workers must be the total number of workers on all hosts, got None")
     cores = len(os.sched_getaffinity(0))
     return cores if placement.own_process else min(MOST_THREADS, cores + 4)
-
-
-def _end(end: Callable[[Any], None], value: Any) -> None:
-    """Set a future's result or exception. If one of its callbacks raises, the pool continues."""
-    try:
-        end(value)
-    except InvalidStateError:
-        pass  # the future was already done
-    except BaseException:
-        logging.getLogger("concurrent.futures").exception(
-            "a callback of a TaskPool future raised an exception such as SystemExit"
-        )
-
-
-class _NotReady(Exception):
-    """Error of a worker whose initializer raised ``args[0]``."""
-
-
-def _broken(error: BaseException) -> BrokenExecutor:
-    broken = BrokenExecutor(
-        f"the initializer of the pool raised {type(error).__name__}: {error}; its tasks will not run"
-    )
-    broken.__cause__ = error
-    return broken
-
-
-@dataclass(frozen=True)
-class _Ready:
-    """Initializer that a worker calls before its first task, with its arguments."""
-
-    initializer: Callable[..., object] | None
-    arguments: tuple[Any, ...]
-
-    def call(self) -> None:
-        """Call the initializer if there is one."""
-        if self.initializer is not None:
-            self.initializer(*self.arguments)
-
-
-class _Called:
-    """Callable of a worker process, which retires after ``most`` tasks if a limit is set."""
-
-    def __init__(self, ready: _Ready, most: int | None) -> None:
-        self._ready: _Ready | None = ready
-        self._remaining = most
-
-    def __call__(self, item: tuple[int, Any]) -> tuple[int, Any]:
-        number, packed = item
-        if self._remaining is not None:
-            if self._remaining == 0:
-                raise Retires
-            self._remaining -= 1
-        if self._ready is not None:
-            try:
-                self._ready.call()
-            except BaseException as error:
-                raise _NotReady(error) from error
-            self._ready = None
-        return number, call(_answer, packed)
-
-
-def _answer(packed: Any) -> Any:
-    """Run a task in a process: unpack it, call its function and pack the result."""
-    try:
-        with shared_globals():
-            fn, args, kwargs = unpack(packed)
-    except ImportError as error:
-        if host := worker().host:
-            error.add_note(
-                f"raised on host {host!r}: the objects in a task must be importable there, or be "
-                "defined in the main script"
-            )
-        raise
-    if isinstance(packed, list):
-        packed.clear()  # If the call fails, the item is sent back; it should then not contain its arrays.
-    return pack(fn(*args, **kwargs))
 
 
 def _chunks(calls: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -490,7 +300,7 @@ def _one_by_one(chunks: Iterator[list[T]]) -> Iterator[T]:
             yield chunk.pop()  # yields each result without keeping a reference to it
 
 
-def _watch(run: Run, tasks: dict[int, _Task]) -> None:
+def _watch(run: Run, tasks: dict[int, Task]) -> None:
     """Wait until the run ends, and then fail every future that is not done."""
     cause: BaseException | None = None
     try:
@@ -504,7 +314,7 @@ def _watch(run: Run, tasks: dict[int, _Task]) -> None:
         if task.future.running() or task.future.set_running_or_notify_cancel():
             broken = BrokenExecutor("the pool failed before this task was finished")
             broken.__cause__ = cause
-            _end(task.future.set_exception, broken)
+            end_future(task.future.set_exception, broken)
 
 
 # Watcher threads of pools that have tasks, each with the function that closes its pool. At exit, the

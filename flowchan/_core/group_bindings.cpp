@@ -1,4 +1,4 @@
-// The Python class Group. Slower operations and error messages are in flowchan/collective/group.py.
+// The Python class Group. Slower operations and error messages are in flowchan/collective/collectives.py.
 #include "group_bindings.hpp"
 #include "group_calls.hpp"
 

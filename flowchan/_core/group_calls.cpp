@@ -213,7 +213,7 @@ PyObject* reduce_scatter(PyObject* self, PyObject* const* args, Py_ssize_t n, Py
     });
 }
 
-// The full documentation is in flowchan/collective/group.py.
+// The full documentation is in flowchan/collective/collectives.py.
 PyMethodDef group_methods[] = {
     {"allreduce", fast(allreduce), FASTCALL,
      "allreduce($self, /, x, op='sum', out=None, timeout=None, wait=True)\n--\n\n"

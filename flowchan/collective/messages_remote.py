@@ -11,9 +11,7 @@ of news: that the peer is leaving.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
-import math
 import os
 import select
 import socket
@@ -21,19 +19,17 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from flowchan.channel.channel import Channel, Out
-from flowchan.collective.group_transport import GroupTransport, TransportListener, registered
+from flowchan.collective.connector import Connector
 from flowchan.collective.point_to_point import Use, take
 from flowchan.collective.value_bytes import dumps, loads
-from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft, Refused
-from flowchan.transport.authentication import Hello, meet
-from flowchan.transport.interrupts import is_interrupt, unless_interrupted
+from flowchan.errors import Broken, ChannelError, Closed, GroupError, MemberDied, MemberLeft
+from flowchan.transport.authentication import Hello
+from flowchan.transport.interrupts import is_interrupt
 from flowchan.transport.listener import AuthenticatedListener
-from flowchan.transport.tcp import dial, joined, listen, split
 
 SIZE = struct.Struct("<q")
 LEFT_WORD = -1  # sent instead of a message's size when the sender leaves
@@ -41,12 +37,6 @@ LEFT_WORD = -1  # sent instead of a message's size when the sender leaves
 SENT_AT_ONCE = 16 * 1024
 READ_AHEAD = 8  # number of messages that the receiving thread reads in advance
 BUFFER = 1 << 16
-PAUSE_S, TRY_S = 0.01, 5.0
-"""Seconds between two attempts to connect, and the time limit for one attempt."""
-REFUSED_QUICKLY_S, REJECTION_TIMEOUT_S = 1.0, 30.0
-"""If a peer rejects every attempt within ``REFUSED_QUICKLY_S`` seconds, and continues to do so for
-``REJECTION_TIMEOUT_S`` seconds, it is another program. A member also rejects attempts, but only while too
-many peers dial at once."""
 POLL_INTERVAL_S, LISTENER_INTERVAL_S, WATCH_AFTER_S = 0.05, 1.0, 0.2
 
 LEFT, DIED, UNKNOWN = "left", "died", "unknown"
@@ -55,77 +45,6 @@ LEFT, DIED, UNKNOWN = "left", "died", "unknown"
 
 Framed = tuple[bytes, bytes]
 """The size of a message, and the message."""
-
-
-@dataclass(frozen=True)
-class Connector:
-    """Secret and listening address with which members on several hosts connect.
-
-    Each member listens at ``listen_at`` on a free port, or with ``transport`` if it is not None.
-    """
-
-    secret: bytes = field(repr=False)
-    listen_at: str
-    tls: bool = False
-    transport: GroupTransport | None = field(default_factory=registered)
-
-    @property
-    def transport_name(self) -> str:
-        """Return the name of the transport, which must be equal on all members."""
-        return "TCP" if self.transport is None else self.transport.name
-
-    def listen(self, hello: Hello) -> AuthenticatedListener:
-        """Start listening for other members."""
-        if self.transport is None:
-            listener = listen(joined((self.listen_at, 0)))
-        else:
-            listener = TransportListener(*self.transport.listen(self.listen_at))
-        return AuthenticatedListener(listener, self.secret, hello, tls=self.tls)
-
-    def dial(self, address: str, timeout: float) -> socket.socket:
-        """Connect to an address in one attempt, without authentication."""
-        return dial(address, timeout) if self.transport is None else self.transport.connect(address, timeout)
-
-    def host_of(self, address: str) -> str:
-        """Return the IP address or name of this host, which listens at ``address``."""
-        return split(address)[0] if self.transport is None else self.listen_at
-
-    def connect(
-        self, address: str, hello: Hello, wanted: Callable[[], bool], give_up: float = math.inf
-    ) -> socket.socket:
-        """Connect to the member that listens at an address.
-
-        Args:
-            address: The address.
-            hello: The hello message of this member.
-            wanted: Returns whether the connection is still needed.
-            give_up: Monotonic time at which the call stops trying (default: never).
-
-        Returns:
-            The connection.
-
-        Raises:
-            ConnectionRefusedError: The member is gone, or another program uses its port.
-            OSError: The member can't be reached, the time is up, or ``wanted`` returns False.
-        """
-        refused_since = math.inf
-        while wanted() and (remaining := give_up - (begun := time.monotonic())) > 0:
-            try:
-                sock = self.dial(address, min(TRY_S, remaining))
-            except unless_interrupted(TimeoutError):
-                continue
-            try:
-                within = min(TRY_S, remaining)
-                return meet(sock, self.secret, dialled=True, hello=hello, timeout=within, tls=self.tls)[0]
-            # The peer is gone or rejected us, or another program uses its port.
-            except unless_interrupted(OSError) as error:
-                is_quick = isinstance(error, Refused) and time.monotonic() - begun < REFUSED_QUICKLY_S
-                refused_since = min(refused_since, begun) if is_quick else math.inf
-                if time.monotonic() - refused_since > REJECTION_TIMEOUT_S:
-                    reason = f"another program listens at {address} ({error})"
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, reason) from error
-            time.sleep(PAUSE_S)
-        raise TimeoutError(f"{address} did not answer in time")
 
 
 class RemotePeers:

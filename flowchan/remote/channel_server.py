@@ -45,6 +45,7 @@ from flowchan.transport.versions import differs, versions
 ANY_PORT = "127.0.0.1:0"
 # number of lost clients whose ids are kept, so that such a client learns why it is rejected
 MAX_LOST_CLIENTS = 32
+DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items of a channel that no process uses
 CHILD_TIMEOUT_S = 1.0  # seconds within which an owner that is alive replies to its forked children
 
 
@@ -82,6 +83,8 @@ class ChannelServer:
         self._stays, self._kept, self._over = kept, True, False
         self._channels: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         self._sent: dict[int, Channel[Any]] = {}
+        # objects of the ports through which clients put, for each channel that has such ports
+        self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
         self._dropped: deque[Orphans] = deque()  # channels that may no longer have any user
@@ -154,7 +157,7 @@ class ChannelServer:
                 return False
             if channel is not None and number not in self._sent:
                 # Before counting, because this fails if the process has no descriptors left
-                self._sent[number] = _twin(channel)
+                self._sent[number] = _twin(channel, os.dup(channel._fd))
             self._under_way[number] += 1
         return True
 
@@ -229,7 +232,7 @@ class ChannelServer:
             if found is None and (sent := self._sent.get(number)) is not None:
                 # A channel in transit does not keep the server alive, so it is not among the registered
                 # channels.
-                twin = _twin(sent)
+                twin = _twin(sent, os.dup(sent._fd))
                 # the garbage collector may have run since the look-up
                 found = self._channels.setdefault(number, twin)
                 if found is twin:
@@ -252,30 +255,49 @@ class ChannelServer:
         if os.getpid() != self.pid:
             return
         # If no channel is in transit, the items contain no channels.
-        if self._sent and (dropped := memory.dropped(number)) is not None:
+        has_items = self._sent or number in self._entrances
+        if has_items and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)
         if self._over:  # the server may have ended just now
             self._dropped.clear()
         self.wake()
 
     def _check_dropped(self) -> None:
-        """Find unused channels, and release the channels that their items contain."""
+        """Find unused channels, discard their items, and release the channels that the items contain."""
         for _ in range(len(self._dropped)):
             try:
                 dropped = self._dropped.popleft()
             except IndexError:  # the server has ended in the meantime
                 return
-            lives = dropped.number in self._channels or dropped.number in self._sent
-            if not lives and not dropped.is_unused():
+            if dropped.number in self._channels or dropped.number in self._sent:
+                continue
+            if not dropped.is_unused():
                 self._dropped.append(dropped)  # a forked child still has the channel: check again later
-            elif not lives:
-                for number in self.sent_in(dropped.items()).elements():
-                    self.item_done(number)
+                continue
+            for number in self.sent_in(dropped.items()).elements():
+                self.item_done(number)
+            if dropped.number in self._entrances:
+                self._dropped.append(dropped)  # the discarded items have made room for those in transit
+                self._loop.call_later(DISCARD_INTERVAL_S, self._changed.set)
+
+    def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
+        """Return a second object for the channel, which does not count as its user.
+
+        The ports through which clients put belong to this object. Items in transit therefore do not keep a
+        channel that no process can read any more.
+        """
+        found = self._entrances.get(number)
+        if found is None:
+            self._entrances[number] = found = _twin(
+                channel, os.open(f"/proc/self/fd/{channel._fd}", os.O_RDWR)
+            )
+        return found
 
     def is_over(self) -> bool:
         """Return whether the server has ended or has no channels left."""
-        # Iterate instead of using len(), because this may run before the dictionary has dropped its entry.
-        return self._over or (not self._kept and not any(True for _ in self._channels.values()))
+        # Iterate instead of using len(), because this may run before a dictionary has dropped its entry.
+        used = (*self._channels.values(), *self._entrances.values())
+        return self._over or (not self._kept and not used)
 
     def wake(self) -> None:
         """Make the server check whether it should end; the garbage collector may call this method."""
@@ -374,11 +396,11 @@ chosen: ContextVar[ChannelServer | None] = ContextVar("chosen", default=None)
 """Server for the channel that is being made (default: the server of this process)."""
 
 
-def _twin(channel: Channel[Any]) -> Channel[Any]:
-    """Return a second object for the channel, with separate descriptors."""
+def _twin(channel: Channel[Any], fd: int) -> Channel[Any]:
+    """Return a second object for the channel, which uses the descriptor ``fd`` of the same memory."""
     twin: Channel[Any] = Channel.__new__(Channel)
     socket = os.dup(channel._socket) if channel._socket >= 0 else -1
-    _core.Channel.__init__(twin, fd=os.dup(channel._fd), socket=socket, name=channel._name)
+    _core.Channel.__init__(twin, fd=fd, socket=socket, name=channel._name)
     twin._hosts, twin._reached = True, channel._reached
     return twin
 

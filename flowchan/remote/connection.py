@@ -19,15 +19,16 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from flowchan import _core
-from flowchan.channel.channel import Channel, In, Out
+from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
 from flowchan.channel.select import Selected, select
 from flowchan.errors import Broken, ChannelError, Closed, HostError
 from flowchan.remote.messages import Finished, Reply, ServerClosed, cause_in, control_ring
 from flowchan.remote.pending_calls import CLOSED_HERE, Calls, Unanswered
+from flowchan.remote.remote_ports import RemotePort
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.dial import reach
-from flowchan.transport.link_events import AHEAD, BEHIND, LinkBroken, LinkIdle, watch
+from flowchan.transport.link_events import LinkBroken, LinkIdle, watch
 from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
@@ -37,47 +38,6 @@ REPLY_TIMEOUT_S = 1.0
 """Extra seconds to wait for a reply, beyond the call's timeout and two round trips."""
 EXIT_TIMEOUT_S = 2.0
 """Seconds that an exiting process waits for its items that are in transit."""
-
-
-class RemotePort:
-    """Local side of a port that is open at the owner: a ring, its user's end and its link's end.
-
-    Args:
-        number: Number of the stream.
-        name: Name of the ring, for error messages.
-        max_bytes: The channel's limit on the size of one item.
-        reads: Whether the user reads from the ring.
-        counted: Whether the user has opened the port. If not, the port serves the plain calls of this
-            process, and its ring accepts only as many items as the owner allows.
-    """
-
-    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
-        self.number, self.reads, self.counted = number, reads, counted
-        places = AHEAD if reads else BEHIND
-        self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
-        self.ring._name, self.ring._hosts = name, True
-        self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
-        self.arrived = 0  # number of items that the owner has put; known once the stream is finished
-        if not reads and not counted:
-            self.ring._allow(0)
-        self.finished = Latch()
-        self.port: weakref.ref[Any] | None = None
-
-    def is_open(self) -> bool:
-        """Return whether the user may still put or get."""
-        port = None if self.port is None else self.port()
-        return port is not None and port.is_open
-
-    def leave(self) -> None:
-        """Close the user's end without waiting, because the process ends."""
-        port = None if self.port is None else self.port()
-        if port is not None:
-            port.leave()
-
-    def undelivered(self) -> int:
-        """Return how many of the items put into the ring the owner does not have yet."""
-        stats = self.ring.stats()
-        return 0 if self.reads else stats.inside + stats.leased
 
 
 class Connection(Calls):

@@ -20,112 +20,29 @@ import contextlib
 import dataclasses
 import functools
 import math
-import numbers
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.channel import Channel, ChannelStats, beside_packed, hears_aborts
-from flowchan.channel.ports import In, Out, moved
+from flowchan.channel.ports import In, Out
 from flowchan.channel.transports import HOSTS
-from flowchan.errors import Broken, ChannelError, Closed, Empty, FlowchanError, Full, HostError
+from flowchan.errors import Broken, ChannelError, Closed, FlowchanError, HostError
 from flowchan.items.arguments import flag, refuses_misspelt, secret_bytes
 from flowchan.remote.channel_server import server_at, server_of
-from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, RemotePort, using
+from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, using
 from flowchan.remote.messages import Reply, sealed_cause
 from flowchan.remote.pending_calls import Unanswered
+from flowchan.remote.remote_ports import RemoteIn, RemoteOut, RemotePort, seconds
 from flowchan.transport import descriptors
 from flowchan.transport.addresses import channel_address, mark_of, number_in, place_in
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class _RemoteEnd(Generic[T]):
-    """Methods shared by :class:`RemoteIn` and :class:`RemoteOut`."""
-
-    def __init__(self, remote: RemoteChannel[T], stream: RemotePort) -> None:
-        super().__init__(stream.ring)  # type: ignore[call-arg]  # In or Out
-        self._remote, self._stream = remote, stream
-        self.is_open = True
-
-    @property
-    def channel(self) -> RemoteChannel[T]:
-        """Return the channel of this port."""
-        return self._remote
-
-    def close(self) -> None:
-        """Close the port. Return once the owner has all items that were put and has closed its side."""
-        self.__exit__(None, None, None)
-
-    def leave(self) -> None:
-        """Close the port without waiting for the owner."""
-        self.is_open = False
-        super().close()  # type: ignore[misc]
-
-    def __exit__(self, *how: Any) -> None:
-        """Close the port like ``close``.
-
-        If an exception leaves the ``with`` block of a reading end, the unfinished items return to the owner.
-        """
-        self.is_open = False
-        super().__exit__(*how)  # type: ignore[misc]
-        self._stream.finished.wait()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return moved(self)  # type: ignore[arg-type]
-
-
-class RemoteIn(_RemoteEnd[T], In[T]):
-    """Reading end of a remote channel."""
-
-    def get(self, timeout: float | None = None) -> T:
-        """Return the next item, or raise ``Empty`` after ``timeout`` seconds.
-
-        If the owner has an item, ``get`` receives it even if ``timeout`` is shorter than two round trips.
-        """
-        return self._in_two_round_trips(super().get, timeout)
-
-    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
-        """Return up to ``max`` items, or raise ``Empty`` after ``timeout`` seconds.
-
-        If the owner has items, ``get_many`` receives them even if ``timeout`` is shorter than two round
-        trips.
-        """
-        return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)
-
-    def get_nowait(self) -> T:
-        """Return the next item, or raise ``Empty`` if none arrives within two round trips."""
-        return self.get(0)
-
-    def _in_two_round_trips(self, call: Callable[[float | None], R], timeout: float | None) -> R:
-        try:
-            return call(timeout)
-        except Empty:
-            assert timeout is not None
-            rest = self._remote._two_round_trips() - timeout
-            if rest <= 0:
-                raise
-        return call(rest)
-
-
-class RemoteOut(_RemoteEnd[T], Out[T]):
-    """Writing end of a remote channel."""
-
-    def flush(self, timeout: float | None = None) -> None:
-        """Wait until the owner has all items that were put through this port; see ``Out.flush``."""
-        wait = _seconds(timeout)
-        count = self._stream.ring.stats().items_in
-        used = self._remote._connection.await_used(self._stream, count, wait)
-        if used is None:
-            raise Full(f"the channel at {self._remote.address} had no room for all items within {wait:g} s")
-        if not used:
-            self._stream.ring.put_nowait(None)  # the channel has ended, so this raises the reason
 
 
 class _Snapshot(NamedTuple):
@@ -178,6 +95,9 @@ class RemoteChannel(Channel[T]):
 
     def _two_round_trips(self) -> float:
         return 0.002 + self._connection.two_round_trips()
+
+    def _await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None:
+        return self._connection.await_used(stream, count, timeout)
 
     # --- items ---
 
@@ -252,7 +172,7 @@ class RemoteChannel(Channel[T]):
 
         It raises the same errors as the ``flush`` of a writing end.
         """
-        _seconds(timeout)
+        seconds(timeout)
         if (port := self._open_ports().get(False)) is not None:
             assert isinstance(port, RemoteOut)
             port.flush(timeout)
@@ -512,7 +432,7 @@ def open_channel(
     place, number = place_in(address), number_in(address)
     secret_bytes("open_channel", secret, "pass the secret of the owner, channel.secret")
     flag("open_channel", "tls", tls)
-    wait = _seconds(timeout)
+    wait = seconds(timeout)
     server = server_at(place, secret)
     try:
         if server is not None:
@@ -522,11 +442,3 @@ def open_channel(
         return remote_channel(address, secret, tls, wait, time.monotonic() + wait)
     except ChannelError as error:
         raise HostError(str(error), address) from None
-
-
-def _seconds(timeout: Any) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
-        return float(timeout) if float(timeout) < 1e9 else None
-    raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout!r}")

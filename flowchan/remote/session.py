@@ -63,6 +63,9 @@ class SessionOwner(Protocol):
     def send(self, number: int) -> bool:
         """Count an item that contains the channel."""
 
+    def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
+        """Return the object of the channel for ports through which clients put."""
+
     def has_prefetched(self, channel: Channel[Any], other_than: ClientSession) -> bool:
         """Return whether another client has prefetched items of ``channel``."""
 
@@ -371,8 +374,9 @@ class ClientSession:
 
         A counted port ignores that number and sends items ahead.
         """
+        entrance = self._server.entrance(channel, number_in(channel.address))
         self._ports[stream] = port = (
-            channel.writer() if counted else Out(channel, channel._uncounted_session())
+            entrance.writer() if counted else Out(entrance, entrance._uncounted_session())
         )
         self.link.open_stream(stream, [], [port], limited=not counted)
         if not counted:

@@ -36,7 +36,7 @@ unless noted.
   (test_start_methods.py)
 - R8 Statistics. ``stats()`` works at any time and ``report()`` at the end; items in = items out + items
   failed. If a run fails or is aborted, they also count the items that were discarded in each stage and those
-  left in each channel. (test_account.py, test_account_of_breaks.py)
+  left in each channel. (test_item_counts.py, test_item_counts_after_failures.py)
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code or while the item is unpickled. One
@@ -44,8 +44,8 @@ unless noted.
   ``max_deaths=1`` an item is also blamed for deaths until its output has been put, so it is never processed
   twice. In a batch, only members that kill their workers alone fail. A death that is blamed on an item does
   not use a restart. All other deaths of workers use the restarts of their stage, each of which counts for 60
-  s of work. The run warns before the last restart is used. (test_blame.py, test_begun_once.py,
-  test_decisions.py, tests/deaths/test_deadly_batches.py)
+  s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
+  test_decisions.py, tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the end of the other workers. If a
   survivor raises MemberDied, that is not a failure. On hosts, a broken connection between members counts as a
@@ -130,37 +130,14 @@ from flowchan.run.policy.events import (
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
 from flowchan.run.policy.plan import Plan
-from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Size
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker
 from flowchan.run.policy.stats import RunStats
-from flowchan.run.policy.transitions import PolicyState
+from flowchan.run.policy.transitions import first_state
 from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
 POLL_INTERVAL_S = 0.05
 """Seconds between two checks for changes that no event announces. Time limits have this resolution."""
-
-
-def first_state(plan: Plan, now: float) -> PolicyState:
-    """Return the initial state of a run."""
-    ids = frozenset(worker.id for worker in plan.workers)
-    return PolicyState(
-        alive=ids,
-        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.own_process),
-        sources=frozenset(id for id in ids if id.stage in plan.sources),
-        ends=frozenset(id for id in ids if id.stage in plan.ends),
-        limits=plan.limits(),
-        explicit=plan.explicit,
-        stateful=plan.stateful,
-        gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
-        elastic=plan.elastic,
-        since=now,
-        began=now,
-        sizes={
-            stage.name: Size(stage.workers, now, stage.workers)
-            for stage in plan.graph.stages
-            if not plan.is_fixed(stage)
-        },
-    )
 
 
 class Supervisor:

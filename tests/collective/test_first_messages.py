@@ -12,8 +12,9 @@ from support.group_members import SECRET
 from support.peers import ThreadPeer
 
 from flowchan import GroupError, MemberDied
-from flowchan.collective import members, messages_remote
-from flowchan.collective.messages_remote import Connector, RemotePeers
+from flowchan.collective import connector, members, messages_remote
+from flowchan.collective.connector import Connector
+from flowchan.collective.messages_remote import RemotePeers
 from flowchan.collective.point_to_point import Messages
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import listen as listen_at
@@ -148,7 +149,7 @@ def foreign_peer() -> Iterator[AuthenticatedListener]:
 
 def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other program uses the port of a member that has ended."""
-    monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(connector, "REJECTION_TIMEOUT_S", 0.0)
     with foreign_peer() as remote:
         own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)
         own.peer(1).send("in vain", None)
@@ -160,7 +161,7 @@ def test_close_ignores_another_program_at_the_address(monkeypatch: pytest.Monkey
 def test_receive_raises_if_another_program_has_the_address(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages_remote, "REJECTION_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(connector, "REJECTION_TIMEOUT_S", 0.0)
     with foreign_peer() as remote:
         own = RemotePeers(0, CONNECTOR.listen({}), ["", remote.address], CONNECTOR)
         messages = Messages(0, 2, own.peer)

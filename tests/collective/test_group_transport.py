@@ -78,8 +78,8 @@ def everything(g: Any) -> tuple[Any, ...]:
 def test_all_operations_work_over_a_registered_transport(
     unix_sockets: UnixSockets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowchan.collective.messages_remote.dial", None)  # no TCP after the rendezvous
-    monkeypatch.setattr("flowchan.collective.messages_remote.listen", None)
+    monkeypatch.setattr("flowchan.collective.connector.dial", None)  # no TCP after the rendezvous
+    monkeypatch.setattr("flowchan.collective.connector.listen", None)
     found = raised(over_hosts(4, everything))
     assert [one[0] for one in found] == [["rank 0", "rank 1", "rank 2", "rank 3"]] * 4
     assert [one[1] for one in found] == [None, [0, 1, 2, 3], None, None]

@@ -22,7 +22,8 @@ from support.peers import ProcessPeer, ThreadPeer
 from support.waiting import wait_until
 
 from flowchan import GroupError, MemberDied, MemberLeft
-from flowchan.collective.messages_remote import READ_AHEAD, SIZE, Connector, RemotePeers
+from flowchan.collective.connector import Connector
+from flowchan.collective.messages_remote import READ_AHEAD, SIZE, RemotePeers
 from flowchan.collective.point_to_point import Messages
 from flowchan.collective.rendezvous.address import meet_at
 from flowchan.collective.rendezvous.forming import this_host

@@ -105,10 +105,10 @@ def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
     gc.collect()
     found, twin = [], server_module._twin
 
-    def find_first(channel):
+    def find_first(channel, fd):
         monkeypatch.setattr(server_module, "_twin", twin)
         found.append(server.find(number))
-        return twin(channel)
+        return twin(channel, fd)
 
     monkeypatch.setattr(server_module, "_twin", find_first)
     assert server.find(number) is found[0]

@@ -7,10 +7,14 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <new>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -30,6 +34,8 @@ std::thread closing;
 constexpr int CLOSED = 42;  // exit code of a closed member
 
 struct Outcome {
+    std::atomic<pid_t> pid = 0;
+    std::atomic<int> begun = 0;  // number of operations that the member has begun
     int done = 0;
     int end = -1;
     bool right = true;
@@ -47,6 +53,25 @@ struct Shared {
 
 void must(bool holds, const char* what) {
     if (!holds) stop(what);
+}
+
+// Return the state of a thread, as in /proc: 'S' if it sleeps, 'Z' or 'X' if it has ended.
+char state_of(pid_t process, pid_t thread) {
+    std::ifstream file("/proc/" + std::to_string(process) + "/task/" + std::to_string(thread) + "/stat");
+    std::string stat;
+    std::getline(file, stat);
+    const size_t name_ends = stat.rfind(") ");
+    return name_ends == std::string::npos ? 'X' : stat[name_ends + 2];
+}
+
+// Wait until a member has ended, or sleeps in the operation with this number.
+void await_member(const Outcome& member, int operation) {
+    for (;; std::this_thread::yield()) {
+        if (!member.pid) continue;
+        const bool has_begun = member.begun >= operation;
+        const char state = state_of(member.pid, member.pid);
+        if (state == 'Z' || state == 'X' || (has_begun && state == 'S')) return;
+    }
 }
 
 // Runs one operation: prepares the member's input, and checks its result.
@@ -156,10 +181,12 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Walk walk{member};
     Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow)
-            usleep(50'000);  // makes the others wait for this member after another member has died
+        if (i && rank == slow)  // the others wait for this member, possibly after another member has died
+            for (uint32_t other = 0; other < member.size; ++other)
+                if (other != rank) await_member(shared.of[other], i + 1);
         bool right = true;
         member.in_use().lock();
+        own.begun = i + 1;
         const End end = walk.run(operation, right);
         member.in_use().unlock();
         own.end = int(end);
@@ -174,7 +201,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
 // far.
 bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, uint32_t n, bool close_them,
                     Shared& shared) {
-    shared = Shared{};
+    new (&shared) Shared{};
     const int fd = Member::make(size);
     std::vector<pid_t> children;
     for (uint32_t rank = 0; rank < size; ++rank) {
@@ -185,6 +212,7 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
             live(fd, rank, (dying[0] + 1) % size, operation, close_them && remaining_points, shared);
             _exit(0);
         }
+        shared.of[rank].pid = child;
         children.push_back(child);
     }
     close(fd);
@@ -212,13 +240,17 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
 
 }  // namespace
 
-// Kills the member at the chosen point, or closes it from another thread. A closed member continues only
-// after the other members have had time to notice.
+// Kills the member at the chosen point, or closes it from another thread. A closed member continues once that
+// thread waits for the end of the operation.
 void flowchan::fault_point() {
     if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);
-    closing = std::thread([] { closes->leave(); });
-    usleep(60'000);
+    std::atomic<pid_t> thread = 0;
+    closing = std::thread([&] {
+        thread = gettid();
+        closes->leave();
+    });
+    while (!thread || state_of(getpid(), thread) == 'R') std::this_thread::yield();
 }
 
 int main(int argc, char** argv) {

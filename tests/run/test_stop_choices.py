@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import Gate, everywhere, stage_of, waits
 from support.waiting import wait_until
-from test_account_of_breaks import accounts_for_every_item
+from test_item_counts_after_failures import accounts_for_every_item
 
 from flowchan import Graph, Run
 from flowchan.run.policy import decisions

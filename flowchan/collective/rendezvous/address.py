@@ -23,10 +23,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from flowchan.collective.connector import Connector
 from flowchan.collective.deadline import countdown
 from flowchan.collective.group import Group
 from flowchan.collective.many_hosts import LinkedGroup
-from flowchan.collective.messages_remote import Connector
 from flowchan.collective.one_host import Gather
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import GroupError, MemberDied

@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from flowchan.collective.connector import Connector
 from flowchan.collective.deadline import RemainingTime, countdown
 from flowchan.collective.group import Group
 from flowchan.collective.leader_links import Links
 from flowchan.collective.many_hosts import LinkedGroup
-from flowchan.collective.messages_remote import Connector, RemotePeers
+from flowchan.collective.messages_remote import RemotePeers
 from flowchan.collective.one_host import Gather, SharedGroup, share
 from flowchan.errors import GroupError
 

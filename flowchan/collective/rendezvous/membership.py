@@ -8,8 +8,8 @@ import hmac
 import threading
 from dataclasses import dataclass
 
+from flowchan.collective.connector import Connector
 from flowchan.collective.group import Group
-from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.errors import MemberDied
 from flowchan.transport.dial import reach

@@ -13,8 +13,8 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from flowchan.collective.connector import Connector
 from flowchan.collective.group import Group
-from flowchan.collective.messages_remote import Connector
 from flowchan.collective.rendezvous.forming import meet_by
 from flowchan.transport.tcp import route_to
 

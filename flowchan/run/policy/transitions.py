@@ -15,6 +15,7 @@ from typing import Literal
 from flowchan.run.policy.actions import Action, BreakChannels, ReleasePorts, Replace, StopSources, Terminate
 from flowchan.run.policy.events import Failure, WorkerId
 from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Size
 
 Phase = Literal["running", "stopping", "finishing", "failing", "aborting", "ended"]
@@ -107,6 +108,29 @@ class PolicyState:
 
 Decision = tuple[PolicyState, tuple[Action, ...]]
 """The next state, and the actions to take."""
+
+
+def first_state(plan: Plan, now: float) -> PolicyState:
+    """Return the initial state of a run."""
+    ids = frozenset(worker.id for worker in plan.workers)
+    return PolicyState(
+        alive=ids,
+        processes=frozenset(worker.id for worker in plan.workers if worker.stage.placement.own_process),
+        sources=frozenset(id for id in ids if id.stage in plan.sources),
+        ends=frozenset(id for id in ids if id.stage in plan.ends),
+        limits=plan.limits(),
+        explicit=plan.explicit,
+        stateful=plan.stateful,
+        gangs=frozenset(stage.name for stage in plan.graph.stages if stage.gang),
+        elastic=plan.elastic,
+        since=now,
+        began=now,
+        sizes={
+            stage.name: Size(stage.workers, now, stage.workers)
+            for stage in plan.graph.stages
+            if not plan.is_fixed(stage)
+        },
+    )
 
 
 def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:

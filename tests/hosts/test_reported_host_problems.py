@@ -48,18 +48,18 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "libzmq#2037": (
         "a slow reader loses items, or fills the memory",
-        ("hosts/test_host_complaints.py::test_slow_reader_gets_all_items_with_bounded_memory",),
+        ("hosts/test_reported_host_problems.py::test_slow_reader_gets_all_items_with_bounded_memory",),
     ),
     "grpc#32435, grpc-go#7542": (
         "a silent cut is noticed after a quarter of an hour",
         (
-            "hosts_real/test_cable.py::test_graph_continues_when_one_of_three_network_cables_is_cut",
+            "hosts_real/test_network_partition.py::test_graph_continues_when_one_of_three_network_cables_is_cut",
             "hosts/test_host_deaths.py::test_silent_agent_is_fenced_and_replaced",
         ),
     ),
     "dask#3204": (
         "a worker that holds the GIL is taken for dead",
-        ("hosts/test_host_complaints.py::test_process_that_holds_the_gil_is_not_fenced",),
+        ("hosts/test_reported_host_problems.py::test_process_that_holds_the_gil_is_not_fenced",),
     ),
     "dask#6391": (
         "reconnections lose or repeat work",
@@ -72,13 +72,13 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a killed reader's items come again late; lost acknowledgements stall the others",
         (
             "hosts/test_host_deaths.py::test_killed_agent_is_replaced_with_its_workers",
-            "link/test_cuts.py::test_outputs_arrive_once_if_the_connection_breaks_mid_item",
+            "link/test_broken_connections.py::test_outputs_arrive_once_if_the_connection_breaks_mid_item",
         ),
     ),
     "akka-core#24576, sparkrun#240": (
         "a large message on a slow wire ends the connection; a killed launcher leaves processes",
         (
-            "hosts/test_host_complaints.py::test_large_item_on_a_slow_connection_does_not_fence_hosts",
+            "hosts/test_reported_host_problems.py::test_large_item_on_a_slow_connection_does_not_fence_hosts",
             "hosts/test_host_ends.py::test_agents_end_when_the_driver_is_killed",
         ),
     ),

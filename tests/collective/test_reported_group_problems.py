@@ -65,7 +65,7 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "nccl#342, #853": (
         "a /dev/shm of only 64 MB causes a bus error",
-        ("collective/test_collective_complaints.py::test_group_stays_usable_after_memory_error",),
+        ("collective/test_reported_group_problems.py::test_group_stays_usable_after_memory_error",),
     ),
     "pytorch#75097": (
         "closing a group hangs or prints a warning",

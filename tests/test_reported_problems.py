@@ -35,7 +35,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "channel memory not collected after teardown",
         (
             "run/test_residue.py::test_each_way_to_end_a_run_releases_all_resources",
-            "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
+            "test_reported_problems.py::test_run_releases_its_memory_without_the_garbage_collector",
         ),
     ),
     3: (
@@ -55,7 +55,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     5: (
         "teardown depends on garbage collection",
         (
-            "test_complaints.py::test_run_releases_its_memory_without_the_garbage_collector",
+            "test_reported_problems.py::test_run_releases_its_memory_without_the_garbage_collector",
             "run/test_residue.py::test_run_with_a_dropped_handle_does_not_delay_the_exit",
         ),
     ),
@@ -76,7 +76,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "a small /dev/shm: refusal, slow fallback, or SIGBUS",
         (
             "check/test_check.py::test_channels_larger_than_memory_are_reported_with_both_sizes",
-            "test_complaints.py::test_unavailable_memory_raises_at_the_call",
+            "test_reported_problems.py::test_unavailable_memory_raises_at_the_call",
             "channel/test_damage.py::test_channel_memory_cannot_be_truncated",
         ),
     ),
@@ -148,7 +148,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
     ),
     21: (
         "descriptors run out with an obscure message",
-        ("test_complaints.py::test_channel_error_names_the_descriptor_limit_when_reached",),
+        ("test_reported_problems.py::test_channel_error_names_the_descriptor_limit_when_reached",),
     ),
     22: (
         "CUDA IPC memory is never freed",
@@ -163,7 +163,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         (
             "contract/test_port_deaths.py::test_killing_the_last_writer_breaks_the_channel",
             "run/test_residue.py::test_workers_of_a_killed_program_end",
-            "run/test_nested.py::test_graph_inside_a_killed_worker_ends_with_the_worker",
+            "run/test_nested_graphs.py::test_graph_inside_a_killed_worker_ends_with_the_worker",
         ),
     ),
     24: (
@@ -209,7 +209,7 @@ COMPLAINTS: dict[int, tuple[str, str | tuple[str, ...]]] = {
         "users forget to close ends",
         (
             "contract/test_ports.py::test_dropping_a_port_closes_it",
-            "run/test_handle.py::test_leaving_the_with_block_closes_the_inputs_and_waits",
+            "run/test_run_handle.py::test_leaving_the_with_block_closes_the_inputs_and_waits",
         ),
     ),
     31: (

@@ -1,0 +1,165 @@
+"""Ports of remote channels: the user's ends, and the ring between the user and the link to the owner."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from flowchan.channel.channel import Channel
+from flowchan.channel.latch import Latch
+from flowchan.channel.ports import In, Out, moved
+from flowchan.errors import Empty, Full
+from flowchan.transport.link_events import AHEAD, BEHIND
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class RemotePort:
+    """Local side of a port that is open at the owner: a ring, its user's end and its link's end.
+
+    Args:
+        number: Number of the stream.
+        name: Name of the ring, for error messages.
+        max_bytes: The channel's limit on the size of one item.
+        reads: Whether the user reads from the ring.
+        counted: Whether the user has opened the port. If not, the port serves the plain calls of this
+            process, and its ring accepts only as many items as the owner allows.
+    """
+
+    def __init__(self, number: int, name: str, max_bytes: int | None, reads: bool, counted: bool) -> None:
+        self.number, self.reads, self.counted = number, reads, counted
+        places = AHEAD if reads else BEHIND
+        self.ring: Channel[Any] = Channel(places, across="processes", max_bytes=max_bytes)
+        self.ring._name, self.ring._hosts = name, True
+        self.end: In[Any] | Out[Any] = self.ring.writer() if reads else self.ring.reader()
+        self.arrived = 0  # number of items that the owner has put; known once the stream is finished
+        if not reads and not counted:
+            self.ring._allow(0)
+        self.finished = Latch()
+        self.port: weakref.ref[Any] | None = None
+
+    def is_open(self) -> bool:
+        """Return whether the user may still put or get."""
+        port = None if self.port is None else self.port()
+        return port is not None and port.is_open
+
+    def leave(self) -> None:
+        """Close the user's end without waiting, because the process ends."""
+        port = None if self.port is None else self.port()
+        if port is not None:
+            port.leave()
+
+    def undelivered(self) -> int:
+        """Return how many of the items put into the ring the owner does not have yet."""
+        stats = self.ring.stats()
+        return 0 if self.reads else stats.inside + stats.leased
+
+
+class OwnedElsewhere(Protocol):
+    """A remote channel as its ports see it."""
+
+    @property
+    def address(self) -> str:
+        """Return the address of the channel."""
+
+    def _two_round_trips(self) -> float: ...
+    def _await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None: ...
+
+
+class _RemoteEnd(Generic[T]):
+    """Methods shared by :class:`RemoteIn` and :class:`RemoteOut`."""
+
+    def __init__(self, remote: OwnedElsewhere, stream: RemotePort) -> None:
+        super().__init__(stream.ring)  # type: ignore[call-arg]  # In or Out
+        self._remote, self._stream = remote, stream
+        self.is_open = True
+
+    @property
+    def channel(self) -> Channel[T]:
+        """Return the channel of this port."""
+        return cast(Channel[T], self._remote)
+
+    def close(self) -> None:
+        """Close the port. Return once the owner has all items that were put and has closed its side."""
+        self.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        """Close the port without waiting for the owner."""
+        self.is_open = False
+        super().close()  # type: ignore[misc]
+
+    def __exit__(self, *how: Any) -> None:
+        """Close the port like ``close``.
+
+        If an exception leaves the ``with`` block of a reading end, the unfinished items return to the owner.
+        """
+        self.is_open = False
+        super().__exit__(*how)  # type: ignore[misc]
+        self._stream.finished.wait()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return moved(self)  # type: ignore[arg-type]
+
+
+class RemoteIn(_RemoteEnd[T], In[T]):
+    """Reading end of a remote channel."""
+
+    def get(self, timeout: float | None = None) -> T:
+        """Return the next item, or raise ``Empty`` after ``timeout`` seconds.
+
+        If the owner has an item, ``get`` receives it even if ``timeout`` is shorter than two round trips.
+        """
+        return self._in_two_round_trips(super().get, timeout)
+
+    def get_many(self, max: int, timeout: float | None = None) -> list[T]:
+        """Return up to ``max`` items, or raise ``Empty`` after ``timeout`` seconds.
+
+        If the owner has items, ``get_many`` receives them even if ``timeout`` is shorter than two round
+        trips.
+        """
+        return self._in_two_round_trips(functools.partial(super().get_many, max), timeout)
+
+    def get_nowait(self) -> T:
+        """Return the next item, or raise ``Empty`` if none arrives within two round trips."""
+        return self.get(0)
+
+    def _in_two_round_trips(self, call: Callable[[float | None], R], timeout: float | None) -> R:
+        try:
+            return call(timeout)
+        except Empty:
+            assert timeout is not None
+            rest = self._remote._two_round_trips() - timeout
+            if rest <= 0:
+                raise
+        return call(rest)
+
+
+class RemoteOut(_RemoteEnd[T], Out[T]):
+    """Writing end of a remote channel."""
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the owner has all items that were put through this port; see ``Out.flush``."""
+        wait = seconds(timeout)
+        count = self._stream.ring.stats().items_in
+        used = self._remote._await_used(self._stream, count, wait)
+        if used is None:
+            raise Full(f"the channel at {self._remote.address} had no room for all items within {wait:g} s")
+        if not used:
+            self._stream.ring.put_nowait(None)  # the channel has ended, so this raises the reason
+
+
+def seconds(timeout: Any) -> float | None:
+    """Return a timeout in seconds, or None if it has no limit.
+
+    Raises:
+        ValueError: The timeout is not a number, or is negative.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, numbers.Real) and not isinstance(timeout, bool) and float(timeout) >= 0:
+        return float(timeout) if float(timeout) < 1e9 else None
+    raise ValueError(f"timeout must be None or at least 0 seconds, got {timeout!r}")
