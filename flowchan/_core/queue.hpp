@@ -6,9 +6,9 @@
 // under the lock. They run attached to the interpreter (holding the GIL), because the garbage collector
 // visits the items without taking the lock.
 //
-// If there is a GIL, a thread holds it between lock and unlock, so the GIL serves as the lock. The two atomic
-// operations of a mutex would add a quarter to the cost of a put. A free-threaded interpreter uses a small
-// futex mutex.
+// In an interpreter with a GIL, a thread holds the GIL between lock and unlock, so the GIL serves as the
+// lock. The two atomic operations of a mutex would add a quarter to the cost of a put. A free-threaded
+// interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -97,7 +97,7 @@ class LocalQueue {
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
     Counts counts() const;
-    // none: a thread does not die without its process, and no view points into the queue
+    // does nothing: a thread does not die without its process, and no view points into the queue
     std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
