@@ -334,7 +334,7 @@ class Condition(Held):
         self._lock.release()
 
     def __exit__(self, *how: Any) -> None:
-        # If wait() failed to acquire the lock again, there is nothing to release.
+        # If wait() failed to acquire the lock again, this thread must not release it.
         if how[1] is None or self._lock._is_owned():
             super().__exit__(*how)
 

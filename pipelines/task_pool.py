@@ -115,7 +115,7 @@ class TaskPool(Executor):
             target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
         )
         self._watcher.start()
-        # a pool that is no longer referenced finishes its tasks and then ends
+        # a pool without references finishes its tasks and then ends
         weakref.finalize(self, self._submitted.close)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

@@ -41,7 +41,7 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # weak, so that an idle watcher does not keep the loop alive; the future of a wait does
+        # weak: an idle watcher does not keep the loop alive; the future of a wait keeps it alive
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
@@ -196,7 +196,7 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         pass
     again = False
     while True:
-        wait = Await(self, False, again)  # before the next try, so that a later change wakes it
+        wait = Await(self, False, again)  # before the next try, so that a later change wakes this call
         try:
             self.put_nowait(item)
         except Full:

@@ -45,7 +45,7 @@ hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
-_UNBOUNDED = 2 * LARGEST  # more than fits into memory, and more than a caller may pass
+_UNBOUNDED = 2 * LARGEST  # more than memory can hold, and more than a caller may pass
 _MOST_BY_DEFAULT = 16 << 30
 
 

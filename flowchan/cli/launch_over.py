@@ -139,7 +139,7 @@ class HostLauncher:
             self._orders.close()
 
     def _end(self) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # the hosts have all ended
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
             self._orders.put_nowait("end")
 
     def interrupt(self, *_: object) -> None:

@@ -292,7 +292,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel()
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # One assignment: if Ctrl-C comes before it, the channel has no writer, and the thread ends.
+                # A single assignment. If Ctrl-C comes before it, the channel lacks a writer, and the thread
+                # ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:
@@ -444,7 +445,7 @@ class RemotePeer:
         with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
             while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
                 message = _exactly(stream, size)
-                with contextlib.suppress(ChannelError):  # this member no longer receives
+                with contextlib.suppress(ChannelError):  # this member has stopped receiving
                     self._in.put(message)
             how = LEFT
         self._end(how)

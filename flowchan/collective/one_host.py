@@ -289,7 +289,7 @@ class SharedGroup(_core.Group, Group):
         return any(state[2] <= begun and (state[1] != PRESENT or not state[5]) for state in states)
 
     def _cut_off(self, call: str) -> None:
-        pass  # the next round finds the lost member
+        pass  # the next round detects the lost member
 
     def _give_up_all(self) -> None:
         self._give_up()

@@ -102,7 +102,7 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source, in their order
+        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source; in the order in which they started
 
     def peer(self, rank: int) -> Peer:
         if rank not in self._peers:

@@ -56,7 +56,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process first: it may not lead its process group yet, and once it is dead, it never will.
+        # Kill the process first, because it may not lead its process group yet. A dead process cannot become
+        # a leader.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

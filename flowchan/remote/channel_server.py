@@ -84,7 +84,7 @@ class ChannelServer:
         self._sent: dict[int, Channel[Any]] = {}
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
-        self._dropped: deque[Orphans] = deque()  # channels that may no longer have any user
+        self._dropped: deque[Orphans] = deque()  # channels that may be without users by now
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
         # reentrant: while a thread holds the lock, the garbage collector may call item_done() in that thread
         self._counting = threading.RLock()
@@ -153,7 +153,7 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # Before counting, because this fails if the process has no descriptors left
+                # before counting, because this fails if the process has used up its descriptors
                 self._sent[number] = _twin(channel)
             self._under_way[number] += 1
         return True

@@ -209,7 +209,7 @@ class ResultGathering:
                     else:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # the remaining results have no reader, so the run would wait forever
+        except BaseException:  # without a reader for the remaining results, the run would wait forever
             self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)

@@ -312,7 +312,7 @@ class Supervisor:
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # This comes last because it may raise; all waiting threads must have seen the run end before.
+        # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:

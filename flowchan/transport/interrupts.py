@@ -285,7 +285,9 @@ class _Layer:
         try:
             raise instead
         finally:
-            del instead  # this frame is in its traceback, and would keep it "still raised"
+            # this frame is in the error's traceback; with this reference, the error would count as "still
+            # raised"
+            del instead
 
 
 _blocks: list[DeferralBlock] = []

@@ -173,7 +173,7 @@ class AuthenticatedListener:
             self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        # already unregistered: in a call that Ctrl-C ended, or before it was closed
+        # already unregistered: by a call that Ctrl-C ended, or before the socket was closed
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 

@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: smallest possible cost of the largest part, for the first n layers. last[k][n]: index of the
-    # first layer of the last part, if there are k + 1 parts in that cut.
+    # least[n]: smallest possible cost of the largest part, if the first n layers are cut. last[k][n]: index
+    # of the first layer of the last part, if the first n layers are cut into k + 1 parts.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):

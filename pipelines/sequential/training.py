@@ -229,7 +229,7 @@ class Training:
             run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # Like torch's clip_grad_norm_, including its handling of NaN.
+                # The same factor as in torch's clip_grad_norm_, also for NaN.
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))

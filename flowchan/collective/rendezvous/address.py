@@ -101,7 +101,8 @@ def _first_listener(rank: int | None, at: str) -> Listener | None:
     try:
         return listen(at)
     except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another member, or another host, listens
+        # another member or another host is listening
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
         raise
 
@@ -146,7 +147,7 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # a member that had arrived is late
+            except TimeoutError as error:  # a member that had arrived before did not arrive in time
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(

@@ -310,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise the runs would consider their agents lost and start others
+    abort_unfinished()  # otherwise the runs would consider their agents lost and start new ones
     end_seeds()
 
 

@@ -177,7 +177,7 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            # if the actor is still alive, this queues behind the earlier call
+            # if the actor is still alive, this call queues behind the earlier one
             self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:

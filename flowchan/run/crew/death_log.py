@@ -30,12 +30,12 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
-        # How workers died while processing the item that the replacement will try again.
+        # Causes of death of the workers that processed the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died on members of the same item
-        # 0, or 1 + the number of deaths since all members were tried
+        self._members: dict[WorkerId, dict[int, str]] = {}  # causes of death, by member of the batch
+        # 0: the members have not been tried; otherwise 1 + the number of deaths since they were
         self._tried: Counter[WorkerId] = Counter()
         self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()

@@ -91,7 +91,7 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _threads: set[int] = field(default_factory=set)  # threads that have a clock of their own; 0 for processes
+    _threads: set[int] = field(default_factory=set)  # threads that have their own clock; 0 for processes
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )

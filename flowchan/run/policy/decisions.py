@@ -146,8 +146,8 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it no longer wait
-    # for their peers.
+    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it stop waiting for
+    # their peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -231,7 +231,8 @@ def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
 
 def _died(state: PolicyState, death: Death, now: float) -> Decision:
     worker, stage = death.worker, death.worker.stage
-    if worker not in state.alive:  # it was abandoned, or its channels broke before it could report its end
+    # the worker was abandoned, or its channels broke before it could report its end
+    if worker not in state.alive:
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()

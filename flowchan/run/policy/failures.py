@@ -90,8 +90,8 @@ class Portable:
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as in json's
-        # errors.
+        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as that of
+        # json's errors does.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()

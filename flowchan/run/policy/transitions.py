@@ -118,7 +118,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
     if not alive:
         phase = "ended"
     elif state.goes_on and state.ends and not (alive & state.ends):
-        # a stage that is waiting for an item does not notice that its outputs have no readers
+        # a stage that is waiting for an item does not notice that the readers of its outputs have left
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now

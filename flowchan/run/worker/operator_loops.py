@@ -54,8 +54,8 @@ class OperatorJob:
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
-    unwanted: int = 0  # items whose branch has no reader, or whose request was cancelled
-    predecessors: tuple[str, ...] = ()  # how earlier workers died over the first item
+    unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
+    predecessors: tuple[str, ...] = ()  # causes of death of earlier workers that processed the first item
     too_late: bool = False  # whether the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
@@ -384,7 +384,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else item)
-            except Closed:  # this branch has no reader left, but others may
+            except Closed:  # the readers of this branch have left, but other branches may have readers
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -410,7 +410,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # this branch has no reader left, but others may
+            # the readers of this branch have left, but other branches may have readers
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)

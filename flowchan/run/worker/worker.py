@@ -242,7 +242,7 @@ def end(
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed):  # no reader is left, so the current item is unwanted
+    elif isinstance(error, Closed):  # all readers have left, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
     reported = True
     try:

@@ -51,7 +51,7 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # number of items to keep before first asking the channel which ones still exist
+EVERY_FEW = 16  # number of items to keep before the first query which of them still exist
 # seconds between checks for running copies; checking stops after this many checks in a row find none
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
