@@ -48,8 +48,8 @@ class TaskPool(Executor):
     ``with`` block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
-        workers: Number of workers. Default: one process per core; or four threads more than there are cores,
-            but at most 32. Required for hosts.
+        workers: Number of workers. Default: one process per core; or four threads more than the number of
+            cores, but at most 32. Required for hosts.
         on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. The hosts must be able
             to import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).
@@ -327,7 +327,7 @@ class _CallTable:
             del future
 
     def begin(self, number: int) -> list[Any]:
-        """Return the item to send to a process, in a list; the list is empty if there is nothing to send."""
+        """Return the item to send to a process, in a list; the list is empty if the task cannot be sent."""
         task = self._begun(number)
         if task is None:
             return []
@@ -429,7 +429,7 @@ class _Ready:
     arguments: tuple[Any, ...]
 
     def call(self) -> None:
-        """Call the initializer if there is one."""
+        """Call the initializer, if any."""
         if self.initializer is not None:
             self.initializer(*self.arguments)
 

@@ -32,7 +32,7 @@ class Channel {
     std::shared_ptr<Ring> ring_;
 
   public:
-    std::atomic<bool> lends = false;  // whether there has ever been a loan
+    std::atomic<bool> lends = false;  // true once memory was lent
     // memory of the ring that writers in this process are filling or have put
     std::vector<std::weak_ptr<Block>> loans;
     std::string name;
@@ -70,7 +70,7 @@ class Channel {
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-bool is_out_of_time();  // whether the current error is an Empty or Full that no signal handler raised
+bool is_out_of_time();  // true if the current error is an Empty or Full that no signal handler raised
 
 // Limit on the wait for items that the owner reports as sent, and the interval of checks whether another
 // thread has taken them.

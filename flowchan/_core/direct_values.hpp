@@ -42,8 +42,8 @@ enum DirectTag : unsigned char {
 struct DirectWriter {
     char* p;
     char* end;
-    bool is_plain = false;   // whether lists and dictionaries are accepted
-    bool is_shared = false;  // whether the value is in a container that may have other references
+    bool is_plain = false;   // true if lists and dictionaries are accepted
+    bool is_shared = false;  // true if the value is in a container that may have other references
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;

@@ -101,7 +101,7 @@ PyObject* stored_cause(Ring& ring) {
 struct Fault {
     uint64_t cut_off = 0;  // id of the process whose death ended the channel
     bool damaged = false;
-    bool map_incomplete = false;  // whether this process cannot map the whole channel
+    bool map_incomplete = false;  // true if this process cannot map the whole channel
 };
 
 Fault fault(Channel& ch) {

@@ -87,7 +87,7 @@ struct Taken {
     uint64_t size = 0;
     // number of workers that died while they held the item, in user code or while unpickling it
     uint64_t deaths = 0;
-    bool died_unpickling = false;  // whether the last of these workers was unpickling the item when it died
+    bool died_unpickling = false;  // true if the last of these workers was unpickling the item when it died
     uint64_t number = 0;
     // if the item is an output: the input item for which its writer made it; otherwise Slot::KEYLESS
     uint64_t made_for = 0;
@@ -270,7 +270,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    // whether this process cannot map the whole channel
+    // true if this process cannot map the whole channel
     bool is_map_incomplete() const { return map_incomplete_; }
 
     Spin spin;
@@ -283,7 +283,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
     std::vector<uint64_t> decoding_;  // numbers of the items that plain gets of this process are decoding
-    bool decoding_seen_ = false;      // whether the link has seen such items
+    bool decoding_seen_ = false;      // true if the link has seen such items
     std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; without the lock, only a hint
     Peers peers_;
     // Copies of the constants, made when this process first mapped the header, so that damage to the header

@@ -88,7 +88,7 @@ class TurnTaking {
     Hint<uint64_t> count_;  // operations since this process took over the ring at the time `since_`
     Hint<int64_t> since_;
     Hint<uint64_t> total_;  // operations of all processes at the time `since_`
-    Hint<bool> rested_;     // whether this process rested before it took over
+    Hint<bool> rested_;     // true if this process rested before it took over
     Doubt alone_;           // skips rests if the others made little use of a rest
     Doubt chances_;         // skips rests if the others did not rest in turn
 };

@@ -140,7 +140,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def end_waits() -> None:
-    """End the running loop's watchers, because the loop is about to close and has no waits left."""
+    """End the running loop's watchers, because the loop is about to close and all its waits have ended."""
     for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 

@@ -24,7 +24,7 @@ class Selected(Generic[T_co]):
     Attributes:
         channel: The channel or port of the operation.
         item: The item that was taken or put; None if ``channel`` is one of ``ready``.
-        put: Whether the operation was a put.
+        put: True if the operation was a put.
 
     Example:
         >>> from flowchan import Channel, select

@@ -216,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return " (line N)" for the last traceback entry in the user's own file, or "" if there is none."""
+    """Return " (line N)" for the last traceback entry in the user's own file, or "" without such an entry."""
     lines = []
     trace = error.__traceback__
     while trace is not None:

@@ -253,9 +253,9 @@ class ExchangeStep:
                     del peer.out[0]
 
     def _receive_last_message(self, host: int, error: OSError) -> None:
-        """Receive the last message of a leader that no longer accepts data.
+        """Receive the last message of a leader that has stopped accepting data.
 
-        That message may contain the reason.
+        The message may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):

@@ -385,7 +385,7 @@ class RemotePeer:
         _shut_down(self._sock)
 
     def join(self) -> None:
-        """Wait until all messages have been sent or can no longer be sent."""
+        """Wait until all messages have been sent or have become undeliverable."""
         if self._out is not None and not self._is_abandoned:
             self._out[2].join()
 

@@ -43,7 +43,7 @@ class _Agent:
         self.pid = pid
         self.program = program
         self.has_ended = False
-        self.is_over = False  # whether the program has released the agent
+        self.is_over = False  # true if the program has released the agent
 
     def check(self) -> None:
         """Report how the agent ended, if it has. It stays a zombie, so that its process id is not reused."""

@@ -56,9 +56,9 @@ class ChannelServer:
     Args:
         address: Address to listen at.
         secret: Secret that clients must prove that they know (default: 32 random bytes).
-        tls: Whether connections are encrypted.
+        tls: True if connections are encrypted.
         peer_timeout: Seconds without a sign of life from this process after which a client gives up.
-        kept: Whether the server continues to run when it has no channels.
+        kept: True if the server continues to run when it has no channels.
 
     Raises:
         ValueError: The address is invalid.
@@ -394,7 +394,7 @@ def server_of(id: str) -> ChannelServer | None:
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return this process's server at ``address``, or None if there is none or the secret is wrong."""
+    """Return this process's server at ``address``; None if no such server exists or the secret is wrong."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 

@@ -43,7 +43,7 @@ class OrphanMemory:
 
 
 class Orphans:
-    """A channel that may no longer have any user.
+    """A channel that may be without users.
 
     Args:
         number: Number of the channel at its owner.

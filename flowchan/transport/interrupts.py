@@ -2,7 +2,7 @@
 
 Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
 ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may be raised at any
-point. Only this file knows how code stays correct in that case:
+point. Only this file contains the means that keep code correct in that case:
 
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
 - ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
@@ -245,7 +245,7 @@ class DeferralBlock:
     Attributes:
         deferred: Number of signals that it has deferred. Only the first is delivered, so this reveals a
             second Ctrl-C.
-        allows: Whether it is in a wait that may be interrupted.
+        allows: True if it is in a wait that may be interrupted.
     """
 
     deferred = 0

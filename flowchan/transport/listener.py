@@ -1,7 +1,7 @@
 """Listener that accepts only peers that know the secret, and that other peers cannot delay.
 
-One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, the oldest
-one is refused, because a peer that knows the secret needs only a few round trips.
+One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If too many handshakes are
+unfinished, the oldest one is refused, because a peer that knows the secret needs only a few round trips.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def _fresh(value: Any, training: bool) -> Any:
 def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
     """Return the bytes of each layer: parameters, buffers and activations.
 
-    Without a backward pass, the activations are the outputs. A tensor that several layers keep is attributed
-    to the first of them. An input is attributed to the layer that saves it.
+    If no backward pass follows, the activations are the outputs. A tensor that several layers keep is
+    attributed to the first of them. An input is attributed to the layer that saves it.
     """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
     kept: list[Any] = [value]  # keeps all tensors alive, so that no address is reused

@@ -90,7 +90,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # whether the first batch determines the cut
+        # true if the first batch determines the cut
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -444,7 +444,7 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """Return the run's error, with a message that says where the first failure happened."""
+        """Return the run's error, with a message that names the place of the first failure."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
             return RuntimeError(

@@ -60,7 +60,7 @@ def optimizer_of(part: Part, create: Optimizers | None) -> Any:
 
 
 def optimizer_name(parts: Sequence[Part], create: Optimizers | None) -> str | None:
-    """Return the class name of the parts' optimizers, or ``None`` if there are none."""
+    """Return the class name of the parts' optimizers, or ``None`` if the parts have none."""
     made = (optimizer_of(part, create) for part in parts)
     return next((type(one).__name__ for one in made if one is not None), None)
 

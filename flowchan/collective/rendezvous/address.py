@@ -95,7 +95,7 @@ def meet_at(
 
 
 def _first_listener(rank: int | None, at: str) -> Listener | None:
-    """Return the listener of rank 0, ``None`` on the other members."""
+    """Return the listener of rank 0, or ``None`` on the other members."""
     if rank is not None:
         return listen(at) if rank == 0 else None
     try:

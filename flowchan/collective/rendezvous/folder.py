@@ -29,7 +29,7 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
     """Return this process's member of the group that meets by a file.
 
     Args:
-        folder: A folder of all hosts. It is created if it is missing.
+        folder: A folder that all hosts see. It is created if it is missing.
         file: Name of the file, which is different for each group.
         launcher: Address of the host that started the processes, without a port. Rank 0 listens on its route
             to that host.

@@ -405,7 +405,7 @@ class ElasticAverage:
         module: The replica of this member.
         group: The group of the replicas.
         every: Number of optimizer steps between two averages, at least 1.
-        strength: Between 0 and 1 (default 0.9).
+        strength: A number between 0 and 1 (default 0.9).
 
     Raises:
         ValueError: ``every`` or ``strength`` is out of range.

@@ -188,7 +188,7 @@ class Forked:
         return False
 
     def _receive(self, how: int = 0) -> bool:
-        """Receive the next message about the agent. Return False if there was none."""
+        """Receive the next message about the agent. Return False if none arrived."""
         try:
             word, _, about = self._socket.recv(4096, how).decode().partition(" ")
         except BlockingIOError:

@@ -99,8 +99,8 @@ class DeathLog:
         """Record the batch member that the worker was processing when it died.
 
         If a worker dies while it tries several members together, none of them can be blamed, and the batch
-        fails. Once all members were tried, outputs may have been put that depend on which members are
-        excluded. Up to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
+        fails. After all members were tried, outputs that depend on the excluded members may have been put. Up
+        to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
         # the worker died on another item, or not yet often enough to try the batch members one by one

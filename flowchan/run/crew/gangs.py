@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Tell the group that a worker has died, even before it joined, so that its peers stop waiting."""
+        """Report to the group that a worker has died, even if it had not joined, to end its peers' waits."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

@@ -58,7 +58,7 @@ class CpuClock:
 class _Working:
     """Clock of a worker that has started to work.
 
-    Without a ``clock``, the CPU time is unknown, or is counted for another worker on the same thread
+    If ``clock`` is None, the CPU time is unknown, or is counted for another worker on the same thread
     (``shares``).
     """
 

@@ -51,10 +51,9 @@ class Suspicion:
     """Earlier deaths while processing the first item of a replacement.
 
     Attributes:
-        deaths: Descriptions of how earlier workers died while processing the item.
-        members: Descriptions of how a worker died while processing one batch member alone, by the member's
-            number.
-        tried: Whether a worker has survived trying all other members of the batch.
+        deaths: Causes of death of earlier workers that processed the item.
+        members: Cause of death of the worker that processed a batch member alone, by the member's number.
+        tried: True if a worker has survived trying all other members of the batch.
     """
 
     deaths: tuple[str, ...] = ()

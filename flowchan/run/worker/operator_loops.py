@@ -56,7 +56,7 @@ class OperatorJob:
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
     unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
     predecessors: tuple[str, ...] = ()  # causes of death of earlier workers that processed the first item
-    too_late: bool = False  # whether the first item has timed out too often
+    too_late: bool = False  # true if the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:

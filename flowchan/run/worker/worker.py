@@ -78,11 +78,11 @@ def work(
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Run one worker until it ends, and return how it ended.
+    """Run one worker until it ends, and return the event of its end.
 
     This function never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true
-    if events are sent to another process. ``suspicion`` describes how earlier workers died while processing
-    the first item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
+    if events are sent to another process. ``suspicion`` describes earlier deaths while processing the first
+    item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -262,7 +262,7 @@ def end(
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
     """Return ``error`` with its traceback shortened to the user's code, or removed after a clean end.
 
-    Without the traceback, the generator of a source is released and cleaned up at once.
+    If the traceback is removed, the generator of a source is released and cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:

@@ -25,7 +25,8 @@ raises ``ChannelError``.
 
 Tensors in expandable segments need no such detour, because the blocks do not come from torch's allocator.
 
-A :class:`Device` represents each kind of device. For CUDA tensors it is ``cuda``; tests use a fake one.
+Each kind of device is represented by a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake
+one.
 """
 
 from __future__ import annotations
