@@ -103,8 +103,8 @@ def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
     fits = isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
     if not fits or len(counts) != parts or sum(counts) != layers:
         raise ValueError(
-            f"training: state['parts'] must be {parts} numbers for {layers} layers, "
-            f"got {short(counts)}; create the pipe with the parts of the state"
+            f"training: state['parts'] must be {parts} layer counts that add up to {layers}, "
+            f"got {short(counts)}; create the pipe with the parts that the state was saved with"
         )
     return list(counts)
 
@@ -114,7 +114,7 @@ def _check_cut(counts: Any, parts: Sequence[Part]) -> None:
     if counts != (own := layer_counts(parts)):
         remedy = f"create the pipe with parts={counts}" if counts else "save it after the first step"
         raise ValueError(
-            f"training: state['parts'] must be {own} like the parts of this training, "
+            f"training: state['parts'] must be {own}, the layer counts of this pipe, "
             f"got {short(counts)}; {remedy}"
         )
 
@@ -150,8 +150,8 @@ def _check_optimizers(state: Mapping[str, Any], parts: Sequence[Part], create: O
     name = optimizer_name(parts, create)
     if state["optimizer"] != name:
         raise ValueError(
-            f"training: state['optimizer'] must be {name} like optimizer=, got {state['optimizer']}; "
-            "create the training with the optimizer of the state"
+            f"training: state['optimizer'] must be {name} to match optimizer=, "
+            f"got {state['optimizer']}; pass the optimizer class that the state was saved with"
         )
     entries = state["optimizers"]
     if not isinstance(entries, list) or len(entries) != len(parts):

@@ -195,7 +195,9 @@ def test_slurm_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_text("{}")
     file.chmod(0o644)
-    with pytest.raises(GroupError, match=r"must belong to this user and have mode 600, got \d+ and 644; "):
+    with pytest.raises(
+        GroupError, match=r"must belong to this user and have mode 600, got owner \d+ and mode 644; "
+    ):
         meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
     file.rename(tmp_path / "target")
     file.symlink_to(tmp_path / "target")

@@ -93,9 +93,10 @@ def _read(path: Path) -> str | None:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                got = f"owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}"
                 raise GroupError(
-                    f"group: {path} must belong to this user and have mode 600, got {status.st_uid} and "
-                    f"{stat.S_IMODE(status.st_mode):o}; {REMEDY} and other users cannot write"
+                    f"group: {path} must belong to this user and have mode 600, got {got}; "
+                    f"{REMEDY} and that other users cannot write to"
                 )
             return file.read()
     except FileNotFoundError:
