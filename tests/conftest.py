@@ -362,8 +362,10 @@ def leftovers(before: set[str]) -> set[str]:
 
 
 def helpers_of_all() -> tuple[str, ...]:
-    """Return the prefixes that describe the shared helpers and their pipes. Since Python 3.14, the forkserver
-    is the default."""
+    """Return the prefixes that describe the shared helpers and their pipes.
+
+    The forkserver is among them, because it is the default from Python 3.14 on.
+    """
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
     pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
     for seed in seeds_of_agents():

@@ -1,6 +1,6 @@
 """Test the local processes that ``local`` starts and those that hold remote agents.
 
-They show how these processes start, how their end is reported, and that they leave nothing behind.
+They cover the start of these processes, the report of their end, and the removal of all their resources.
 """
 
 from __future__ import annotations

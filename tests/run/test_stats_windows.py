@@ -158,7 +158,7 @@ def test_stats_of_writers_before_a_slow_reader_show_place() -> None:
     graph.source(range(20)).map(same, workers=3, capacity=1, name="work").sink(gate.wait)
     with graph.start() as run:
         gate.wait_held()
-        # waits for a turn happen only at the start, so they soon are a small part
+        # waits for a turn happen only at the start, so their share is soon small
         wait_until(lambda: (spent := stage_of(run, "work").seconds).place > max(0.2, 4 * spent.turn))
         gate.open()
         run.wait()
