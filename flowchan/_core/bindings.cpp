@@ -188,7 +188,7 @@ void begin_again(In& in) {
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// Release the state of a dead worker. The channel remembers which outputs have already been put, so that the
+// Release the state of a dead worker. The channel records which outputs have already been put, so that the
 // next worker skips them when it processes the item. Leased items go to the replacement worker if they may
 // have caused the death, or if `all` is set. Other items go back to all workers. All outputs of a source
 // belong to item 0.

@@ -148,7 +148,7 @@ struct Traits<Ring> {
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
-            count += g.call_all();  // the callers that had to stand back
+            count += g.call_all();  // the callers that did not overtake the starving one
         } else if (!used) {
             pass_on(r, caller, wakes);
         }

@@ -280,7 +280,7 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
 }
 
 // Return the first item that may still get outputs from this port's worker. A thread is not replaced, so
-// every earlier item went through this port. If workers can die, the ring knows which items they had.
+// every earlier item went through this port. If workers can die, the ring records their items.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {

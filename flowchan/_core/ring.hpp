@@ -266,7 +266,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
     // End the session of a writer that died. `items` will be processed again. If the writer had put outputs
-    // for one of them, the ring remembers how many, so that these outputs are not put twice.
+    // for one of them, the ring records their number, so that these outputs are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }

@@ -2,9 +2,9 @@
 
 A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
 with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
-tells the loop which waits have been woken. The coroutines then try their operations again. A wait therefore
-does not need a separate thread. Items are taken only in the loop's thread, in the same step that returns
-them, so a cancelled call has not taken an item.
+notifies the loop of the waits that have been woken. The coroutines then try their operations again. A wait
+therefore does not need a separate thread. Items are taken only in the loop's thread, in the same step that
+returns them, so a cancelled call has not taken an item.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ connected to the receiver and forwards the message. On the receiving side, a thr
 channel that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
 
 A member *watches* a peer from which it expects a first message. A watching connection carries only one kind
-of news: that the peer is leaving.
+of message: that the peer is leaving.
 """
 
 from __future__ import annotations

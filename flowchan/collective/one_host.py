@@ -280,7 +280,7 @@ class SharedGroup(_core.Group, Group):
         return "127.0.0.1"
 
     def _has_lost_any(self) -> bool:
-        """Return whether a member is gone that has not completed the current operation.
+        """Return whether a member that has not completed the current operation is gone.
 
         A member that has completed the operation is already in a later round.
         """

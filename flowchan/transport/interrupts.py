@@ -139,7 +139,7 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 def is_interrupt(error: BaseException) -> bool:
     """Return whether a signal handler in this process raised the error, or the error ends the program.
 
-    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors say nothing about the
+    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors are unrelated to the
     call that they interrupt.
     """
     if not isinstance(error, Exception):

@@ -35,7 +35,7 @@ class Gangs:
         self._memberships.update(zip(ids, members, strict=True))
 
     def membership(self, id: WorkerId) -> Any:
-        """Return and forget the membership of a worker that is being started, or None if it has none."""
+        """Return and remove the membership of a worker that is being started, or None if it has none."""
         return self._memberships.pop(id, None)
 
     def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:

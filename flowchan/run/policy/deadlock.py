@@ -70,8 +70,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges request items ahead of time and buffer outputs, so whether these ports
-        are waiting says nothing about the workers.
+        The local ports of these edges request items ahead of time and buffer outputs, so the waits of these
+        ports are unrelated to the workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []

@@ -178,7 +178,7 @@ class OperatorJob:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers have died
+        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason, or ``deaths`` workers have died
         while processing the item.
         """
         if error is None and self.too_late:

@@ -50,8 +50,8 @@ Outcome = Literal["done", "failed", "retired"]
 def join_ports(ports: Ports, stage: Stage) -> None:
     """Connect the output ports of a worker to its input port, if it has only one.
 
-    This keeps items in order, and lets a replacement know which outputs of an item exist. All outputs of a
-    restartable source count as outputs of one item.
+    This keeps items in order, and lets a replacement find out which outputs of an item exist. All outputs of
+    a restartable source count as outputs of one item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
