@@ -238,7 +238,7 @@ class ChannelServer:
             return found
         raise ChannelError(
             f"channel {number} does not exist at {self.address}: its owner has released or never made it; "
-            "keep a reference to it in its owner, or in a program that has opened it, while others use it"
+            "keep a reference to it in some program while others use it"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:

@@ -346,8 +346,8 @@ class ClientSession:
         """Return the room for this client's items.
 
         Returns:
-            The total number of items that the client may put, whether the channel has ended, and the total
-            number of puts into and gets from it.
+            The total number of items that the client may put, whether the channel has ended, and the
+            channel's total number of puts and gets.
         """
         return *self.link.room(stream), _moves(channel)
 

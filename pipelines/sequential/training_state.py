@@ -104,7 +104,7 @@ def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
     if not fits or len(counts) != parts or sum(counts) != layers:
         raise ValueError(
             f"training: state['parts'] must be {parts} layer counts that add up to {layers}, "
-            f"got {short(counts)}; create the pipe with the parts that the state was saved with"
+            f"got {short(counts)}; create the pipe with the saved parts"
         )
     return list(counts)
 
@@ -151,7 +151,7 @@ def _check_optimizers(state: Mapping[str, Any], parts: Sequence[Part], create: O
     if state["optimizer"] != name:
         raise ValueError(
             f"training: state['optimizer'] must be {name} to match optimizer=, "
-            f"got {state['optimizer']}; pass the optimizer class that the state was saved with"
+            f"got {state['optimizer']}; pass the saved optimizer class"
         )
     entries = state["optimizers"]
     if not isinstance(entries, list) or len(entries) != len(parts):
