@@ -229,7 +229,7 @@ UNFIT = {
     "another optimizer": (
         lambda: saved("sgd"),
         r"training: state\['optimizer'\] must be Adam to match optimizer=, got SGD; "
-        r"create the training with the optimizer of the state",
+        r"pass the saved optimizer class",
     ),
     "other groups": (
         lambda: (state := saved()) | {"optimizers": [{**state["optimizers"][0], "param_groups": []}] * 3},
