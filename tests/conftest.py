@@ -14,7 +14,7 @@ same time.
 *Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
 ``make test`` therefore runs the files that load such libraries last, in separate processes.
 
-*Outcomes.* With ``--outcomes``, a run writes its outcomes to a file for ``tools/run_tests.py``.
+*Outcomes.* A run with ``--outcomes`` writes its outcomes to a file for ``tools/run_tests.py``.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Between this waiter's wake-up and its run, no other waiter was woken (wait_list.hpp). So
+    // End a call. No other waiter was woken between this waiter's wake-up and its run (wait_list.hpp). So
     // wake the next one, whether the call succeeded or not.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;

@@ -123,7 +123,7 @@ struct ChannelEntry {
     std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; pairs with Member::channel_from
 };
 
-// Result of an operation. With these results, the operation did not start:
+// Result of an operation. These results mean that the operation did not start:
 //  - Closed: this member has left the group.
 //  - Taken: another process has joined as this member.
 //  - Within: a signal handler called it while its own thread was running another operation.

@@ -212,8 +212,8 @@ struct Header : Constants {
     std::span<Session> sessions() { return {records(), std::min<uint64_t>(reserved_sessions, SESSIONS)}; }
 };
 
-// Block classes: 0 means "no block". Blocks of classes 1 to 4 have 64, 128, 192 and 256 bytes. Beyond these,
-// each doubling has four classes. `class_of` returns the smallest class that can hold `size` bytes.
+// Block classes: 0 means "no block". Blocks of classes 1 to 4 have 64, 128, 192 and 256 bytes. Larger sizes
+// have four classes per doubling. `class_of` returns the smallest class that can hold `size` bytes.
 inline uint64_t class_size(uint32_t c) {
     if (c <= 4) return UNIT * c;
     uint32_t doubling = (c - 5) / 4, step = (c - 5) % 4;

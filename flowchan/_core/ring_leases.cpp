@@ -211,8 +211,8 @@ void Ring::begin_again(ReaderState& reader) {
 }
 
 // Return the number of the first unfinished item. Items are taken in the order of their numbers. Therefore it
-// is the oldest item that is leased, reserved or given back. Without such an item, it is the next item to be
-// taken.
+// is the oldest item that is leased, reserved or given back. If no such item exists, it is the next item to
+// be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto check = [&](uint64_t slot) {

@@ -187,8 +187,8 @@ struct WaitQueue {
     uint32_t call_all() { return call(UINT32_MAX); }
     // Do the same for readers. The number of readers on their way is at most the number of cores. A reader
     // that takes an item and leaves another wakes the next reader (Ring::try_take). While a waiter is
-    // starving, all are woken, because a woken reader may have to let the starving one go first. Within a
-    // stage, workers with lower ranks are woken first.
+    // starving, all are woken, because a woken reader may have to let the starving one go first. The workers
+    // of a stage are woken in the order of their ranks.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: another slice of the same wait.

@@ -61,7 +61,8 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-def select(  # the only overload for a list of channels of different types, for which mypy infers one type
+# the only overload for a list of channels of different types, because mypy infers one type for them
+def select(
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,

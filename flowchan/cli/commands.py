@@ -44,8 +44,8 @@ def main() -> None:
     FILE is a Python file that defines a graph: either a Graph object or a function that returns one. The
     function is called with ARGS, converted to the types of its annotated parameters.
 
-    If the file defines several graphs, write FILE:NAME. Instead of a file, FILE may also be a module
-    (package.module:NAME) or - for standard input.
+    If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
+    for standard input.
     """
     # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
     if isinstance(sys.stdout, io.TextIOWrapper):

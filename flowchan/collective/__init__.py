@@ -81,8 +81,8 @@ def group(
         TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
-            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Under Slurm, the members
-            only need a folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
+            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Members in Slurm need only a
+            folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

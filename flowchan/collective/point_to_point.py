@@ -219,7 +219,8 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            try:  # no ``with`` block: leaving it is a call, in which Ctrl-C would lose the message
+            # no ``with`` block: leaving it is a call, and Ctrl-C during this call would lose the message
+            try:
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
                 continue

@@ -30,7 +30,7 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
-        # Causes of death of the workers that processed the item that the replacement will try again.
+        # Causes of the earlier deaths with the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
