@@ -1,6 +1,6 @@
 """Measure CUDA tensors between two processes, with torch.multiprocessing's queue and host memory as peers.
 
-Without a CUDA device, nothing is measured.
+Nothing is measured on a machine without a CUDA device.
 """
 
 from __future__ import annotations

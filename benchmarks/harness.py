@@ -193,7 +193,7 @@ def calibrate(move: Callable[[int], float], seconds: float) -> int:
     The number is at least 100, and a multiple of 4, so that threads can share the items equally.
     """
     count = 100
-    while (took := move(count)) < seconds / 2:  # long enough that the cost of starting hardly matters
+    while (took := move(count)) < seconds / 2:  # long enough to make the cost of starting negligible
         count = 4 * count if took < seconds / 10 else 2 * count
     return max(100, int(count * seconds / took) // 4 * 4)
 

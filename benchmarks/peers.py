@@ -1,8 +1,8 @@
 """A common interface for the peers' queues and flowchan's channels.
 
 The same loops drive all of them. An :class:`Ends` object holds two plain callables: ``put(item)`` and
-``get()``. Wherever possible they are the library's own bound methods, because a wrapper would cost a peer
-more than its queue does.
+``get()``. They are the library's own bound methods where possible, because a wrapper would cost a peer more
+than its queue does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def multiprocessing_queue(capacity: int = 1024) -> Ends:
 
 
 def fast_fifo(capacity: int = 1024) -> Ends:
-    # The size also fits items of 64 KB. With the default timeout of 10 s, a get that waits longer would fail.
+    # The size also fits items of 64 KB. The default timeout is 10 s, and a get that waits longer would fail.
     peer = faster_fifo.Queue(max_size_bytes=64 << 20, maxsize=capacity)
     return Ends(peer.put, partial(peer.get, timeout=1e6), peer)
 

@@ -49,7 +49,7 @@ def _pass_on(source: socket.socket, target: socket.socket, delay: float) -> None
 
 
 def cut() -> int:
-    """Shut down every loopback connection of this process, and return how many there were."""
+    """Shut down every loopback connection of this process, and return their number."""
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor was closed in the meantime

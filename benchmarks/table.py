@@ -110,7 +110,7 @@ def _section(name: str, benchmark: dict[str, Any]) -> str:
         [
             f"## {TITLES[name]}\n",
             *_table(["work", "target", "flowchan", "peer", "ratio", "reached"], rows),
-            "\nHow this is measured:\n",
+            "\nMethod:\n",
             *(f"- {rule}." for rule in rules),
             f"\nMeasured {benchmark['when']} on {_machine(benchmark)}.\n",
         ]

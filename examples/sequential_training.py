@@ -7,8 +7,8 @@
 The two parts run at the same time. Both runs start with the same weights and use the same batches of
 scikit-learn's digits, so their losses are the same. They compute with double precision, because the parts add
 up gradients in a different order, and training amplifies rounding differences. A quarter of the digits is
-held out for a test at the end. The plain module and each part have one thread. With ``--picture FILE`` the
-example draws the last steps: which part did what and when. It needs torch and scikit-learn.
+held out for a test at the end. The plain module and each part have one thread. If ``--picture FILE`` is
+given, the example draws the steps of each part at the end of training. It needs torch and scikit-learn.
 """
 
 from __future__ import annotations

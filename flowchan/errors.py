@@ -352,7 +352,7 @@ class StageError(FlowchanError):
     Attributes:
         stage: Name of the stage.
         worker: Name of the worker.
-        item: Text of the item that the worker was processing, or ``None`` if there was none.
+        item: Text of the item that the worker was processing, or ``None`` if the worker had no item.
 
     Example:
         >>> from flowchan import Graph, RunError

@@ -1,11 +1,11 @@
 """Barrier, event and condition for threads in several processes.
 
-With ``across="hosts"``, they also work across machines, as long as the process that created them is alive.
-All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict` holds the
-current gate. Closing the gate releases all waiting and later threads; putting an item releases one thread.
-Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. With
-``across="hosts"``, the process that created the first gate owns all gates, so a gate does not disappear when
-some other process exits.
+If ``across`` is ``"hosts"``, they also work across machines, as long as the process that created them is
+alive. All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict`
+holds the current gate. Closing the gate releases all waiting and later threads; putting an item releases one
+thread. Each phase has its own gate, so a late thread cannot take an item that was meant for another phase. If
+``across`` is ``"hosts"``, the process that created the first gate owns all gates, so a gate does not
+disappear when some other process exits.
 """
 
 from __future__ import annotations
@@ -224,8 +224,8 @@ class Event:
     def set(self) -> None:
         """Set the event.
 
-        All waiting threads continue. Until :meth:`clear` is called, later calls of :meth:`wait` return at
-        once.
+        All waiting threads continue. Later calls of :meth:`wait` return at once, until :meth:`clear` is
+        called.
 
         Example:
             >>> from flowchan.pipelines import Event
@@ -334,7 +334,7 @@ class Condition(Held):
         self._lock.release()
 
     def __exit__(self, *how: Any) -> None:
-        # If wait() failed to acquire the lock again, there is nothing to release.
+        # If wait() failed to acquire the lock again, this thread must not release it.
         if how[1] is None or self._lock._is_owned():
             super().__exit__(*how)
 
@@ -428,9 +428,9 @@ class Condition(Held):
             self._wake(ticket)
 
     def _wake(self, ticket: int) -> bool:
-        """Wake a waiting thread, and return False if it was no longer waiting.
+        """Wake a waiting thread, and return False if it had stopped waiting.
 
-        The steps are ordered so that no waiting thread is forgotten if a notifier dies between them.
+        The steps are ordered so that every waiting thread can still be woken if a notifier dies between them.
         """
         try:
             self._waiting[ticket].put_nowait(None)

@@ -73,7 +73,7 @@ S = TypeVar("S", bound=Shared)
 
 
 def arrive(kind: type[S], channels: tuple[Channel[Any], ...]) -> S:
-    """Return this process's object for the channels; create it if there is none yet."""
+    """Return this process's object for the channels; create it if it does not exist yet."""
     known = _known.get(id(channels[0]))
     if isinstance(known, kind):
         return known

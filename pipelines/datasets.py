@@ -26,7 +26,7 @@ class Dataset(IterableDataset[T_co]):
     Args:
         stream: Stream of a graph, read only by the dataset.
         seed: Seed for the workers' random numbers; see :func:`dataset`.
-        pin_memory: Whether to copy tensors into page-locked memory.
+        pin_memory: Copy tensors into page-locked memory.
 
     Raises:
         TypeError: ``stream`` is not a stream of a graph, or ``seed`` is not an int.
@@ -92,10 +92,10 @@ def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = Fa
 
     Args:
         stream: Stream of a graph, read only by the dataset.
-        seed: Seed for the workers' random numbers. With the same seed, an epoch draws the same random numbers
+        seed: Seed for the workers' random numbers. An epoch with the same seed draws the same random numbers
             again. Default: a number from torch's generator, which ``torch.manual_seed`` determines.
         pin_memory: True to copy the tensors of each item into page-locked memory, on a thread of the graph
-            (default: False). Without a GPU, this has no effect.
+            (default: False). This has no effect on a machine without a GPU.
 
     Returns:
         An ``IterableDataset``. To resume training, set its attribute ``epoch``.

@@ -21,8 +21,8 @@ class Lock(Held, Shared):
 
     Pass the lock to another process as an argument, through a channel, or by fork. If the process that holds
     the lock dies, the next waiting thread gets the lock. The update that the dead process was making may be
-    incomplete. A forked child does not hold its parent's lock. With ``across="hosts"``, the lock works only
-    while the process that created it is alive.
+    incomplete. A forked child does not hold its parent's lock. If ``across`` is ``"hosts"``, the lock works
+    only while the process that created it is alive.
 
     Args:
         across: ``"processes"`` on one machine (default), or ``"hosts"``.
@@ -142,8 +142,8 @@ class Semaphore(Held, Shared):
     """Semaphore for threads in several processes, like ``threading.BoundedSemaphore``.
 
     Any thread of a process may release a permit that the process has acquired. If a process dies, its permits
-    become free. A forked child does not hold its parent's permits. With ``across="hosts"``, the semaphore
-    works only while the process that created it is alive.
+    become free. A forked child does not hold its parent's permits. If ``across`` is ``"hosts"``, the
+    semaphore works only while the process that created it is alive.
 
     Args:
         value: Number of permits, at least 1 (default: 1).

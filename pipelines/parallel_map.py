@@ -123,7 +123,7 @@ def map(  # noqa: A001
     *args: Any,
     on: PlacementOption = "thread",
 ) -> Workers:
-    """Start ``n`` workers, each of which calls ``fn(*args, worker)``, and return at once.
+    """Start ``n`` workers that each call ``fn(*args, worker)``, and return at once.
 
     Args:
         n: Number of workers, at least 1.

@@ -27,8 +27,8 @@ class SharedDict(Shared, MutableMapping[K, V]):
     To combine several operations into one atomic step, use ``with mapping.lock:``. Reading returns a copy of
     the value. To change the value, assign to the key again, or use a nested ``SharedDict``. Keys and values
     must be picklable by pickle or cloudpickle. Some values are shared and not copied: channels, patterns made
-    of channels, and tensors after ``share_memory_()``. With ``across="hosts"``, the dictionary works only
-    while the process that created it is alive.
+    of channels, and tensors after ``share_memory_()``. If ``across`` is ``"hosts"``, the dictionary works
+    only while the process that created it is alive.
 
     Args:
         items: Initial items, a mapping or pairs (default: none).

@@ -52,8 +52,8 @@ class TaskPool(Executor):
     ``with`` block, ``close()`` and the interpreter's exit all wait for the tasks.
 
     Args:
-        workers: Number of workers. Default: one process per core; or four threads more than there are cores,
-            but at most 32. Required for hosts.
+        workers: Number of workers. Default: one process per core; or four threads more than the number of
+            cores, but at most 32. Required for hosts.
         on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. The hosts must be able
             to import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).
@@ -119,7 +119,7 @@ class TaskPool(Executor):
             target=_watch, args=(run, self._tasks), name=f"{name} watcher", daemon=True
         )
         self._watcher.start()
-        # a pool that is no longer referenced finishes its tasks and then ends
+        # a pool without references finishes its tasks and then ends
         weakref.finalize(self, self._submitted.close)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:

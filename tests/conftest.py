@@ -14,7 +14,7 @@ same time.
 *Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
 ``make test`` therefore runs the files that load such libraries last, in separate processes.
 
-*Outcomes.* With ``--outcomes``, a run writes its outcomes to a file for ``tools/run_tests.py``.
+*Outcomes.* A run with ``--outcomes`` writes its outcomes to a file for ``tools/run_tests.py``.
 """
 
 from __future__ import annotations
@@ -379,8 +379,10 @@ def leftovers(before: set[str]) -> set[str]:
 
 
 def helpers_of_all() -> tuple[str, ...]:
-    """Return the prefixes that describe the shared helpers and their pipes. Since Python 3.14, the forkserver
-    is the default."""
+    """Return the prefixes that describe the shared helpers and their pipes.
+
+    The forkserver is among them, because it is the default from Python 3.14 on.
+    """
     server, tracker = forkserver._forkserver, resource_tracker._resource_tracker  # type: ignore[attr-defined]
     pids, pipes = [server._forkserver_pid, tracker._pid], [server._forkserver_alive_fd, tracker._fd]
     for seed in seeds_of_agents():

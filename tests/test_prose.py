@@ -1,4 +1,4 @@
-"""Test ``tools/prose.py``, with which ``make lint`` finds sentences that break a rule."""
+"""Test ``tools/prose.py``, which ``make lint`` runs to find sentences that break a rule."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# More processes than two cores can run, because tests wait about half of the time. A hang ends its process.
+# More processes than two cores can run at once, because tests wait for about half of the time. A test that
+# hangs ends its process.
 SIDE_BY_SIDE = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 MOST = 20
 """Largest number of failed tests that are run again; more failures come from a change, not from load."""

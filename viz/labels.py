@@ -114,7 +114,7 @@ def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]
 
 
 def hosts_text(placement: Placement) -> str:
-    """Return the hosts of a placement; if there are more than four, only the first and the last."""
+    """Return the hosts of a placement, but only the first and the last of more than four."""
     if placement.nowhere:
         return "hosts not given yet"
     if placement.missing:

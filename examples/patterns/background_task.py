@@ -2,7 +2,8 @@
 
     python examples/patterns/background_task.py [DIRECTORY] [-o ARCHIVE] [--on thread|process]
 
-The default directory is the ``json`` package of the running Python. Without ``-o``, the archive is deleted.
+The default directory is the ``json`` package of the running Python. The archive is deleted unless ``-o`` is
+given.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/patterns/queue_files.py [DIRECTORY] [--workers N] [--on thread|process]
 
-Unlike with ``map``, a worker that happens to get short files gets more of them. The default directory is the
-standard library of the running Python.
+A worker that happens to get short files gets more of them, unlike a worker of ``map``. The default directory
+is the standard library of the running Python.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
         nb::object near =
             nb::module_::import_("difflib").attr("get_close_matches")(nb::handle(name), known, 1);
         if (nb::len(near))
-            PyErr_Format(PyExc_TypeError, "%s: has no option %R; did you mean %R?", function, name,
+            PyErr_Format(PyExc_TypeError, "%s: unknown option %R; did you mean %R?", function, name,
                          nb::object(near[0]).ptr());
         else
-            PyErr_Format(PyExc_TypeError, "%s: has no option %R; it has %U", function, name,
+            PyErr_Format(PyExc_TypeError, "%s: unknown option %R; the options are %U", function, name,
                          nb::str(", ").attr("join")(known).ptr());
         return nullptr;
     });

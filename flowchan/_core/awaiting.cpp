@@ -3,7 +3,7 @@
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and then tries once
 // more. From then on, every event that concerns it changes the queue's word. The coroutine stays in the queue
-// until its operation has succeeded, or until it is woken or cancelled. The watching thread sleeps in
+// until its operation has succeeded, or until it is woken or cancelled. The watcher thread sleeps in
 // futex_waitv on the words of all its coroutines. It removes the coroutines whose word has changed from their
 // queues, and the event loop resumes them. A coroutine that leaves the queue without using its wake-up passes
 // the wake-up on.
@@ -37,8 +37,8 @@ void Place::leave(bool unused) {
         Locked locked(m);
         const bool called = Traits<M>::leave(m, caller, waiting, true);
         Traits<M>::check_for_dead(m, wakes);
-        // A wait list wakes no other waiter while a woken one has not run yet. The next waiter must therefore
-        // be woken now, whatever the result was.
+        // While a woken waiter has not run yet, the wait list wakes no other. This waiter has now run, so the
+        // next one must be woken, whether the call succeeded or not.
         if (called ? unused || !Traits<M>::processes : unused) Traits<M>::pass_on(m, caller, wakes);
         locked.unlock(wakes);
     });

@@ -93,8 +93,8 @@ void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });
 }
 
-// Return how many seconds calls through this port have waited, and how many of these seconds they waited for
-// a turn. Both are 0 for a port whose session has ended.
+// Return the seconds that calls through this port have waited: in total, and for a turn. Both are 0 for a
+// port whose session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -136,8 +136,8 @@ void end_remote_writer(Out& out, uint64_t pid) {
 // --- what a supervisor does for a worker that died; `port` is the supervisor's own handle of the dead
 // worker's port ---
 
-// Return how many workers, including this dead one, have died in user code or while unpickling with this
-// worker's leased items. Return 0 if this worker died elsewhere.
+// Return the number of workers, including this dead one, that died while they held this worker's leased
+// items. Only deaths in user code or while unpickling count. Return 0 if this worker died in other code.
 uint64_t deaths_over(const std::vector<In*>& inputs) {
     bool working = false;
     uint64_t most = 0;
@@ -165,7 +165,7 @@ void order(Ring& ring, In& in, Orders what, Wakes& wakes) {
     if (s.role == Session::READER && s.generation == in.generation) ring.order(in.state.session, what, wakes);
 }
 
-// Send an order to a reader, on whichever host its worker runs.
+// Send an order to a reader. Its worker may run on any host.
 void order(In& in, Orders what) {
     in.ch->with([&](auto& transport) {
         Wakes wakes;
@@ -188,10 +188,10 @@ void begin_again(In& in) {
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
-// Release the state of a dead worker. The channel remembers which outputs have already been put, so that the
-// next worker skips them when it processes the item. Leased items go to the replacement if they may have
-// killed the worker, or if `all` is set. Other items go back to all workers. All outputs of a source belong
-// to item 0.
+// Release the state of a dead worker. The channel records which outputs have already been put, so that the
+// next worker skips them when it processes the item. Leased items go to the replacement worker if they may
+// have caused the death, or if `all` is set. Other items go back to all workers. All outputs of a source
+// belong to item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size())
@@ -223,12 +223,11 @@ int descriptor_of(int pid, int fd) {
 }
 
 // End this process as soon as process `pid` has ended, even while C code holds the GIL. A thread sleeps in
-// poll(). If the kernel or a filter refuses pidfd_open, the thread checks ten times a second instead. It ends
-// with its process.
+// poll(). If the kernel or a filter refuses pidfd_open, the thread checks ten times a second instead.
 void die_with(int pid) {
     const uint64_t started = process_start(pid);
     const int fd = open_pidfd(pid);
-    // There is nothing to wait for if process `pid` has already ended.
+    // Process `pid` may already have ended.
     if (fd < 0 && (errno == ESRCH || !process_alive(pid, started))) _exit(1);
     std::thread([=] {
         pollfd p{fd, POLLIN, 0};
@@ -381,7 +380,7 @@ NB_MODULE(_core, m) {
                  });
                  in.open = false;
              })
-        // so that the end of this process does not count as a death over the leased items (R10)
+        // so that the end of this process does not count as a death caused by the leased items (R10)
         .def("_leave_alone",
              [](In& in) {
                  locked_ring(*in.ch,

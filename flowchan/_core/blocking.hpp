@@ -1,4 +1,4 @@
-// How a call on a channel tries, waits and gives up: the loop around the wait queues of waiting.hpp.
+// The loop of a blocking channel call: it tries, waits in the wait queues of waiting.hpp, and gives up.
 //
 // `op` performs the operation on the transport; it is called with the transport's lock held and returns a
 // Step. On a ring, it does not touch Python objects. The GIL is held on entry and on return, and is released
@@ -41,15 +41,15 @@ struct Traits<LocalQueue> {
         Node*& first = q.wait_list(caller.side).starving;
         if (!first && !caller.ordered) first = &node;
     }
-    // End a call. Whatever its result, no other waiter was woken after this one and before it ran
-    // (wait_list.hpp).
+    // End a call. No other waiter was woken between this waiter's wake-up and its run (wait_list.hpp). So
+    // wake the next one, whether the call succeeded or not.
     static void end(LocalQueue& q, const Caller& caller, Node& node, bool, Wakes& wakes) {
         Node*& first = q.wait_list(caller.side).starving;
         if (first == &node) first = nullptr;
         pass_on(q, caller, wakes);
     }
-    // Handle a woken waiter that must not overtake the starving one. Because this one was woken, the starving
-    // one may not have been.
+    // Handle a woken waiter that must not overtake the starving one. The wake-up may have gone to this waiter
+    // instead of the starving one.
     static void sleep_again(LocalQueue& q, const Caller& caller, Wakes& wakes) {
         q.wake_waiting(caller.side, wakes);
     }
@@ -66,8 +66,8 @@ struct Traits<LocalQueue> {
     static constexpr bool is_check_due(LocalQueue&) { return false; }
     static bool ended(LocalQueue& q) { return q.state != OPEN; }
     static uint64_t resumes(LocalQueue&) { return 0; }
-    // A thread can't die alone, and only the main thread has signals to handle. Other threads can therefore
-    // sleep until they are woken.
+    // A thread can't die without its process, and only the main thread handles signals. Other threads can
+    // therefore sleep until they are woken.
     static int64_t slice(Deadline deadline) {
         return thread_number() == uint32_t(getpid()) ? deadline.slice() : deadline.left();
     }
@@ -112,7 +112,7 @@ struct Traits<Ring> {
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
     // Leave the queue, and return whether the futex word had changed. If the session ended while its caller
-    // was waiting, that has already removed the caller from the queue.
+    // was waiting, the caller was removed from the queue then.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -125,8 +125,8 @@ struct Traits<Ring> {
         if (counted) n -= 1;
         if (counted) s.clock.end(false);
         if (caller.exchangeable) wait_queue(r, caller.side).idle &= ~waiting.rank;
-        // as in Ring::drop_copies: a death between the two leaves one waiter too many in the count, never one
-        // too few
+        // as in Ring::drop_copies: if the process dies between the two updates, the count is one too high,
+        // never too low
         keep_order();
         if (counted) wait_queue(r, caller.side).leave();
         if (waiting.selecting) wait_queue(r, caller.side).count_selecting(counted ? -1 : 0);
@@ -148,7 +148,7 @@ struct Traits<Ring> {
         uint32_t& count = caller.side == Side::Reader ? wakes.readers : wakes.writers;
         if (g.starving && g.starving == thread_number()) {
             g.starving = 0;
-            count += g.call_all();  // the callers that had to stand back
+            count += g.call_all();  // the callers that did not overtake the starving one
         } else if (!used) {
             pass_on(r, caller, wakes);
         }
@@ -162,7 +162,7 @@ struct Traits<Ring> {
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().notify_writer)  // now one reader fewer is waiting
+        if (caller.side == Side::Reader && r.header().notify_writer)  // one reader fewer is waiting now
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }
@@ -186,24 +186,26 @@ struct Traits<Ring> {
     }
 };
 
-// Mark an item as having no more outputs, with the lock held. Wait: as with a put, the item's turn is too far
-// ahead.
+// Mark an item as having no more outputs, with the lock held. The result is Wait if the item is too far ahead
+// of its turn, as for a put.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
-    if (!writer.ordered) {  // without an output, the number of outputs from a dead predecessor is discarded
+    // if the item has no output, discard the number of outputs that a dead predecessor put for it
+    if (!writer.ordered) {
         if (!writer.keyed && Traits<M>::resumes(m)) m.begin_item(writer, number);
         writer.keyed = false;
         return Step::Done;
     }
-    // A `single` writer has passed its turn together with its output. An item without any output must still
-    // pass it.
+    // For a `single` writer, the put of the output also passed the turn. If the item had no output, its turn
+    // must be passed now.
     if (writer.has_passed(number)) return Step::Done;
     if (!writer.keyed) m.begin_item(writer, number);
     writer.keyed = true;
     return m.item_done(writer, wakes);
 }
 
-// Takes the lock; if that means waiting, releases the GIL first. `released` is set while the GIL is released.
+// Takes the lock. If the lock is busy, releases the GIL before waiting. `released` is set while the GIL is
+// released.
 template <class M>
 struct Locked {
     explicit Locked(M& transport) : m(transport) {
@@ -222,7 +224,7 @@ struct Locked {
     PyThreadState* released = nullptr;
 };
 
-// How a waiting call's sleep ended. Interrupted and late calls have not slept at all.
+// Result of a waiting call's sleep. Interrupted and late calls did not sleep at all.
 struct SleepResult {
     bool interrupted = false, late = false;
     int error = 0;
@@ -285,18 +287,18 @@ Step wait(M& m, const Caller& caller, Op&& op, Deadline deadline) {
     return step;
 }
 
-// Perform `op` as soon as it is possible. `caller(waits)` returns the call's identity. With `waits`, the
-// identity must include the session, which may have to be opened first.
+// Perform `op` as soon as it is possible. `caller(waits)` returns the call's identity. If `waits` is set, the
+// identity must include the session, which is opened first if necessary.
 template <class M, class Op, class Who>
 Step perform(M& m, Who&& caller, Op&& op, Deadline deadline) {
     using T = Traits<M>;
     Wakes wakes;
     Locked<M> locked(m);
     // Callers that never wait must also learn of deaths (C5). A get that finds an item need not check for
-    // them, but a put might be lost in a channel without readers.
+    // deaths. A put must, because its item might be lost in a channel without readers.
     if (T::processes && caller(false).side == Side::Writer && T::is_check_due(m)) T::check_for_dead(m, wakes);
-    // In a channel that has ended, callers do not stand back, because the others may be waiting for the items
-    // that this caller has on lease.
+    // In a channel that has ended, no caller yields to a starving one. The starving one may be waiting for
+    // the items that this caller has on lease.
     const bool behind = !deadline.now_only() && !T::ended(m) && !T::may_pass(m, caller(false), nullptr);
     Step step = behind ? Step::Wait : op(wakes);
     if (step == Step::Wait && !behind && T::is_check_due(m)) {

@@ -24,7 +24,7 @@ Channel::Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::str
     }
     need_proc();
     ring_ = std::make_shared<Ring>(capacity, max_bytes);
-    this->max_bytes = ring_->header().max_bytes;  // limited to what one block can hold
+    this->max_bytes = ring_->header().max_bytes;  // at most the size of the largest block
 }
 
 Channel::Channel(int fd, int socket, std::string name) : name(std::move(name)) {
@@ -106,8 +106,8 @@ void Channel::fetch(Py_ssize_t most) {
     if (here < uint64_t(most)) nb::find(*this).attr("_fetch")(uint64_t(most) - here);
 }
 
-// Ask the owner, because the state known in this process may be old. If the owner then sends anything, it has
-// arrived or is about to arrive.
+// Ask the owner, because the state known in this process may be outdated. If the owner sends an item, the
+// item has arrived when this returns, or arrives soon.
 bool Channel::asks_again(Side side) {
     if (!elsewhere) return false;
     nb::object answer = nb::find(*this).attr("_ask_again")(side == Side::Reader);

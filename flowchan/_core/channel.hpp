@@ -1,8 +1,8 @@
 // The Python objects: Channel on top of its transport, and its ports In and Out.
 //
 // The transport's lock does not guard all of a port's data; the GIL guards the rest. In a Python without a
-// GIL, the critical section of the port's object does. Every thread holds that section while it uses the
-// port, and releases it wherever it would release the GIL.
+// GIL, the critical section of the port's object does. A thread holds that section while it uses the port,
+// and releases it in the same places as the GIL.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -32,14 +32,14 @@ class Channel {
     std::shared_ptr<Ring> ring_;
 
   public:
-    std::atomic<bool> lends = false;  // whether there has ever been a loan
+    std::atomic<bool> lends = false;  // true once memory was lent
     // memory of the ring that writers in this process are filling or have put
     std::vector<std::weak_ptr<Block>> loans;
     std::string name;
     uint64_t capacity = 0;
     uint64_t max_bytes = 0;  // UINT64_MAX: no limit (threads)
     std::atomic<uint64_t> forks = fork_count;
-    bool hosts = false;      // ring: some of its readers can't be reached by descriptors
+    bool hosts = false;      // ring: descriptors can't reach some of its readers
     bool elsewhere = false;  // another process owns the channel: items pass through two rings in this process
     nb::object reading, writing;  // elsewhere: the two rings, once they are open
     // elsewhere: `fork_count` of the process that opened the rings
@@ -70,10 +70,10 @@ class Channel {
     bool usable();                 // false with a Python error set: a `threads` channel in a forked child
 };
 
-bool is_out_of_time();  // whether the current error is an Empty or Full that no signal handler raised
+bool is_out_of_time();  // true if the current error is an Empty or Full that no signal handler raised
 
-// How long to wait for items that the owner reports as sent, and how often to ask whether another thread has
-// taken them.
+// Limit on the wait for items that the owner reports as sent, and the interval of checks whether another
+// thread has taken them.
 constexpr int64_t ON_ITS_WAY_NS = 1'000'000'000, ASK_AGAIN_NS = 20'000'000;
 
 // Perform `call` on the channel's ring in this process. If the call would fail at its deadline, ask the owner
@@ -148,7 +148,7 @@ class Turn {
     Step enter(Deadline deadline);
     void leave();
     bool is_own() const { return owner_.load(std::memory_order_relaxed) == me(); }
-    void forget() { owner_ = depth_ = 0; }  // for a forked child, which has no other threads
+    void forget() { owner_ = depth_ = 0; }  // for a forked child, where the other threads do not exist
 
   private:
     static uint32_t me() {  // instead of gettid(), which is a system call
@@ -174,9 +174,9 @@ struct In {
     std::atomic<bool> open = true;
     Turn turn;
     std::atomic<bool> copying = false;  // an item is being read in place, so the port cannot be closed now
-    // Called with an item that cannot be used, instead of returning it to the caller: (its stand-in, deaths,
-    // error or None). An item can't be used if it can't be unpickled, or if `max_deaths` workers have died
-    // while processing it (0: no limit).
+    // Called with (stand-in, deaths, error or None) for an item that cannot be unpickled. Also called for an
+    // item that `max_deaths` workers (0: no limit) died while processing. The caller does not get such an
+    // item.
     uint64_t max_deaths = 0;
     nb::object on_poison;
     std::vector<nb::object> due;  // functions to call when the leased items are finished
@@ -184,7 +184,7 @@ struct In {
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
-    void drop();  // for a port that has no users left: gives its leased items back
+    void drop();  // for a port whose last user has left: gives its leased items back
     void call_due();
 
   private:
@@ -192,9 +192,9 @@ struct In {
     void leave(Ring& ring, bool finished);
 };
 
-// An item that this thread is currently receiving. Its contents may request a call for the moment when the
-// item is finished and no other reader can get it any more. A port finishes its leased items when it takes
-// the next one.
+// An item that this thread is currently receiving. Its contents may register a call. The call runs when the
+// item is finished, so that no other reader can get it. A port finishes its leased items when it takes the
+// next one.
 class Receiving {
   public:
     Receiving() : outer_(std::exchange(current_, this)) {}
@@ -247,14 +247,14 @@ nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
 PyObject* put_all(Channel& ch, Out* out, PyObject* items, Deadline deadline);
 PyObject* get_all(Channel& ch, In* in, Py_ssize_t most, Deadline deadline);
 
-// Record whose code is running for the items that `in` has on lease, if `in` is not null (R10).
+// Record which kind of code is processing the items that `in` has on lease (R10). Do nothing if `in` is null.
 void runs(In* in, Session::At at);
 
-// Finish the leased items, so that the writers that follow this reader pass their turns. Return false with a
+// Finish the leased items. The writers that follow this reader then pass their turns. Return false with a
 // Python error set.
 bool pass_turns(In& in);
-// Return whether the leased item's only output has already been put: the previous holder died after putting
-// it.
+// Return whether the leased item's only output has already been put. In that case the previous worker died
+// after putting it.
 bool has_its_output(In& in);
 
 // Try once without waiting. Return Done, NotNow, Drained, or a step with its Python error set.

@@ -26,8 +26,8 @@ void copy(char* to, const char* from, uint64_t n) {
 // Pickle an item. `dumps` is called with True if the item goes to another host. It returns one of these:
 // - the pickle
 // - a list of the pickle and its out-of-band buffers
-// - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle
-// The callback is called with the channel once the item has been put (see `notify_put`).
+// - a tuple: id, such a list, callback or None, id of the fd bundle or 0, descriptors in the bundle After the
+// item has been put, the callback is called with the channel (see `notify_put`).
 bool encode_pickle(PyObject* object, ObjectFrame& frame) {
     frame.keep = frame.leaves ? PyObject_CallFunctionObjArgs(py_dumps, object, Py_True, nullptr)
                               : PyObject_CallOneArg(py_dumps, object);

@@ -12,7 +12,7 @@
 
 namespace flowchan {
 
-// A Frame that keeps alive the objects that its pieces point to.
+// A Frame that keeps the objects behind its pieces alive.
 struct ObjectFrame : Frame {
     bool leaves = false;  // the item goes to another host; set before encoding
     PyObject* keep = nullptr;

@@ -37,13 +37,13 @@ enum DirectTag : unsigned char {
     DICT,
 };
 
-// Writes a value from `p` up to `end`. Its methods return false if the value does not fit or has no direct
-// encoding.
+// Writes a value from `p` up to `end`. Its methods return false if the value does not fit, or if its type
+// lacks a direct encoding.
 struct DirectWriter {
     char* p;
     char* end;
-    bool is_plain = false;   // whether lists and dictionaries are accepted
-    bool is_shared = false;  // whether the value is in a container that may have other references
+    bool is_plain = false;   // true if lists and dictionaries are accepted
+    bool is_shared = false;  // true if the value is in a container that may have other references
 
     bool tag(DirectTag t, uint64_t more) {
         if (uint64_t(end - p) < 1 + more) return false;
@@ -118,8 +118,8 @@ struct DirectWriter {
         is_shared = before;
         return true;
     }
-    // Return whether only its container refers to this nested value. A value with other references could
-    // occur twice, or contain itself.
+    // Return whether the container holds the only reference to this nested value. A value with other
+    // references could occur twice, or contain itself.
     static bool is_unshared([[maybe_unused]] PyObject* o, [[maybe_unused]] int depth) {
 #ifdef Py_GIL_DISABLED
         return false;  // without a GIL, the reference count may change during the call
@@ -186,8 +186,8 @@ struct DirectReader {
     }
     PyObject* ascii(uint64_t n) {
         if (!has(n)) return nullptr;
-        // This check is needed because another process wrote the bytes: an "ASCII" string with other bytes
-        // would be an invalid object.
+        // Check the bytes, because another process wrote them. A str that is marked as ASCII but contains
+        // other bytes would be invalid.
         if (!std::all_of(p, p + n, [](char c) { return static_cast<unsigned char>(c) < 128; }))
             return nullptr;
         PyObject* o = PyUnicode_New(Py_ssize_t(n), 127);

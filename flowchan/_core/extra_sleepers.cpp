@@ -58,8 +58,8 @@ void ExtraSleeper::run() {
             changes = changes_.load(std::memory_order_relaxed);
             own.add({changes, reinterpret_cast<uint64_t>(&changes_), FUTEX_WORD_32 | FUTEX_PRIVATE_FLAG, 0},
                     {});
-            // Once `ring_` was called, these words have changed, so no thread can sleep on them. Wait for new
-            // words.
+            // If `ring_` was called, these words have changed, and a sleep on them would return at once. Wait
+            // for new words.
             for (size_t i = 0; !has_signalled_ && i < watched_.words.size(); ++i)
                 own.add(watched_.words[i], watched_.kept[i]);
         }

@@ -1,4 +1,5 @@
-// Extra sleepers: additional threads that sleep on futex words when there are too many for a single thread.
+// Extra sleepers: additional threads that sleep on futex words, for more words than a single thread can
+// watch.
 #pragma once
 
 #include <atomic>
@@ -45,7 +46,7 @@ class ExtraSleeper {
 class ExtraSleepers {
   public:
     explicit ExtraSleepers(std::function<void()> ring) : ring_(std::move(ring)) {}
-    // Assign each part to a sleeper. Return false if there are not enough threads.
+    // Assign each part to a sleeper. Return false if more threads are needed than exist.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
     void detach() {

@@ -22,7 +22,8 @@ enum Kind : uint64_t {
     BUNDLE = 6,
 };
 
-// Whether an item of this kind must exist while it is decoded, so that it is not copied out and freed first.
+// Return whether an item of this kind must stay in its slot while it is decoded. Other items are copied and
+// freed first.
 inline bool needs_its_slot(uint64_t kind) { return kind == PINNED || kind == BUNDLE; }
 
 constexpr uint64_t PIN = 64;

@@ -13,7 +13,7 @@ PyObject* py_is_of_a_handler = nullptr;
 // set.
 PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
-    // the whole payload, unless its buffer table locates the pickle within it
+    // the whole payload, unless a buffer table locates the pickle in it
     uint64_t from = 0, length = size;
     if ((kind == BUFFERS || pin) && size >= pin + 24) {
         memcpy(&from, at + pin + 8, 8);
@@ -25,7 +25,7 @@ PyObject* unreadable(uint64_t kind, const char* at, uint64_t size) {
     return data.is_valid() ? PyObject_CallOneArg(py_unreadable, data.ptr()) : nullptr;
 }
 
-// Return whether a signal handler raised this error, so that the error has nothing to do with the item.
+// Return whether a signal handler raised this error. Such an error is unrelated to the item.
 bool is_of_a_handler(PyObject* error) {
     PyObject* is = PyObject_CallOneArg(py_is_of_a_handler, error);
     const bool answer = !is || is == Py_True;  // null: a handler has just raised an error
@@ -34,13 +34,13 @@ bool is_of_a_handler(PyObject* error) {
     return answer;
 }
 
-// How a get treats the items that are already on lease, and its own item if that cannot be received. Next:
-// finish the earlier items. More: keep them on lease. Rest: like More, but leave an item that cannot be
-// received for the next call, which raises the error.
+// Treatment of the items that are already on lease when a get begins. Next: finish them. More: keep them on
+// lease. Rest: like More. In addition, an item that cannot be received stays for the next call, which raises
+// the error.
 enum class Taking { Next, More, Rest };
 
 // Pass an item that cannot be used to the handler instead of the caller. This takes over the references.
-// `error` is the reason, or null if the item has killed its workers. Wait: continue with the next item.
+// `error` is the reason, or null if the item has killed several workers. Wait: continue with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -68,8 +68,8 @@ void raise_again(const nb::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-// Return whether a signal handler raised the current error (Ctrl-C, or an exception from another handler), so
-// that only this call is interrupted.
+// Return whether a signal handler raised the current error (Ctrl-C, or an exception from another handler).
+// Such an error interrupts only this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -78,7 +78,8 @@ bool is_interrupt() {
     return is;
 }
 
-// Return whether the current error has nothing to do with the item: this process lacks memory or descriptors.
+// Return whether the current error is unrelated to the item, because this process lacks memory or
+// descriptors.
 bool is_shortage() {
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) return true;
     if (!PyErr_ExceptionMatches(PyExc_OSError)) return false;
@@ -165,8 +166,8 @@ void finish_decoded(Ring& ring, In* in, const Taken& taken, bool with_bundle) {
     locked.unlock(wakes);
 }
 
-// Give up an item that the workers it killed could unpickle, and that this worker must not process again.
-// Wait: the item's output has already been put, so the item is finished.
+// Give up an item that has killed too many workers after they unpickled it. Return Wait if its output has
+// already been put, because the item is then finished.
 Step give_up_suspect(In& in, PyObject*& item, uint64_t deaths) {
     runs(&in, Session::OURS);
     if (has_its_output(in)) {
@@ -199,7 +200,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
 }
 
-// Wait until there is a place for another output, or until only a few writers are waiting for one.
+// Wait until the channel has a place for another output, or until few other writers are waiting for a place.
 Step await_place(LocalQueue& queue, Out& out) {
     const auto waits = [&] { return out.open && queue.is_crowded(); };
     Locked lock(queue);
@@ -279,7 +280,7 @@ Step get(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taking, PyOb
 }
 
 // Return the first item that may still get outputs from this port's worker. A thread is not replaced, so
-// every earlier item went through this port. If workers can die, the ring knows which items they had.
+// every earlier item went through this port. If workers can die, the ring records their items.
 uint64_t first_unfinished(In& in) {
     return in.ch->with(Each{[&](LocalQueue&) { return in.state.number + 1; },
                             [&](Ring& ring) {
@@ -290,7 +291,7 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Start to keep turns, because the stage is getting more workers. This worker has no leased items now.
+// Start to keep turns, because the stage is getting more workers. This worker must not have any leased items.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {

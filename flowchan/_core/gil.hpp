@@ -6,8 +6,8 @@
 // in CPython 3.14; the process exits without it. A destructor blocks it, because not every C++ library lets a
 // program catch this unwinding.
 //
-// A free-threaded interpreter has no GIL to release, but its garbage collector sometimes stops all threads. A
-// thread that went to sleep without releasing its thread state would keep the others waiting.
+// A free-threaded interpreter lacks the GIL, but its garbage collector sometimes stops all threads. If a
+// thread slept without releasing its thread state, the others would have to wait for it.
 #pragma once
 
 #include <Python.h>

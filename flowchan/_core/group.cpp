@@ -33,8 +33,8 @@ constexpr uint32_t MOST_LEFT_OUT = 4096;
 // Longer spins are used only while they succeed, because other programs on a busy machine need the core.
 constexpr uint32_t LEAST_PAUSES = 20;
 
-// A pause takes 11 ns, so the limit is 90 µs, the cost of a sleep and a wake-up. If there are more members
-// than cores, spinning would keep the awaited member from running.
+// A pause takes 11 ns, so the limit is 90 µs, about the cost of a sleep and a wake-up. If members outnumber
+// the cores, spinning would keep the awaited member from running.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;
@@ -234,7 +234,7 @@ End Member::begin(Call call) {
 // After a mismatch or missing memory, the group remains usable. Any other failure is permanent.
 End Member::finish(End end) {
     MemberSlot& own = slot_of(rank);
-    // fetch it now: it is in other members' caches, and the next operation writes it
+    // prefetch the line: it is in other members' caches, and the next operation writes it
     prefetch(&own.cell[(round_ + 1) & 1]);
     const bool goes_on = end == End::Done || end == End::Mismatch || end == End::NoMemory;
     end_plan(end == End::Done);

@@ -3,7 +3,7 @@
 // Algorithm. Every operation is a sequence of rounds, and the sequence is the same for all members. In a
 // round, each member writes its data into its own part of the memory. It then *publishes* the data by storing
 // the round's number in its cell. It waits until the cells of all other members contain that number, and
-// reads their data. There are two copies of the cells and slots, for odd and even rounds. Readers need not
+// reads their data. The cells and slots exist twice, for odd and for even rounds. Readers need not
 // acknowledge anything, because a member overwrites the data of round r only for round r + 2. It does so
 // after it has seen all members publish r + 1, which each did only after reading round r.
 //
@@ -123,14 +123,14 @@ struct ChannelEntry {
     std::atomic<uint64_t> inode{0};  // 0: no descriptor yet; pairs with Member::channel_from
 };
 
-// How an operation ended. In these cases it did not start:
+// Result of an operation. These results mean that the operation did not start:
 //  - Closed: this member has left the group.
 //  - Taken: another process has joined as this member.
 //  - Within: a signal handler called it while its own thread was running another operation.
 //  - Busy: another thread was running an operation until the timeout.
 enum class End { Done, MemberLost, Mismatch, NoMemory, TimedOut, Interrupted, Closed, Taken, Within, Busy };
 
-// The deadline of a call, and what the call does while it waits.
+// The deadline of a call, and hooks that run while the call waits.
 class Patience {
   public:
     explicit Patience(Deadline deadline) : deadline(deadline) {}
@@ -167,7 +167,7 @@ class Member {
     void hold();
     End join();  // makes this process the member; returns Taken if another process already is
     bool joined() const { return joined_ == process_number_now(); }
-    bool is_taken() const { return joined_ && !joined(); }  // the process that forked this one is the member
+    bool is_taken() const { return joined_ && !joined(); }  // the member is the process that forked this one
     // Leaves the group; may be called repeatedly. If another thread is running an operation, this waits until
     // the operation ends, and it publishes nothing more. If a signal handler calls this during an operation
     // in the same thread, the member leaves when that operation ends.
@@ -248,7 +248,7 @@ class Member {
     End broadcast(Call call, void* data, size_t bytes, uint32_t root, Patience& patience);
     // Provides memory for the data of each member, of any size. It is called once with the sizes, and sets
     // the target for each member. Null targets are skipped; returning false aborts the operation. `shown`
-    // points to the published data, or is null if the data is large.
+    // points to the published data. For large data it is null.
     struct Place {
         virtual ~Place() = default;
         virtual bool operator()(const Sizes& sizes, const ByRank<const void*>& shown, ByRank<void*>& to) = 0;
@@ -345,8 +345,8 @@ class Member {
     GroupHeader* header_ = nullptr;
     Algorithm chosen_[OPERATIONS] = {};
     // Plan of the next operation, used if that operation can run it. It is equal on all members, because rank
-    // 0 published it in the last matching call. Which plans can run is also equal on all members. If a member
-    // chose an algorithm in a call that did not match, that choice has no effect on this plan.
+    // 0 published it in the last matching call. Which plans can run is also equal on all members. A choice
+    // that a member made in a mismatched call does not affect this plan.
     static constexpr uint8_t UNKNOWN = 0xff;
     uint8_t next_[OPERATIONS][TRIED];
     std::vector<Tuner> tuners_;  // only on rank 0

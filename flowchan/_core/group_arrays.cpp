@@ -186,7 +186,7 @@ bool Array::read(PyObject* object) {
     return true;
 }
 
-// `named` identifies a type that the core does not know.
+// `named` identifies a type that the core does not support.
 void Array::begin(uint64_t named, size_t width) {
     what = kind = mixed(mixed(named, uint64_t(element)), width);
     count = 1;

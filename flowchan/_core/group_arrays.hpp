@@ -41,8 +41,8 @@ class Array {
     PyObject* kept_ = nullptr;
 };
 
-// Returns the end of an error message, which says how to convert an array whose elements can be moved but not
-// combined.
+// Returns the end of an error message. It describes the conversion of an array whose elements can be moved
+// but not combined.
 const char* convert_first(PyObject* array);
 
 // Mixes `value` into a hash. Start with hash 0 for the first value, because mixed(1, 2) equals mixed(2, 1).

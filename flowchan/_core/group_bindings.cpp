@@ -60,7 +60,7 @@ class PlaceBytes : public Member::Place {
     const int only_;
 };
 
-// Returns the bytes of every member, or only those of member `only`. `key` must be equal on all members.
+// Returns the bytes of all members, or only those of member `only`. `key` must be equal on all members.
 nb::list exchange(nb::handle self, uint32_t doing, uint64_t key, nb::handle data, int only,
                   nb::handle timeout, nb::handle x, nb::handle more) {
     Bytes bytes(data.ptr());

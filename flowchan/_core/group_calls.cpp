@@ -1,5 +1,5 @@
-// The fast calls of a group, for contiguous arrays. For other values, each call falls back to the method in
-// flowchan/collective/group_steps.py that has its name with a leading underscore.
+// The fast calls of a group, for contiguous arrays. For other values, each call falls back to a method in
+// flowchan/collective/group_steps.py. The method has the same name with a leading underscore.
 #include "group_calls.hpp"
 
 namespace flowchan {

@@ -147,8 +147,8 @@ inline bool parse_root(const char* call, PyObject* value, const Member& group, u
 
 inline bool is_default(PyObject* value) { return !value || value == Py_None; }
 
-// Returns whether `out` can hold the result; if not, array_access.py raises the error. `out` may be `in`, or
-// one of the parts of that size into which `in` divides, because each element is read before it is written.
+// Returns whether `out` can hold the result; if not, array_access.py raises the error. `out` may be `in` or a
+// part of `in`, because each element is read before it is written.
 inline bool fits(const Array& in, const Array& out, size_t count) {
     if (out.kind != in.kind || out.count != count || !out.writable) return false;
     const auto from = reinterpret_cast<uintptr_t>(in.data), to = reinterpret_cast<uintptr_t>(out.data);

@@ -22,7 +22,7 @@ namespace flowchan {
 namespace {
 
 constexpr size_t LEAST_CHUNK = 32 * 1024;
-constexpr size_t WARM = 2 * 1024;  // bytes that remain in the nearest cache until they are copied again
+constexpr size_t WARM = 2 * 1024;  // bytes that stay in the nearest cache until they are copied again
 
 // Returns a chunk size that divides the data into at least two chunks.
 size_t halves_of(size_t bytes, size_t most) {
@@ -247,7 +247,7 @@ End Member::slices(const Plan& plan, Call call, const Combining& what, Patience&
     return end;
 }
 
-// Each slot holds one part for every other member.
+// Each slot holds one part for each other member.
 End Member::reduce_scatter(Call call, const Combining& what, Patience& patience) {
     const size_t width = size_of_element(what.element), bytes = what.count * width;
     const Plan& plan = begin_plan(call.doing, bytes);

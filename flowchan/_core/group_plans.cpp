@@ -1,4 +1,4 @@
-// How plans are chosen.
+// The choice of plans.
 //
 // Algorithm. Rank 0 finds the fastest plan by trials, for each operation and size class. In each operation it
 // publishes the plan for the next one. So all members know the plan when that operation starts, without an
@@ -19,7 +19,7 @@ constexpr uint32_t SMALL_KINDS = 2;
 // Lower bound of the smallest size class, in bytes. For smaller data, all plans are equally fast.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // number of classes whose data fits into one small piece
-// number of classes whose data one thread has read before a second one could start
+// number of classes whose data one thread reads before a second one could start
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
@@ -53,7 +53,7 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // Between two members, an exchange reads as much data as slices, but copies less.
+        // If the group has two members, exchange reads as much data as slices, but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |
@@ -63,8 +63,8 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     return plans_of(Algorithm::Chunks) | (may_read ? plans_of(Algorithm::Direct) : 0);
 }
 
-// Returns the plan to try first. If there are more members than cores, it has few rounds, because each round
-// then costs context switches.
+// Returns the plan to try first. If members outnumber the cores, it has few rounds, because each round then
+// costs context switches.
 uint32_t Member::first_of(uint32_t doing, uint32_t kind) const {
     uint32_t found = possible(doing, kind);
     if (const uint32_t slices = found & plans_of(Algorithm::Slices); !is_small(kind) && slices)
@@ -79,7 +79,7 @@ uint32_t Member::number_of(uint32_t doing, uint64_t bytes) const {
     return next != UNKNOWN && (possible(doing, kind) >> next & 1) ? next : first_of(doing, kind);
 }
 
-// Returns the plan for this operation, in which this member has `bytes` bytes.
+// Returns the plan for this operation. `bytes`: size of this member's data.
 const Plan& Member::begin_plan(uint32_t doing, uint64_t bytes) {
     const uint32_t plan = number_of(doing, bytes);
     round_flags_ = plan << OWN_PLAN;

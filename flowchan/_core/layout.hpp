@@ -2,12 +2,12 @@
 //
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
-// One memfd contains everything. It has no name, so the kernel frees it when its last user ends (C12). Its
+// One memfd contains everything. It is unnamed, so the kernel frees it when its last user ends (C12). Its
 // length is the largest size that the channel could need, but only `reserved_low`/`reserved_high` bytes and
 // some session records are allocated. `fallocate` allocates more before it is used. If memory is exhausted,
-// that call fails, so there is never a SIGBUS later. Freed blocks and slots go to free lists, and are reused
-// while they are still in the caches. Memory is not released before the channel ends. Each process maps
-// everything before the blocks, and all blocks and slots that exist (windows.hpp).
+// that call fails, so no later access causes a SIGBUS. Freed blocks and slots go to free lists, and are
+// reused while they are still in the caches. Memory is not released before the channel ends. Each process
+// maps everything before the blocks, and all blocks and slots that exist (windows.hpp).
 //
 // An item is a slot, plus a block if it does not fit into the slot. Slots are linked by offsets from the
 // start of the file. Offset 0 (the header) means "none". The FIFO is the list head..tail. A slot is always in
@@ -24,8 +24,8 @@
 // other. Therefore words that change together are next to each other. If no caller is waiting, a put and a
 // get each move three lines. These are the lock's line, the next line with the FIFO's ends and counts, and
 // the slot's first line. A put into an empty FIFO moves no other line; any other put also moves the line of
-// the previous slot. Words that only readers or only writers write have their own lines, and so do redo
-// records (redo.hpp).
+// the previous slot. Words that only readers or only writers write have their own lines. So do redo records
+// (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -55,7 +55,7 @@ enum class SlotState : uint64_t { Free, Inside, Parked, Leased, Filling, Held };
 // One participant: a port, or a process that uses the channel without a port. Other processes read only the
 // `pid`.
 struct alignas(64) Session {
-    // HOLDER: its channel or port was closed, but its process still views blocks.
+    // HOLDER: the channel or port was closed, but the process still views blocks.
     enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4, HOLDER = 5 };
     uint64_t role;
     uint64_t pid;
@@ -68,11 +68,11 @@ struct alignas(64) Session {
     uint64_t committed_item;  // writer: number of the last input item processed, plus one (0: none)
     // writer: how many outputs of that item are in this ring. RESUME: the same for a worker that has died
     uint64_t committed_count;
-    uint64_t views;  // number of slots that this session is the viewer of
+    uint64_t views;  // number of slots whose viewer is this session
     // its process forked while it had views: a child may still use them after the process has died
     uint64_t forked;
-    // How many threads of this session are waiting in each wait queue. When the process dies, they are
-    // subtracted from the queues. Like the queues, these counts need no redo.
+    // Number of threads of this session that are waiting in each wait queue. When the process dies, the
+    // numbers are subtracted from the queues' counts. The numbers need no redo, and neither do the queues.
     uint32_t in_reader_queue;
     uint32_t in_writer_queue;
     // For a writer of an ordered stage that is waiting for its turn. `awaits` is the number of its item plus
@@ -89,8 +89,8 @@ struct alignas(64) Session {
     // Reader: items that its predecessors held when they died, which no other session may take, and the code
     // in which the last predecessor died.
     uint64_t reserved_head, reserved_tail, reserved, reserved_at;
-    // Reader whose leases a link holds: how many items, from the oldest on, the remote worker has started. 0:
-    // all of them.
+    // Reader whose leases a link holds: number of items that the remote worker has started, beginning with
+    // the oldest (0: all of them).
     uint64_t begun;
     PortClock clock;  // time spent waiting; no redo
     uint64_t orders;  // reader: a set of Orders
@@ -99,8 +99,7 @@ struct alignas(64) Session {
 };
 
 // A slot keeps its block permanently: both move together to and from the free list of that block class.
-// Therefore blocks contain only payload, and filling a block that is still on its free list disturbs no other
-// user.
+// Therefore blocks contain only payload, and a block can be filled while it is still on its free list.
 struct alignas(64) Slot {
     static constexpr uint64_t KEYLESS = UINT64_MAX;
     static constexpr uint64_t INLINE = 80;  // the first 16 bytes share the cache line of the words above
@@ -113,7 +112,7 @@ struct alignas(64) Slot {
     uint64_t state;
     uint64_t size;  // size of the payload in bytes
     // Assigned at the first get; items leave the channel in the order of these numbers. Before that, it is
-    // the number of the writer's input item that this is an output for, or KEYLESS.
+    // the number of the writer's input item for which this output was made, or KEYLESS.
     uint64_t number;
     uint32_t kind;      // encoding of the payload, see frame.hpp
     uint32_t cls;       // block class, or 0 without a block; never changes
@@ -136,7 +135,7 @@ static_assert(sizeof(Slot) == 128);
 // Outputs for input item number i of an ordered stage. They are parked in groups[i % n] until i's turn comes.
 struct Group {
     uint64_t head, tail, count;
-    uint64_t complete;  // nonzero: i will have no more outputs
+    uint64_t complete;  // nonzero: all outputs for i have been put
 };
 
 // Words that never change.
@@ -155,7 +154,7 @@ struct Header : Constants {
 
     alignas(64) pthread_mutex_t mutex;
     // Number of the process that took the lock last: a hint for turn_taking.hpp. It shares the mutex's cache
-    // line, even where the mutex is 48 bytes long (aarch64).
+    // line, even on aarch64, where the mutex has 48 bytes.
     uint64_t had_by;
     // The part of the blocks and slots that a process must map before it follows any offset. `map_blocks_to`
     // never decreases and `map_slots_from` never increases. Both are written before any offset into the new
@@ -168,7 +167,7 @@ struct Header : Constants {
     uint64_t tail;         // meaningless while head is 0
     uint64_t puts, takes;  // number of items inside = puts - takes
     uint64_t bytes_in, bytes_out;
-    uint64_t slots_used;           // number of slots in no free list
+    uint64_t slots_used;           // number of slots that are not in a free list
     uint64_t free_slots[CLASSES];  // heads of the free lists; [0] has the slots without a block
 
     // Words that every put and get reads, and that change rarely.
@@ -179,7 +178,7 @@ struct Header : Constants {
     // Limit on the bytes in the channel; 0 means that max_bytes is the limit. A larger item enters only an
     // empty channel. This word needs no redo, because it is set before any other process has the channel.
     uint64_t share;
-    // Whether a writer is waiting for bytes, not for a place. This word needs no redo, because the writer's
+    // Nonzero: a writer is waiting for bytes, not for a place. This word needs no redo, because the writer's
     // next attempt sets it again.
     uint64_t short_of_memory;
     // pid of a process that died with a counted writer open, or 0; if set, the end is not clean
@@ -192,11 +191,11 @@ struct Header : Constants {
     uint64_t cause, cause_size;  // offset and size of the pickled cause of BROKEN
     // The only writer, a link, must be notified of each finished item and each waiting reader.
     uint64_t notify_writer;
-    // Items go to another host, so no part of them may remain on a device of this host. It needs no redo: it
-    // is set before any other process has the channel.
+    // Items go to another host, so no part of an item may remain on a device of this host. This word needs no
+    // redo, because it is set before any other process has the channel.
     uint64_t leaves;
 
-    alignas(64) uint64_t numbered;  // how many items have been numbered
+    alignas(64) uint64_t numbered;  // number of items that have a number
     uint64_t leased;                // number of leased items, over all sessions
     uint64_t viewed_bytes;          // bytes in slots that have a viewer, except for loaned slots
 
@@ -213,8 +212,8 @@ struct Header : Constants {
     std::span<Session> sessions() { return {records(), std::min<uint64_t>(reserved_sessions, SESSIONS)}; }
 };
 
-// Block classes: 0 means "no block". Classes 1 to 4 have 64, 128, 192 and 256 bytes, and then there are four
-// classes for each doubling. `class_of` returns the smallest class that can hold `size` bytes.
+// Block classes: 0 means "no block". Blocks of classes 1 to 4 have 64, 128, 192 and 256 bytes. Larger sizes
+// have four classes per doubling. `class_of` returns the smallest class that can hold `size` bytes.
 inline uint64_t class_size(uint32_t c) {
     if (c <= 4) return UNIT * c;
     uint32_t doubling = (c - 5) / 4, step = (c - 5) % 4;

@@ -17,7 +17,7 @@ void SharedLock::make(pthread_mutex_t& mutex) {
     pthread_mutexattr_t attr;
     pthread_mutexattr_init(&attr);
     pthread_mutexattr_setpshared(&attr, PTHREAD_PROCESS_SHARED);
-    // musl asks the kernel whether it reports dead owners; glibc takes that for granted.
+    // musl checks whether the kernel reports dead owners; glibc assumes that it does.
     const int error = pthread_mutexattr_setrobust(&attr, PTHREAD_MUTEX_ROBUST);
     if (error) fail(error, "set_robust_list");
     pthread_mutex_init(&mutex, &attr);
@@ -85,7 +85,7 @@ int SharedLock::lock_slowly() {
         const int rc = pthread_mutex_timedlock(mutex_, &until);
         if (rc != ETIMEDOUT) return rc;
         if (std::atomic_ref(*given_up_).load(std::memory_order_relaxed))
-            return EINVAL;  // the process that held it may have given it up
+            return EINVAL;  // the process that held the lock may have marked it as given up
 #ifdef __GLIBC__
         const uint32_t word = uint32_t(__atomic_load_n(&mutex_->__data.__lock, __ATOMIC_RELAXED));
         const uint32_t owner = word & FUTEX_TID_MASK;

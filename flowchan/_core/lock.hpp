@@ -1,9 +1,8 @@
 // A lock in memory that several processes share. It survives the death of its owner.
 //
-// It is a robust mutex of the C library, with a check that the library lacks: whether the mutex itself may
-// have been damaged. The library trusts the mutex's type without a check, so this class remembers the type
-// that it saw first. During a long wait, it checks whether the thread that the mutex names as its owner
-// exists.
+// It is a robust mutex of the C library. This class adds a check for damage to the mutex itself. The library
+// trusts the mutex's type without a check, so this class stores the type that it read first. During a long
+// wait, it checks whether the thread that the mutex names as its owner exists.
 #pragma once
 
 #include <pthread.h>

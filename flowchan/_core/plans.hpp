@@ -1,12 +1,12 @@
-// Plans: how a group runs an operation. A plan consists of an algorithm, a piece size, and a choice of which
-// data bypasses the caches.
+// Plans for a group's operations. A plan consists of an algorithm, a piece size, and flags for the data that
+// bypasses the caches.
 //
-// Which plan is fastest depends on the processor. On a virtual machine it changes within seconds, because the
-// virtual cores move. Two cores with a common cache read each other's lines ten times as fast as two cores
-// without one. Small pieces are still in the core's own cache when they are read again. The first lines of
-// large pieces have already moved to a cache that both cores can reach. Data that bypasses the caches is
-// equally fast for all readers. One core cannot use the full memory bandwidth, so a member reads faster with
-// two threads if the other members are only waiting.
+// Which plan is fastest depends on the processor. On a virtual machine, the fastest plan changes within
+// seconds, because the virtual cores move. Two cores with a common cache read each other's lines ten times as
+// fast as two cores without one. Small pieces are still in the core's own cache when they are read again. The
+// first lines of large pieces have already moved to a cache that both cores can reach. Data that bypasses the
+// caches is equally fast for all readers. One core cannot use the full memory bandwidth, so a member reads
+// faster with two threads if the other members are only waiting.
 #pragma once
 
 #include <cstddef>
@@ -51,7 +51,7 @@ constexpr uint32_t plans_of(Algorithm algorithm) {
 }
 
 // Number of size classes in which trials find the fastest plan. The upper bound of a class is twice its lower
-// bound; the last class has no upper bound.
+// bound; the last class is unbounded.
 constexpr uint32_t TRIED = 16, UNTRIED = TRIED;
 
 }  // namespace flowchan

@@ -9,8 +9,8 @@ namespace flowchan {
 
 namespace {
 
-// Record that item `number` has no more outputs. Like a put, this waits if the item is too far ahead of its
-// turn. Return false, with a Python error set, if a signal handler raised during the wait.
+// Record that all outputs for item `number` have been put. This waits if the item is too far ahead of its
+// turn, as a put does. Return false, with a Python error set, if a signal handler raised during the wait.
 template <class M>
 bool done_with(M& m, Out& out, uint64_t number) {
     if (!out.state.ordered) {

@@ -91,7 +91,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
     char state;
     uint64_t now = 0;
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
-    // it may be hidden from this user
+    // the process may be hidden from this user
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
     return errno != ESRCH;  // unknown, for example when no descriptor is free; count it as alive
 }
@@ -109,8 +109,8 @@ static bool is_room_for(size_t descriptors) {
 }
 
 // Return null if no pidfd can be opened, or if another thread holds the mutex. Waiting for the mutex could
-// cause a deadlock with a fork, which needs it too. The pid may have been reused, so the start time is
-// compared after opening.
+// deadlock with a fork, which also needs it. The pid may have been reused, so the start time is compared
+// after opening.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;

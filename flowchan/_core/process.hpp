@@ -13,7 +13,7 @@ namespace flowchan {
 struct Pidfd;
 
 // Return the start time of a process, in the kernel's ticks since boot, or 0 if the process does not exist.
-// With the pid, it identifies a process uniquely.
+// The pid and the start time together identify a process uniquely.
 uint64_t process_start(uint64_t pid);
 
 // Return whether the process with this pid and start time is still running (a zombie is not). started = 0

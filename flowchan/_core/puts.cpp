@@ -17,7 +17,7 @@ Step left(uint64_t state) {
     return state == OPEN ? Step::PortClosed : state == BROKEN ? Step::Broken : Step::Closed;
 }
 
-// Before the first output for an item, set the item and how many of its outputs have already been put.
+// Before the first output for an item, set the item and the number of its outputs that have already been put.
 template <class M>
 void begin(M& m, Out& out) {
     if (out.state.keyed) return;
@@ -162,7 +162,7 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
 
 PyObject* py_not_put = nullptr;
 
-// Report that an encoded item was not put, so that the channels in it are no longer kept because of it.
+// Report that an encoded item was not put, so that it does not keep the channels in it alive.
 void report_not_put(PyObject* packed) {
     nb::error_scope kept;
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);

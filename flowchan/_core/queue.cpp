@@ -70,7 +70,7 @@ Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {
     if (state == BROKEN) return Step::Broken;
     if (reader && reader->orders && !reader->leases) {
         if (reader->orders & KEEP_TURNS && !reader->keeps_turns) return Step::KeepTurns;
-        if (reader->orders & RETIRE) return Step::Drained;  // when this call ends, it wakes the next reader
+        if (reader->orders & RETIRE) return Step::Drained;  // at its end, this call wakes the next reader
     }
     if (count_ == 0)
         return is_exhausted() && (leased == 0 || (reader && (reader->alone || reader->leases)))

@@ -6,9 +6,9 @@
 // under the lock. They run attached to the interpreter (holding the GIL), because the garbage collector
 // visits the items without taking the lock.
 //
-// If there is a GIL, a thread holds it between lock and unlock, so the GIL serves as the lock. The two atomic
-// operations of a mutex would add a quarter to the cost of a put. A free-threaded interpreter uses a small
-// futex mutex.
+// In an interpreter with a GIL, a thread holds the GIL between lock and unlock, so the GIL serves as the
+// lock. The two atomic operations of a mutex would add a quarter to the cost of a put. A free-threaded
+// interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>
@@ -97,7 +97,7 @@ class LocalQueue {
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
     Counts counts() const;
-    // none: a thread does not die without its process, and no view points into the queue
+    // does nothing: a thread does not die without its process, and no view points into the queue
     std::vector<Held> held() const { return {}; }
     bool is_sweep_due() const { return false; }
     int fd() const { return -1; }
@@ -107,7 +107,7 @@ class LocalQueue {
     int traverse(visitproc visit, void* arg);
 
     WaitList& wait_list(Side side) { return side == Side::Reader ? reader_list : writer_list; }
-    bool could_continue(const Caller& caller) const;  // whether an operation of this caller would succeed now
+    bool could_continue(const Caller& caller) const;  // true if an operation of this caller would succeed now
     void wake_waiting(Side side, Wakes& wakes);       // wakes one caller that could continue now
     WaitList reader_list, writer_list;
     std::atomic<uint64_t> state = OPEN;  // also read without the lock, as a hint
@@ -140,7 +140,7 @@ class LocalQueue {
     void advance(Wakes& wakes);
     bool is_parked(const WriterState* w) const { return w && w->keyed && w->ordered && w->number > turn; }
     uint64_t room() const { return capacity_ - std::min(capacity_, count_ + parked); }
-    bool has_turn(uint64_t number) const {  // whether the output of item `number` has a place
+    bool has_turn(uint64_t number) const {  // true if the output of item `number` has a place
         if (number == ANY_TURN) return room() > 1 || writer_list.with_turn() == 0;
         return number <= turn ? room() > 0 : number - turn < GROUPS && room() > 1;
     }

@@ -67,7 +67,8 @@ std::string fill(Channel& ch) {
     return text;
 }
 
-// Return a note on an item for whose memory this process has no address space now, or "" if it has.
+// Return a note on an item for whose memory this process lacks address space now. Return "" if the address
+// space suffices.
 std::string address_space_note(Channel& ch, uint64_t size) {
     const bool copies = ch.with(Each{[](LocalQueue&) { return false; }, [](Ring&) { return true; }});
     if (!copies || size < (1 << 20)) return "";
@@ -96,11 +97,11 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// Faults of a channel that its state does not show. Channels for threads have none.
+// Faults of a channel that its state does not show. Channels across threads never have any.
 struct Fault {
     uint64_t cut_off = 0;  // id of the process whose death ended the channel
     bool damaged = false;
-    bool map_incomplete = false;  // whether this process cannot map the whole channel
+    bool map_incomplete = false;  // true if this process cannot map the whole channel
 };
 
 Fault fault(Channel& ch) {

@@ -4,21 +4,23 @@
 // Algorithm (write-ahead redo logging, as in databases). A change to the shared state is a list of (word, new
 // value) pairs. The list is first written to the record. The record is then marked as valid, applied, and
 // cleared. A process that takes the lock from a dead owner looks at the record. A valid record was written
-// completely, so it is applied (again). If the record is not valid, no part of it was applied, and there is
-// nothing to do. The values are absolute, so applying them twice has the same effect as applying them once.
+// completely, so it is applied (again). If the record is not valid, no part of it was applied, and nothing
+// needs to be done. The values are absolute, so applying them twice has the same effect as applying them
+// once.
 //
 // Why compiler fences are enough. A process that reads a dead owner's record gets the lock from the kernel,
 // after the owner was descheduled for the last time. All stores that the owner executed are visible by then,
-// in whatever order they left its core. So only the order in which the owner executed them matters. This is
-// the program's order, provided that the compiler does not change it. The same holds for processors with a
-// weaker store order than x86_64: a core stops between two instructions, and everything before them has
-// happened. The kernel marks the lock of a dead thread with a full barrier (dmb ish on aarch64), in the dying
-// thread itself.
+// although they may have left its core in another order. So only the order in which the owner executed them
+// matters. This is the program's order, provided that the compiler does not change it. The same holds for
+// processors with a weaker store order than x86_64: a core stops between two instructions, and everything
+// before them has happened. The kernel marks the lock of a dead thread with a full barrier (dmb ish on
+// aarch64), in the dying thread itself.
 //
-// There are several records, so that the cache lines of a record stay with the core that uses it. Writers and
-// readers have different records, and so do processes, as far as there are enough. Which record is used
-// affects only speed. Only the lock's holder writes a record, and it clears the record before it unlocks, so
-// at most one is valid. A process that finds the owner dead looks at all records.
+// The ring has several records, so that the cache lines of a record stay with the core that uses it. Writers
+// use other records than readers. Different processes use different records, as far as the number of records
+// allows. The choice of a record affects only speed. Only the lock's holder writes a record, and it clears
+// the record before it unlocks, so at most one is valid. A process that finds the owner dead looks at all
+// records.
 #pragma once
 
 #include "faults.hpp"
@@ -37,7 +39,7 @@ struct alignas(64) Redo {
         uint64_t offset;
         uint64_t value;
     };
-    volatile uint64_t valid;  // number of entries, or 0 if there is nothing to redo
+    volatile uint64_t valid;  // number of entries, or 0 if nothing must be redone
     Entry entry[MOST];
 
     template <class Words>
@@ -66,7 +68,7 @@ struct alignas(64) Redo {
     }
 };
 
-// A change under construction. Until `commit`, reads see the old values. `Words` converts between words and
+// A change under construction. Reads see the old values until `commit`. `Words` converts between words and
 // their offsets.
 template <class Words>
 class ChangeOf {

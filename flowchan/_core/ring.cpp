@@ -31,8 +31,8 @@ struct Layout : Constants {
         groups = std::clamp<uint64_t>(capacity, 64, 4096);
         groups_at = align(sizeof(Header) + SESSIONS * sizeof(Session), UNIT);
         blocks_at = align(groups_end(), LARGEST_PAGE);
-        // The blocks get four times max_bytes. Leased and viewed items are not "inside", size classes waste
-        // up to a fifth, and long-lived views leave gaps that are too small to use.
+        // The blocks get four times max_bytes. Leased and viewed items do not count as inside, size classes
+        // waste up to a fifth, and long-lived views leave gaps that are too small to use.
         const uint64_t slots = (2 * capacity + SESSIONS) * sizeof(Slot);
         length = align(blocks_at + 4 * max_bytes + GROW + slots, LARGEST_PAGE);
         // Blocks must leave room for the slots of `capacity` items.
@@ -155,8 +155,8 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the lock's owner died in its critical section. Only the last Change can be
-// incomplete; it is completed. Among the operations that need several Changes, only `advance` would not be
-// continued by another call.
+// incomplete; it is completed. Only one operation with several Changes must be continued here: `advance`. The
+// next call continues any other.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

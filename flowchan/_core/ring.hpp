@@ -34,7 +34,7 @@ namespace flowchan {
 
 using Change = ChangeOf<Windows>;
 
-// Orders from a supervisor to a reader, as bits. The reader obeys them when it has no item on lease.
+// Orders from a supervisor to a reader, as bits. The reader obeys them once it has finished its leased items.
 enum Orders : uint32_t {
     RETIRE = 1,      // the channel counts as drained, for this port only
     KEEP_TURNS = 2,  // the port's outputs keep turns from now on, because its stage is getting more workers
@@ -52,10 +52,11 @@ struct ReaderState {
     // A stage's reader wakes writers only when a quarter of the places is free. Its next item is more urgent
     // than the writer's, and the writers' time slices limit the delay.
     bool lazy = false;
-    // It never receives an item that another reader gives back, so at the end it does not wait for others.
+    // This port never receives an item that another reader gives back. So at the end of the channel, it does
+    // not wait for other readers.
     bool alone = false;
-    // Nothing may start twice: a death counts against the leased item until the item is finished, and not
-    // only while user code is running.
+    // Processing of an item may start only once. So a death counts against the leased item until the item is
+    // finished, not only while user code is running.
     bool once = false;
 };
 struct WriterState {
@@ -67,7 +68,7 @@ struct WriterState {
     bool keyed = false;
     uint64_t number = 0;
     uint64_t count = 0;  // outputs made for the item so far, including skipped ones
-    uint64_t skip = 0;   // how many outputs a dead predecessor has already put for the item
+    uint64_t skip = 0;   // number of outputs that a dead predecessor has already put for the item
 
     // Count one more output. Return whether to skip it because a predecessor has already put it.
     bool skips() {
@@ -86,7 +87,7 @@ struct Taken {
     uint64_t size = 0;
     // number of workers that died while they held the item, in user code or while unpickling it
     uint64_t deaths = 0;
-    bool died_unpickling = false;  // whether the last of these workers was unpickling the item when it died
+    bool died_unpickling = false;  // true if the last of these workers was unpickling the item when it died
     uint64_t number = 0;
     // if the item is an output: the input item for which its writer made it; otherwise Slot::KEYLESS
     uint64_t made_for = 0;
@@ -97,8 +98,8 @@ struct Taken {
     char local[LOCAL];
 };
 
-// Descriptors with which a process maps another process's ring. Without the socket, no descriptors can be
-// sent through the ring.
+// Descriptors with which a process maps another process's ring. Sending descriptors through the ring requires
+// the socket.
 struct RingHandle {
     int fd;
     int socket = -1;
@@ -160,7 +161,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
     // gives back the item taken last, because it cannot be received now
     void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
-    void unview(Slot* slot, Wakes& wakes);  // called for a viewer that no longer uses the block
+    void unview(Slot* slot, Wakes& wakes);  // called when a viewer has stopped using the block
     // lends memory that is filled in place, outside the FIFO
     Step loan(uint64_t size, uint32_t session, Slot*& slot);
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
@@ -168,7 +169,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     std::vector<uint64_t> pinned() const;
     // appends the bundle's descriptors, which this process then owns; returns 0 or an errno
     int open_bundle(uint64_t id, std::vector<int>& descriptors);
-    void drop_bundles();  // drops the bundles at the front whose items no longer exist
+    void drop_bundles();  // drops bundles at the front until reaching one whose item still exists
     void acknowledge(ReaderState& reader, Wakes& wakes);  // finishes all leased items
     void acknowledge_oldest(uint32_t session, uint64_t n, Wakes& wakes);
     void give_back_newest(uint32_t session, uint64_t n, Wakes& wakes);  // gives back the newest leased items
@@ -179,7 +180,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }
     // removes the items that were put but never taken, and returns their number
     uint64_t take_back(Wakes& wakes);
-    Step item_done(WriterState& writer, Wakes& wakes);  // marks item writer.number as having no more outputs
+    // records that all outputs for item writer.number have been put
+    Step item_done(WriterState& writer, Wakes& wakes);
     void begin_item(WriterState& writer, uint64_t number);  // must precede the first output for the item
     void wake_all_writers(Wakes& wakes);
     // returns the current value of the session's futex word
@@ -195,9 +197,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const bool fits = h_->bytes_in - h_->bytes_out + size <= most_inside() || h_->puts == h_->takes;
         return fits && !is_withheld() && h_->puts - h_->takes + h_->parked + h_->claimed < capacity_;
     }
-    // Limit the puts through this object to `puts` items in total, which is what the other side of a link
-    // allows. Wake the writers if the limit has risen. put_limit_ is the limit plus one, or 0 if there is no
-    // limit.
+    // Limit the puts through this object to `puts` items in total, as the other side of a link demands. Wake
+    // the writers if the limit has risen. put_limit_ is the limit plus one, or 0 without a limit.
     void allow(uint64_t puts, Wakes& wakes);
     bool is_limited() const { return put_limit_.load(std::memory_order_relaxed) != 0; }
     bool is_withheld() const {
@@ -215,7 +216,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }  // a larger item passes only when the ring is empty
     bool fits(uint64_t size) const { return size <= max_bytes_; }
     // Return whether an item of this size would need memory that was never used before, although readers are
-    // about to free some. `late`: the put has already waited for recycled memory as long as is worthwhile.
+    // about to free some. `late`: the put has already waited for recycled memory for as long as that is
+    // worthwhile.
     bool lacks_warm_memory(uint64_t size, bool late);
     // Return whether a link fills this ring, for the plain gets of a remote channel. The link must not report
     // an item as finished before it is decoded, so that the owner still has it if this process dies.
@@ -235,7 +237,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause to use if there is not enough memory for the whole cause.
+    // `in_short`: a shorter cause, used if memory is too short for the whole cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
     // changes the state from broken to closed for the ring's only user, so that the items inside can be taken
     void unbreak();
@@ -264,11 +266,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
     std::vector<uint64_t> reserved_numbers(uint32_t session) const;
     void begin_again(ReaderState& reader);
     // End the session of a writer that died. `items` will be processed again. If the writer had put outputs
-    // for one of them, the ring remembers how many, so that these outputs are not put twice.
+    // for one of them, the ring records their number, so that these outputs are not put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
-    // whether this process cannot map the whole channel
+    // true if this process cannot map the whole channel
     bool is_map_incomplete() const { return map_incomplete_; }
 
     Spin spin;
@@ -281,7 +283,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     int fd_ = -1, socket_ = -1;
     bool map_incomplete_ = false;
     std::vector<uint64_t> decoding_;  // numbers of the items that plain gets of this process are decoding
-    bool decoding_seen_ = false;      // whether the link has seen such items
+    bool decoding_seen_ = false;      // true if the link has seen such items
     std::atomic<uint64_t> put_limit_ = 0;  // written under the lock; without the lock, only a hint
     Peers peers_;
     // Copies of the constants, made when this process first mapped the header, so that damage to the header

@@ -8,7 +8,7 @@
 //
 // All of this runs under the ring's lock. The bundle is sent before the put's commit, so every item that
 // exists has its bundle. A put that dies or fails in between leaves a bundle without an item. Before each
-// send and after each received item, bundles are removed from the front of the queue until reaching one whose
+// send and after each received item, bundles are removed from the front of the queue, up to the first whose
 // item still exists.
 #include <sys/socket.h>
 #include <sys/un.h>

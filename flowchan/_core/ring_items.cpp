@@ -243,8 +243,8 @@ void Ring::link_front(Slot* slot, Change& change) {
 }
 
 // Return an item to the front, with its old number and its deaths, even if this exceeds the capacity. Do
-// nothing if the item no longer belongs to this reader, or if it is lost anyway because the channel is
-// broken. (A small item that a plain reader took has been freed, and gets a new slot.)
+// nothing if the item has another owner by now, or if it is lost anyway because the channel is broken. (A
+// small item that a plain reader took has been freed, and gets a new slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);
@@ -311,8 +311,8 @@ void Ring::release(Slot* slot, Wakes& wakes) {
 // --- the end ---
 
 // Return whether no more items can come for this reader. Other readers may still give back leased items, so a
-// reader without leases waits for those, unless it would not get them. A reader with leases does not wait,
-// because two readers that gather items (get_more) would then wait for each other.
+// reader without leases waits for those, unless it would not get them. A reader with leases does not wait.
+// Otherwise, two readers that gather items (get_more) would wait for each other.
 bool Ring::at_end_for(const ReaderState* reader) const {
     const bool goes = reader && (reader->alone || session(reader->session).leased > 0);
     return h_->state == CLOSED && is_exhausted() && (goes || h_->leased == 0);

@@ -130,8 +130,8 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
     for (uint64_t n = 0; n < most; ++n, last = rest, rest = at<Slot>(rest)->next) {
         if (!slot_exists(rest) || !is_leased(at<Slot>(rest))) return false;
         if (n >= suspects) continue;
-        // If this process dies between here and the commit, the death is counted twice. `deaths` may then be
-        // one too high, which has no other effect.
+        // If this process dies between this point and the commit, the death is counted twice. The only effect
+        // is that `deaths` is one too high.
         at<Slot>(rest)->state += Slot::DEATH;
         fault_point();
     }
@@ -139,9 +139,9 @@ bool Ring::count_deaths(uint64_t suspects, uint64_t most, uint64_t& last, uint64
 }
 
 // Reserve leased items of a dead reader for its replacement. These items may have killed the reader;
-// reserving them spares the other readers that risk (R10). With `all`, reserve all its items, because no
+// reserving them spares the other readers that risk (R10). If `all` is set, reserve all its items, because no
 // other reader may take them. Otherwise the remaining items go back to all readers. Reserved items stay
-// leased. Without `blame`, flowchan ended the reader, so no item is suspected.
+// leased. If `blame` is not set, flowchan ended the reader, so no item is suspected.
 void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     Session &s = session(from), &next = session(to);
     const bool suspect = blame && s.lease_head && s.at != Session::OURS;
@@ -166,7 +166,7 @@ void Ring::reserve_for(uint32_t from, uint32_t to, bool all, bool blame) {
     change.commit();
 }
 
-// Take the first of the items that only this session may try again.
+// Take the first item that is reserved for this session.
 Step Ring::take_reserved(Taken& taken, ReaderState& reader) {
     Session& s = session(reader.session);
     Slot* slot = at<Slot>(s.reserved_head);
@@ -211,8 +211,8 @@ void Ring::begin_again(ReaderState& reader) {
 }
 
 // Return the number of the first unfinished item. Items are taken in the order of their numbers. Therefore it
-// is the oldest item that is leased, reserved or given back; if there is none, it is the next item to be
-// taken.
+// is the oldest item that is leased, reserved or given back. If no such item exists, it is the next item to
+// be taken.
 uint64_t Ring::first_unfinished() const {
     uint64_t first = h_->numbered;
     const auto check = [&](uint64_t slot) {

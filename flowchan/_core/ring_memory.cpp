@@ -2,7 +2,7 @@
 //
 // If no block of the needed class is free, one is cut from the uncut memory in the middle of the file. When
 // its slot becomes free, the block goes to the free list of its class. So blocks are reused while they are
-// still in the caches. Once the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
+// still in the caches. When the middle is used up, `rebuild_lists` cuts all memory outside of used blocks
 // again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then names the session
@@ -21,7 +21,7 @@ namespace flowchan {
 
 namespace {
 
-// Whether this thread's last put got no slot because this process could not map memory.
+// True if this thread's last put got no slot because this process could not map memory.
 thread_local bool unmapped = false;
 
 uint64_t block_start(uint64_t top, uint32_t cls) {
@@ -67,8 +67,8 @@ bool Ring::reserve_sessions(uint32_t n) {
     return true;
 }
 
-// Map the blocks and slots that another process has added. Until it can map them, this process can neither
-// put nor get.
+// Map the blocks and slots that another process has added. This process can neither put nor get before it has
+// mapped them.
 void Ring::map_growth() {
     const uint64_t upto = h_->map_blocks_to, from = h_->map_slots_from;
     if (upto > length_ || from < blocks_at_) return void(found_damage());
@@ -77,8 +77,8 @@ void Ring::map_growth() {
 
 // --- slots ---
 
-// Return the first class in the range from `cls` to `upto` (exclusive) with a free slot, or CLASSES if there
-// is none.
+// Return the first class in the range from `cls` to `upto` (exclusive) with a free slot, or CLASSES if all
+// are empty.
 [[gnu::always_inline]] inline uint32_t Ring::free_class(uint32_t cls, uint32_t upto) const {
     while (cls < upto && !h_->free_slots[cls]) ++cls;
     return cls < upto ? cls : CLASSES;
@@ -216,10 +216,10 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 }  // namespace
 
 // Cut all memory outside of used blocks again. Memory behind the last used block becomes uncut. The gaps
-// between used blocks are cut into blocks of class `cls`, and what remains into the largest blocks that fit.
-// First all free lists are emptied, because memory that is in a list must not be cut. They are filled at the
-// end. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because it
-// looks only at used blocks.
+// between used blocks are cut into blocks of class `cls`, and their remainders into the largest blocks that
+// fit. First all free lists are emptied, because memory that is in a list must not be cut. They are filled at
+// the end. A death in between leaves lists that are too short. The next `rebuild_lists` repairs them, because
+// it looks only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
@@ -249,8 +249,8 @@ void Ring::rebuild_lists(uint32_t cls) {
     uint64_t top = blocks_at_;
     std::vector<Span> gaps = gaps_between(used, top);
     // Cut blocks of class `cls` from all gaps first, then other blocks. Keep one free slot for the memory
-    // behind the gaps, because there may be no memory for another slot. Blocks of class 1 are never cut: they
-    // would hold less than a slot without a block.
+    // behind the gaps, because memory for another slot may be exhausted. Blocks of class 1 are never cut:
+    // they would hold less than a slot without a block.
     static_assert(UNIT < Slot::INLINE && Slot::INLINE <= 2 * UNIT);
     auto cut = [&](uint32_t piece, uint64_t& begin, uint64_t end) {
         const uint64_t start = block_start(begin, piece);
@@ -383,11 +383,10 @@ std::vector<Held> Ring::held() const {
     return all;
 }
 
-// --- damage ---
-// Other processes write this memory, and one of them may have a stray pointer. Each offset is checked before
-// it is followed. So damage breaks the channel, but never crashes its users or makes them read outside of the
-// memory. A list is followed no further than its length allows. A slot is removed from a list only if its
-// state matches that list. Once damage has been found, no offsets are followed.
+// --- damage --- Other processes write this memory, and one of them may have a stray pointer. Each offset is
+// checked before it is followed. So damage breaks the channel, but never crashes its users or makes them read
+// outside of the memory. A list is followed no further than its length allows. A slot is removed from a list
+// only if its state matches that list. After damage has been found, no offset is followed.
 
 // Check the order of the parts: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {
@@ -419,9 +418,9 @@ Step Ring::found_damage() {
     return Step::Broken;
 }
 
-// Return what a put does if it finds no memory. It waits until memory is freed, unless none is in use. If the
-// address space of this process is exhausted, it waits only for a reader with a port. Otherwise, a caller
-// that is the only reader would wait forever.
+// Return what a put does if it finds no memory. The put waits until memory is freed, unless none is in use.
+// If the address space of this process is exhausted, the put waits only if a reader has a port. Otherwise, a
+// caller that is the only reader would wait forever.
 Step Ring::no_slot() {
     if (h_->damaged) return Step::Broken;
     const bool waits = h_->slots_used && (h_->readers || !unmapped);

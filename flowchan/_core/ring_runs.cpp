@@ -3,8 +3,8 @@
 // wholly or not at all.
 //
 // A run contains only items that need no other changes. Items that were given back, are viewed, have
-// descriptors or must wait for a turn are handled one at a time. So are items that find no room; the call for
-// the single item then reports the cause.
+// descriptors or must wait for a turn are handled one at a time. So are items that do not fit into the ring;
+// the call for the single item then reports the cause.
 #include <algorithm>
 
 #include "ring.hpp"
@@ -116,7 +116,7 @@ uint64_t Ring::free_run(Session& s, uint64_t most) {
         rest = slot->next;
         if (slot->viewer()) break;
     }
-    if (most == 0) return 0;  // there must be leases, but their count says 0
+    if (most == 0) return 0;  // leases must exist, but their count is 0
     Change change(record(Side::Reader), windows_);
     change.set(s.lease_head, rest);
     if (run[0]->viewer()) {

@@ -1,4 +1,4 @@
-// The sessions of a ring: its participants and their roles, and what happens to their items when they end or
+// The sessions of a ring: its participants, their roles, and the handling of their items when they end or
 // die.
 #include "process.hpp"
 #include "ring.hpp"
@@ -9,7 +9,7 @@
 
 namespace flowchan {
 
-// Return an unused record, initialised for this process, or 0 if there is none.
+// Return an unused record, initialised for this process, or 0 if all are used.
 uint32_t Ring::free_session(Wakes& wakes) {
     for (int attempt = 0; attempt < 2; ++attempt) {
         for (uint32_t i = 1; i < SESSIONS; ++i) {  // 0 means "no session"
@@ -59,8 +59,8 @@ void Ring::adopt(uint32_t index) {
 }
 
 // Move a port's views to a HOLDER when the port moves to another process. The former process may still use
-// its views, which would otherwise end with the new process. There is one Change for each slot, and the
-// process may die between any two. (If all records are taken, the views stay with the port.)
+// its views, which would otherwise end with the new process. Each slot needs its own Change, and the process
+// may die between any two. (If all records are taken, the views stay with the port.)
 void Ring::move_views(uint32_t index) {
     Wakes wakes;
     if (!memory_is_valid()) return void(found_damage());
@@ -87,7 +87,7 @@ void Ring::move_views(uint32_t index) {
 }
 
 // Undo the copies and waits of a session that is ending, perhaps because its process was killed. `views`:
-// also undo its views, which are no longer used.
+// also undo its views, which are unused by now.
 void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     Session& s = session(index);
     if (!memory_is_valid()) found_damage();
@@ -104,8 +104,8 @@ void Ring::drop_copies(uint32_t index, bool views, Wakes& wakes) {
     int64_t now = now_ns();
     auto leave = [now](WaitQueue& queue, uint32_t& in_queue) {
         const uint32_t n = in_queue;
-        // This comes first: a death in between then leaves `waiting` too high, which costs only a needless
-        // wake-up. It must never be too low.
+        // This comes first. If this process dies in between, `waiting` is then too high, which costs only a
+        // needless wake-up. `waiting` must never be too low.
         in_queue = 0;
         keep_order();
         fault_point();

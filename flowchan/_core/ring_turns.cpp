@@ -2,9 +2,9 @@
 //
 // Order (`ordered=True`). The workers of an ordered stage take items i = 0, 1, 2, … from one channel, one
 // item each at a time. They put the outputs for i into another channel. `turn` is the i whose outputs go
-// straight into the FIFO. Outputs for a later i are parked in the group of that i. When the worker of `turn`
-// reports that i has no more outputs, `turn` moves on. The outputs parked for the new turn then enter the
-// FIFO. When the channel is closed, all parked outputs enter the FIFO.
+// directly into the FIFO. Outputs for a later i are parked in the group of that i. When the worker of `turn`
+// reports that all outputs for i have been put, `turn` moves on. The outputs parked for the new turn then
+// enter the FIFO. When the channel is closed, all parked outputs enter the FIFO.
 //
 // Invariants. No outputs are parked for i = turn, or in a closed channel. Every parked i satisfies i - turn <
 // groups. Parked outputs leave one place of `capacity` free for the worker of `turn`, which therefore waits
@@ -107,10 +107,10 @@ void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
     wake_at_end(wakes);
 }
 
-// --- waiting for a turn ---
-// A writer that waits for its turn sleeps on a word in its own session. So only writers that can continue are
-// woken, the lowest number first. The redo record does not cover this. If such a writer dies while it is
-// asleep, or after it was woken, drop_copies removes it and counts the waiting writers again.
+// --- waiting for a turn --- A writer that waits for its turn sleeps on a word in its own session. So only
+// writers that can continue are woken, in the order of their numbers. The redo record does not cover this. If
+// such a writer dies while it is asleep, or after it was woken, drop_copies removes it and counts the waiting
+// writers again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_queue.begin_wait(again);

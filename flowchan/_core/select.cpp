@@ -2,8 +2,8 @@
 //
 // Algorithm. Enter every wait queue first, then try the operations, then sleep on the words of all the queues
 // (sleeping.hpp). Because the queues are entered before the operations are tried, an operation that becomes
-// possible later changes a watched word. A caller that leaves a queue without doing the operation there must
-// pass a wake-up on, because it may have been the waiter that was woken.
+// possible later changes a watched word. If a caller leaves a queue without doing the operation there, it
+// must pass a wake-up on. It may have been the waiter that was woken.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -20,7 +20,7 @@ namespace {
 constexpr size_t MOST = 128;  // FUTEX_WAITV_MAX
 constexpr int64_t ASKED_AGAIN_NS = 5'000'000;
 constexpr size_t MOST_RECALLS = 8;
-constexpr size_t MOST_ROUNDS = 100;  // for the case that other processes move remote items all the time
+constexpr size_t MOST_ROUNDS = 100;  // a limit, because other processes may move remote items all the time
 
 // All places of one wait, which are left when it ends.
 class WaitQueues {
@@ -94,7 +94,7 @@ Operation parse(nb::handle target, Side side, PyObject* item) {
     return op;
 }
 
-// Return whether a get would not wait, because there is an item inside or the channel is drained.
+// Return whether a get would not wait, because the channel contains an item or is drained.
 Step check_ready(Channel& ch) {
     ch.with([](auto& transport) { check_for_dead(transport); });
     const Step step = locked(ch, [](auto& transport, Wakes&) {
@@ -161,8 +161,8 @@ bool is_ready(const Operation& op) {
 }
 
 // Ask the owners of the remote channels whose operations would wait. Return whether an operation may be
-// possible now, because an item or the end has arrived, or because there is room. `moved` receives the number
-// of puts and gets at each owner.
+// possible now, because an item, the end, or room has become available. `moved` receives the number of puts
+// and gets at each owner.
 bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved = nullptr) {
     bool any = false;
     for (const Operation& op : ops) {
@@ -181,8 +181,9 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
     return any;
 }
 
-// Before a choice among the operations that are possible in this process, ask the owners, so that remote
-// channels are chosen as often. An owner that had nothing is asked again only after ASKED_AGAIN_NS.
+// Before a choice among the operations that are possible in this process, ask the owners. Otherwise, remote
+// channels would be chosen less often than local ones. An owner that had nothing is asked again only after
+// ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {
     const auto is_waiting_remote = [](const Operation& op) { return op.owner_asked && !is_ready(op); };
     if (std::none_of(ops.begin(), ops.end(), is_waiting_remote)) return;
@@ -207,9 +208,10 @@ void ask_other_owners(const std::vector<Operation>& ops) {
 
 }  // namespace
 
-// Try the operations as of a single moment, so that an item moving between the channels is not missed. If nothing moved between the first try and the last, all operations had to wait at the same moment
-// (a double collect). The owners count the moves of remote channels. The number of rounds is limited, because
-// each takes a slow round trip.
+// Try the operations at a single moment, so that an item that moves between the channels is not missed. If
+// nothing moved between the first try and the last, all operations had to wait at the same moment (a double
+// collect). The owners count the moves of remote channels. The number of rounds is limited, because each
+// takes a slow round trip.
 static nb::object try_now(const std::vector<Operation>& ops) {
     std::vector<uint64_t> there_before;
     for (size_t round = 1;; ++round) {

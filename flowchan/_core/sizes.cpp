@@ -7,8 +7,8 @@
 // count as zero bytes. Any other shared part is counted for each item, because the sharing cannot be
 // detected.
 //
-// Without a GIL, other threads may change the item at any moment. So all samples of an object are taken at
-// once, each with a reference, in the object's critical section. They are visited afterwards.
+// In a free-threaded interpreter, other threads may change the item at any moment. So all samples of an
+// object are taken at once in its critical section, each with a reference, and visited afterwards.
 #include "sizes.hpp"
 
 #include <nanobind/nanobind.h>

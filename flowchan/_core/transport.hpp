@@ -1,6 +1,6 @@
-// The operations that a channel needs from every transport. For everything else, the transports differ too
-// much: one passes references, the other bytes. There each transport has its own functions, in puts.cpp,
-// gets.cpp, channel.cpp and raising.cpp.
+// The operations that a channel needs from every transport. All other operations have separate functions for
+// each transport, in puts.cpp, gets.cpp, channel.cpp and raising.cpp. They differ too much: one transport
+// passes references, the other bytes.
 #pragma once
 
 #include <concepts>
@@ -19,10 +19,11 @@ struct Counts {
     uint64_t inside, leased, readers, writers;
     uint64_t waiting_readers, waiting_writers;
     int64_t read_wait_ns, write_wait_ns;  // total over all calls
-    // part of write_wait_ns: waiting for a turn while the channel had no item for its readers
+    // part of write_wait_ns: waiting for a turn while the channel was empty for its readers
     int64_t turn_wait_ns;
-    int64_t readers_waiting_for_ns, writers_waiting_for_ns;  // how long at least one call has been waiting
-    uint64_t selecting;                                      // waiters that may continue without this channel
+    // time since the number of waiting calls became nonzero
+    int64_t readers_waiting_for_ns, writers_waiting_for_ns;
+    uint64_t selecting;   // waiters that may continue without this channel
     uint64_t woken;       // waiters that were woken and have not continued yet
     bool short_of_bytes;  // a writer is waiting for bytes, not for a place
 };

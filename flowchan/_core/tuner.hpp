@@ -49,7 +49,7 @@ class Tuner {
     static constexpr uint32_t LATE = 2;  // number of operations until the time of an earlier one is known
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations until the slower plan is tried again
     static constexpr uint32_t SLOW = 8;  // number of slow operations in a row that indicate a change
-    // least number of operations between two such changes, in case the machine is only busy
+    // minimum number of operations between two such changes, because the machine may just be busy
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {

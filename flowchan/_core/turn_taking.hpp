@@ -1,13 +1,13 @@
 // Turn-taking between two processes that are both busy with one ring.
 //
 // An operation costs the cache lines that it fetches from another core. Two processes in tight loops take
-// these lines from each other for every item, and spend most of the time waiting for them. One process alone
-// passes ten items in the same time.
+// these lines from each other for every item, and spend most of their time waiting for the lines. One process
+// alone passes ten items in the same time.
 //
 // Algorithm. If another process has used the ring last, a process rests for about 4 µs before it takes the
-// lock. During that time, the other process has all lines in its cache. When it finds that it was overtaken,
-// it rests too. So runs of items alternate, and the lines move once for each run. Resting never delays an
-// item that was put: readers can get it at once, and each call does one operation.
+// lock. During that time, the other process has all lines in its cache. When the other process finds that it
+// was overtaken, it also rests. So runs of items alternate, and the lines move once for each run. Resting
+// never delays an item that was put: readers can get it at once, and each call does one operation.
 //
 // Only a process in a tight loop rests. A process that works between its operations gains more by running in
 // parallel. Resting must also pay off, like spinning (waiting.hpp). A rest fails if the other processes do
@@ -71,7 +71,7 @@ class TurnTaking {
         T get() const { return value.load(std::memory_order_relaxed); }
         void set(T to) { value.store(to, std::memory_order_relaxed); }
     };
-    // How many rests to skip: remaining, and as last set.
+    // Number of rests to skip: still remaining, and as last set.
     struct Doubt {
         Hint<uint32_t> left, last;
     };
@@ -88,7 +88,7 @@ class TurnTaking {
     Hint<uint64_t> count_;  // operations since this process took over the ring at the time `since_`
     Hint<int64_t> since_;
     Hint<uint64_t> total_;  // operations of all processes at the time `since_`
-    Hint<bool> rested_;     // whether this process rested before it took over
+    Hint<bool> rested_;     // true if this process rested before it took over
     Doubt alone_;           // skips rests if the others made little use of a rest
     Doubt chances_;         // skips rests if the others did not rest in turn
 };

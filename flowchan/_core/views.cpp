@@ -41,8 +41,8 @@ PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer
 
 // If the process forks while a block has views, the child may use them, and nothing records that. So the slot
 // keeps its viewer until the channel ends, even if the parent dies (Session::forked). In the child, the block
-// belongs to the parent. A loan is different: it has no content yet, so it belongs only to the process that
-// took it.
+// belongs to the parent. A loan does not have any content yet, so it belongs only to the process that took
+// it.
 Block::Block(std::shared_ptr<Ring> ring_, Slot* slot)
     : ring(std::move(ring_)), slot(slot), begin(ring->payload_of(slot)), size(slot->size) {
     std::lock_guard guard(live_mutex);

@@ -2,12 +2,12 @@
 //
 // Algorithm. Each waiting thread has a node on its stack, with its own futex word. A node is either asleep
 // (in a list, oldest first) or woken and not yet running. An opportunity wakes only the oldest sleeper, so it
-// costs one wake-up, whether there are a thousand waiters or one. Until the woken waiter runs, no other
-// waiter is woken. Two callers wake the next waiter: an operation that leaves another opportunity
-// (LocalQueue::try_put, try_take), and a woken waiter that does not use its own opportunity. So k
-// opportunities wake k waiters, each of which wakes the next. If a running thread takes all k opportunities
-// before a woken thread gets the GIL, one waiter was woken in vain, not k. That waiter returns to the head of
-// the list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken in vain twice within
+// costs one wake-up, whether one or a thousand waiters sleep. No other waiter is woken before the woken one
+// runs. Two callers wake the next waiter: an operation that leaves another opportunity (LocalQueue::try_put,
+// try_take), and a woken waiter that does not use its own opportunity. So k opportunities wake k waiters, and
+// each waiter wakes the next. If a running thread takes all k opportunities before a woken thread gets the
+// GIL, one waiter was woken in vain, not k. The waiter that was woken in vain returns to the head of the
+// list. Newcomers may overtake (see waiting.hpp) until a waiter has been woken in vain twice within
 // PATIENCE_NS and is `starving`. Newcomers then let that waiter go first, as long as it could continue.
 //
 // The workers of a stage are interchangeable. The last worker to arrive goes to the head of the list, because
@@ -15,10 +15,10 @@
 // the same few process it, and the others sleep.
 //
 // Writers of an ordered stage wait for their turns, and are sorted by the numbers of their items. Only the
-// first of them can continue, so waking any other would be in vain. Workers that have no output yet come last
-// (ANY_TURN). If CROWD other workers are waiting with outputs that have no place, a worker waits for a place
-// before it takes an item. So a few of the many workers of a cheap function do the work. The others keep
-// sleeping, and are not woken for each of their items.
+// first of them can continue, so waking any other would be in vain. Workers that have not made an output yet
+// come last (ANY_TURN). If CROWD other workers are waiting for places for their outputs, a worker waits for a
+// place before it takes an item. So a few of the many workers of a cheap function do the work. The others
+// keep sleeping, and are not woken for each of their items.
 //
 // Everything here runs under the queue's lock. No thread can die while holding it, so no repair is needed.
 #pragma once
@@ -29,7 +29,7 @@
 
 namespace flowchan {
 
-constexpr uint64_t ANY_TURN = UINT64_MAX;  // stands for the number of an item
+constexpr uint64_t ANY_TURN = UINT64_MAX;  // used in place of an item's number
 constexpr uint32_t CROWD = 2;
 
 struct Node {
@@ -40,7 +40,7 @@ struct Node {
     Node *before = nullptr, *after = nullptr;
     Caller caller{};
     bool selecting = false;
-    bool for_turn = false;  // it is waiting for its turn, not for a place
+    bool for_turn = false;  // the waiter is waiting for its turn, not for a place
 };
 
 class WaitList {
@@ -164,7 +164,7 @@ class WaitList {
     uint32_t woken_without_ = 0, woken_with_turn_ = 0, selecting_ = 0;
     uint32_t with_turn_ = 0;  // waiting with an output, including woken waiters
     int64_t waited_ns_ = 0;   // total waiting time: the start of each wait is subtracted, its end is added
-    int64_t since_ns_ = 0;    // since when there has been at least one waiter
+    int64_t since_ns_ = 0;    // time at which `waiting` last became nonzero
 };
 
 }  // namespace flowchan

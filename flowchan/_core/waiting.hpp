@@ -5,25 +5,25 @@
 // lock accesses. A caller that cannot continue registers itself (waiting += 1), remembers `seq`, drops the
 // lock, and sleeps while `seq` is unchanged. An operation that makes k other calls possible wakes min(k,
 // waiting - woken) sleepers. It adds that number to `woken`, changes `seq`, and calls FUTEX_WAKE after
-// dropping the lock. At any time, at most as many readers are on their way (woken, but not yet holding the
-// lock) as there are cores. If 50 readers wait for cheap items, two of them take all items before a third is
-// awake. The workers of a stage are woken by rank and not in turn, so that the same two, whose caches are
+// dropping the lock. At any time, the number of readers on their way (woken, but not yet holding the lock) is
+// at most the number of cores. If 50 readers wait for cheap items, two of them take all items before a third
+// is awake. The workers of a stage are woken by rank and not in turn, so that the same two, whose caches are
 // warm, continue. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the ranks
-// that are waiting. This is only a hint: if no thread of a rank is asleep, another one is woken. A sleeper
-// that returns, for whatever reason, takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if it is
-// above 0). It then tries its operation again before it returns to its caller.
+// that are waiting. This is only a hint: if no thread of a rank is asleep, another one is woken. When a
+// sleeper returns, it takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if that is above 0). It
+// then tries its operation again before it returns to its caller.
 //
 // Invariants (C8).
 //  - No caller sleeps while an item is available to it. An operation that makes an item available changes
 //    `seq` under the lock. So an earlier waiter is woken or finds that `seq` has changed, and a later one
-//    sees the item first. If the operation relies on readers that are on their way, the last of them to take
-//    an item wakes the next sleeper.
+//    sees the item first. If the operation relies on readers that are on their way, the last of these readers
+//    to take an item wakes the next sleeper.
 //  - `woken` never exceeds the number of woken waiters on their way, as long as all are alive. If a process
 //    is killed on its way, `woken` stays too high; the slices below repair that.
 //  - No caller starves. A waiter that was woken in vain twice and has waited for PATIENCE_NS becomes
-//    `starving`. Until it has been served, newcomers queue up behind it and do not overtake, but only while
-//    it could continue. So an item that does not fit does not block items that do. (Overtaking makes bursts
-//    fast: under the GIL, a running thread empties a full channel before its woken sleepers run.)
+//    `starving`. As long as it could continue, newcomers queue up behind it and do not overtake. So an item
+//    that does not fit does not block items that do. (Overtaking makes bursts fast: under the GIL, a running
+//    thread empties a full channel before its woken sleepers run.)
 //  - The writers of an ordered stage do not use the wait queue: each waits for its turn on its own word
 //    (Ring::await_turn).
 //
@@ -161,12 +161,12 @@ struct WaitQueue {
     // number of waiters that may continue without this channel: they also wait for other channels, or for a
     // deadline
     uint32_t selecting = 0;
-    uint32_t starving = 0;       // thread id of the waiter that newcomers must not overtake, or 0
+    uint32_t starving = 0;       // thread id of the starving waiter, which newcomers must not overtake, or 0
     uint32_t ordered = 0;        // number of other waiters, which wait for their turn on their own words
     uint32_t idle = 0;           // ranks of the stage's workers that are waiting here, one bit each: a hint
     uint64_t starving_size = 0;  // size of the item that the starving waiter wants to put
     int64_t waited_ns = 0;       // total waiting time: the start of each wait is subtracted, its end is added
-    int64_t since_ns = 0;        // since when there has been at least one waiter
+    int64_t since_ns = 0;        // time at which `waiting` last became nonzero
     WaitClock turns;             // counts only waiters for a turn, not for a place
 
     // Return how many sleepers to wake for k new opportunities. This is called under the lock. The caller
@@ -185,10 +185,10 @@ struct WaitQueue {
         return k && k == asleep ? INT_MAX / 8 : k;
     }
     uint32_t call_all() { return call(UINT32_MAX); }
-    // Do the same for readers. At most as many readers are on their way as there are cores. A reader that
-    // takes an item and leaves another wakes the next reader (Ring::try_take). While a waiter is starving,
-    // all are woken, because such a reader may have to let it go first. Workers of a stage with the lowest
-    // ranks are woken first.
+    // Do the same for readers. The number of readers on their way is at most the number of cores. A reader
+    // that takes an item and leaves another wakes the next reader (Ring::try_take). While a waiter is
+    // starving, all are woken, because a woken reader may have to let the starving one go first. The workers
+    // of a stage are woken in the order of their ranks.
     void wake_by_rank(uint32_t k, Wakes& wakes);
 
     // `again`: another slice of the same wait.
@@ -208,7 +208,7 @@ struct WaitQueue {
         waited_ns -= now;
     }
     uint32_t all_waiting() const { return waiting + ordered; }
-    // Change `selecting` by one. The second line repairs the count after a death or a closed port.
+    // Change `selecting` by one. The second line corrects the count after a death or a closed port.
     void count_selecting(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
         selecting = selecting < waiting ? selecting : waiting;
@@ -231,7 +231,7 @@ struct Wakes {
     void clear() { readers = writers = words = ranks = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
         if (words == MOST)
-            // This is more than one operation usually wakes: wake this word now, under the lock.
+            // The list is full, which is rare: wake this word now, under the lock.
             futex_wake(one, 1, shared);
         else
             word[words++] = &one;
@@ -252,7 +252,7 @@ inline void WaitQueue::wake_by_rank(uint32_t k, Wakes& wakes) {
 }
 
 // Identity of a waiting call: its side, its port (or null), and its session in a ring. A put adds the size of
-// its item and, if outputs have turns, the number of the input item that it is an output for.
+// its item. If outputs have turns, it also adds the number of the input item for which the output was made.
 enum class Side { Reader, Writer };
 struct Caller {
     Side side;

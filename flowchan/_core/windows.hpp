@@ -19,12 +19,12 @@
 namespace flowchan {
 
 // The largest page size; mappings begin at its multiples. Pages have 4 KB on x86_64, and 4, 16 or 64 KB on
-// aarch64, depending on how the kernel was built.
+// aarch64, depending on the kernel's configuration.
 constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
   public:
-    // how many bytes of the blocks are mapped together with the part before them
+    // number of bytes of the blocks that are mapped together with the part before the blocks
     static constexpr uint64_t FIRST = 1 << 16;
 
     Windows() = default;
@@ -61,7 +61,7 @@ class Windows {
         if (in_slots >= slots_from_ && in_slots < length_) return in_slots;
         return offset_in_window(p);
     }
-    // Return the offset of any address, in whichever window it is.
+    // Return the offset of an address in any window.
     uint64_t offset_in_window(const void* p) const;
 
   private:
@@ -76,8 +76,8 @@ class Windows {
     int fd_ = -1;
     uint64_t words_from_ = 0, blocks_at_ = 0, length_ = 0, slots_from_ = 0;
     char* header_ = nullptr;
-    char* slots_ = nullptr;                // where offset 0 would be relative to this window
-    std::atomic<char*> blocks_ = nullptr;  // where offset 0 would be relative to this window
+    char* slots_ = nullptr;                // address that offset 0 would have, relative to this window
+    std::atomic<char*> blocks_ = nullptr;  // address that offset 0 would have, relative to this window
     std::atomic<uint64_t> blocks_to_ = 0;
     // head of the list of all windows; release when one is added, acquire by lookups
     std::atomic<const Window*> newest_ = nullptr;

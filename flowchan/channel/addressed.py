@@ -85,7 +85,7 @@ class Addressed:
 
     @property
     def channel(self) -> Any:
-        """Return a broken channel if there is one, or else an open one, or else the channel of worker 1."""
+        """Return a broken channel if any, else an open one, else the channel of worker 1."""
         channels = [port.channel for port in self.ports]
         still_open = next((channel for channel in channels if not channel.closed), channels[0])
         return next((channel for channel in channels if channel.broken), still_open)

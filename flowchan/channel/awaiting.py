@@ -2,9 +2,9 @@
 
 A coroutine that cannot continue joins the wait queue of the channel, as a thread would. It registers the wait
 with a :class:`Watcher` of its event loop. The watcher's thread sleeps on all registered waits at once, and
-tells the loop which waits have been woken. The coroutines then try their operations again. A wait therefore
-does not need a separate thread. Items are taken only in the loop's thread, in the same step that returns
-them, so a cancelled call has not taken an item.
+notifies the loop of the waits that have been woken. The coroutines then try their operations again. A wait
+therefore does not need a separate thread. Items are taken only in the loop's thread, in the same step that
+returns them, so a cancelled call has not taken an item.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Watcher:
     IDLE = 1.0
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        # weak, so that an idle watcher does not keep the loop alive; the future of a wait does
+        # weak: an idle watcher does not keep the loop alive; the future of a wait keeps it alive
         self._loop = weakref.ref(loop)
         self._lock = threading.Lock()
         self._waits: dict[asyncio.Future[None], tuple[Await, asyncio.Task[Any] | None]] = {}
@@ -140,7 +140,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def end_waits() -> None:
-    """End the running loop's watchers, because the loop is about to close and has no waits left."""
+    """End the running loop's watchers, because the loop is about to close and all its waits have ended."""
     for watcher in _watchers.pop(_running_loop(), []):
         watcher.end()
 
@@ -196,7 +196,7 @@ async def aput(self: Writable[T], item: T) -> None:  # noqa: D417 - a method of 
         pass
     again = False
     while True:
-        wait = Await(self, False, again)  # before the next try, so that a later change wakes it
+        wait = Await(self, False, again)  # before the next try, so that a later change wakes this call
         try:
             self.put_nowait(item)
         except Full:

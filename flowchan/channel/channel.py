@@ -45,7 +45,7 @@ hears_aborts = ContextVar("hears_aborts", default=None)
 
 _NO_LIMIT = 2**64 - 1
 LARGEST = 10**15
-_UNBOUNDED = 2 * LARGEST  # more than fits into memory, and more than a caller may pass
+_UNBOUNDED = 2 * LARGEST  # more than memory can hold, and more than a caller may pass
 _MOST_BY_DEFAULT = 16 << 30
 
 
@@ -97,11 +97,11 @@ class ChannelStats:
         turn_wait: Part of ``write_wait`` in which ordered writers waited for their turn at an empty channel.
         readers_waiting_for: Time for which at least one reader has been waiting without a break.
         writers_waiting_for: Time for which at least one writer has been waiting without a break.
-        selecting: Waiters that something else may also wake (``select``, ``await``, a timeout).
+        selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
         woken: Waiters that have been signalled but are not running yet.
         awaiting: Waiters in ``selecting`` that are coroutines in this process.
         bytes_inside: Bytes that count against ``max_bytes``.
-        short_of_bytes: Whether a writer is waiting because of ``max_bytes`` rather than ``capacity``.
+        short_of_bytes: True if a writer is waiting because of ``max_bytes`` rather than ``capacity``.
         holders: Processes that keep blocks of the channel's memory in use.
 
     Example:

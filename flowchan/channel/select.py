@@ -24,7 +24,7 @@ class Selected(Generic[T_co]):
     Attributes:
         channel: The channel or port of the operation.
         item: The item that was taken or put; None if ``channel`` is one of ``ready``.
-        put: Whether the operation was a put.
+        put: True if the operation was a put.
 
     Example:
         >>> from flowchan import Channel, select
@@ -61,7 +61,8 @@ def select(
     gets: Iterable[Readable[T]], puts: Iterable[tuple[Writable[U], U]], timeout: float | None = None
 ) -> Selected[T | U]: ...
 @overload
-def select(  # the only overload for a list of channels of different types, for which mypy infers one type
+# the only overload for a list of channels of different types, because mypy infers one type for them
+def select(
     gets: Iterable[Readable[object]],
     puts: Iterable[tuple[Writable[U], U]] = (),
     timeout: float | None = None,

@@ -16,7 +16,7 @@ class Transport:
 
     Attributes:
         name: The value of ``across=``.
-        copies: Whether a reader gets a copy of each item rather than a reference. Items then occupy shared
+        copies: True if a reader gets a copy of each item rather than a reference. Items then occupy shared
             memory while they are in the channel.
         reached_by: Module that serves the channel to processes that cannot receive its descriptors. Empty
             if the transport has none.

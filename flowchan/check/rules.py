@@ -82,7 +82,7 @@ def check(graph: Blueprint) -> tuple[Problem, ...]:
 
 
 def raise_for(graph: Blueprint) -> None:
-    """Raise ``GraphError`` with all problems that :func:`check` finds, if there are any."""
+    """Raise ``GraphError`` with all problems that :func:`check` finds, if any."""
     problems = check(graph)
     if problems:
         raise GraphError(graph.name, problems)

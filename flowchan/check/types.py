@@ -87,7 +87,7 @@ def fits(given: Any, wanted: Any) -> bool:
             return True
         if issubclass(given, wanted) or issubclass(wanted, given):
             return True
-        # Numbers from NumPy and other libraries are converted, but a builtin float does not fit an int.
+        # Numbers from NumPy and other libraries are converted, but int does not accept a builtin float.
         foreign = not {given, wanted} <= {bool, int, float, complex}
         return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
     except Exception:  # classes that do not support issubclass, such as TypedDict

@@ -44,8 +44,8 @@ def main() -> None:
     FILE is a Python file that defines a graph: either a Graph object or a function that returns one. The
     function is called with ARGS, converted to the types of its annotated parameters.
 
-    If the file defines several graphs, write FILE:NAME. Instead of a file, FILE may also be a module
-    (package.module:NAME) or - for standard input.
+    If the file defines several graphs, write FILE:NAME. FILE may also be a module (package.module:NAME), or -
+    for standard input.
     """
     # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -358,7 +358,7 @@ class _Interrupts:
 
     While the file is being loaded, the signals raise ``KeyboardInterrupt``. After ``hold`` is set, they are
     only counted for :func:`_follow`, but the third signal still raises. SIGQUIT (Ctrl-\) requests an
-    explanation of which channel each stage is waiting for.
+    explanation that names the channel that each stage is waiting for.
     """
 
     def __init__(self) -> None:
@@ -416,7 +416,7 @@ def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
 def _print_failures(error: RunError, debug: bool = False) -> None:
     """Print one line for each failure, and the traceback of the first failure.
 
-    With ``debug``, print all tracebacks instead.
+    If ``debug`` is true, print all tracebacks instead.
     """
     if debug:
         traceback.print_exception(error)

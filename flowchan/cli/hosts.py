@@ -20,7 +20,7 @@ def check(spec: str) -> bool:
         spec: Value of ``--hosts``.
 
     Returns:
-        Whether all hosts work.
+        True if all hosts work.
 
     Raises:
         HostError: The list of hosts cannot be determined.

@@ -93,7 +93,7 @@ class Logs:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if there are too few."""
+    """Return the cores for rank ``local`` of ``count`` ranks on this host; empty if the host has too few."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -120,7 +120,7 @@ class Guard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End the guard once there are no more processes to kill."""
+        """End the guard, after all processes that it would kill have ended."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -206,7 +206,8 @@ class Rank:
 class LaunchJob:
     """Ranks of a script on this host, from their start until all of them have ended.
 
-    ``first`` is the number of the first rank. With ``pin``, each rank has its own cores if there are enough.
+    ``first`` is the number of the first rank. If ``pin`` is true and the host has enough cores, each rank has
+    its own.
     """
 
     def __init__(

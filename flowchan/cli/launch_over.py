@@ -139,7 +139,7 @@ class HostLauncher:
             self._orders.close()
 
     def _end(self) -> None:
-        with contextlib.suppress(ChannelError, ValueError):  # the hosts have all ended
+        with contextlib.suppress(ChannelError, ValueError):  # all hosts have ended
             self._orders.put_nowait("end")
 
     def interrupt(self, *_: object) -> None:
@@ -156,7 +156,7 @@ def launch_over(pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: 
         count: Number of ranks.
         script: The program and its arguments.
         tell: Function that prints the output of a rank.
-        pin: Whether to pin each rank to a share of the cores.
+        pin: Pin each rank to a share of the cores.
 
     Returns:
         The same values as ``launch``.

@@ -202,7 +202,7 @@ def _one_line(path: Path) -> Iterator[None]:
         ) from error
     except SystemExit as error:
         raise LoadError(
-            f"{path}: exits when it is imported{_line_in(path, error)}; put the call that exits under `if "
+            f"{path} exits when it is imported{_line_in(path, error)}; put the call that exits under `if "
             '__name__ == "__main__":`'
         ) from error
     except BaseException as error:
@@ -216,7 +216,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line_in(path: Path, error: BaseException) -> str:
-    """Return " (line N)" for the last traceback entry in the user's own file, or "" if there is none."""
+    """Return " (line N)" for the last traceback entry in the user's own file, or "" without such an entry."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -232,7 +232,7 @@ def _only(module: ModuleType, path: Path) -> str:
         raise LoadError(f"{path}: no graph found; declare a Graph object or a function annotated `-> Graph`")
     if len(names) > 1:
         raise LoadError(
-            f"{path}: defines several graphs; choose one of {', '.join(f'{path}:{name}' for name in names)}"
+            f"{path} defines several graphs; choose one of {', '.join(f'{path}:{name}' for name in names)}"
         )
     return names[0]
 
@@ -290,7 +290,7 @@ def _named(module: ModuleType, name: str, path: Path) -> str:
         return name
     names = list(_candidates(module))
     known = f"; its graphs are {', '.join(names)}" if names else ", and it defines no graphs"
-    raise LoadError(f"{path}: has no {name!r}{known}")
+    raise LoadError(f"{path} has no {name!r}{known}")
 
 
 def _graph_of(label: str, value: Any, args: Sequence[str], file: Path) -> Blueprint:

@@ -53,9 +53,9 @@ def group(
 ) -> Group:
     """Join a group and return this process's member of it.
 
-    Without ``rank``, ``size`` and ``at``, the members are all processes that one launcher started. The
-    launcher is torchrun, mpirun (from Open MPI or MPICH), or Slurm's srun. Without a launcher, this process
-    is the only member.
+    If ``rank``, ``size`` and ``at`` are omitted, the members are all processes that one launcher started. The
+    launcher is torchrun, mpirun (from Open MPI or MPICH), or Slurm's srun. If no launcher started this
+    process, it is the only member.
 
     If the members create several groups, all of them must create the groups in the same order.
 
@@ -63,9 +63,9 @@ def group(
         rank: Number of this member, from 0. If all members pass only ``size`` and ``at``, the order of their
             arrival decides: the first one that listens is rank 0.
         size: Number of members, at most 1024.
-        at: With ``secret``, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Without it, any
-            string that is equal on all members; they must then be on one host. With port 0, rank 0 chooses a
-            free port, which it passes to ``publish``.
+        at: If ``secret`` is given, the address where rank 0 listens, such as ``"10.0.0.1:4711"``. Otherwise,
+            any string that is equal on all members; they must then be on one host. If the port is 0, rank 0
+            chooses a free port, which it passes to ``publish``.
         secret: At least 16 bytes that all members share. It is required for members on several hosts.
         name: Name of the group in messages.
         timeout: Seconds to wait for the other members (default 300).
@@ -81,8 +81,8 @@ def group(
         TimeoutError: Some members did not arrive in time, or rank 0 cannot be reached.
         OSError: Rank 0 cannot listen at ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or the members are on
-            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Under Slurm, the members
-            only need a folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
+            several hosts and ``FLOWCHAN_AT`` or ``FLOWCHAN_SECRET`` is missing. Members in Slurm need only a
+            folder that all hosts share, ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

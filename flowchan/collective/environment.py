@@ -56,7 +56,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
         environ: The environment variables (default: those of this process).
 
     Returns:
-        The rank and size. Without a launcher, this process is the only member.
+        The rank and size. If no launcher started this process, it is the only member.
 
     Raises:
         GroupError: The variables are not numbers, or the rank is out of range.
@@ -68,7 +68,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether the variables of PMI come from srun, which does not set those for this host."""
+    """Return whether srun set the PMI variables; srun does not set those for this host."""
     return (
         launcher.name == "PMI"
         and not any(environ.get(name) for name in launcher.local)
@@ -78,14 +78,14 @@ def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 
 
 class SlurmStep(NamedTuple):
-    """A step of a job of Slurm: a name that no other step has, and the address of the host of srun."""
+    """A Slurm job step: its unique name, and the address of srun's host."""
 
     name: str
     address: str
 
 
 def slurm_step(environ: Mapping[str, str] = os.environ) -> SlurmStep | None:
-    """Return the step of Slurm that this process belongs to, ``None`` if its variables are missing."""
+    """Return this process's Slurm job step, or ``None`` if Slurm's variables are missing."""
     job, step, address = (
         environ.get(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "LAUNCH_NODE_IPADDR")
     )

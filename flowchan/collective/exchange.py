@@ -222,7 +222,7 @@ class ExchangeStep:
         for host in self._waiting:
             sock, peer = self._links.sockets[host], self.peers[host]
             wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
-            if wanted:  # otherwise the message to this host depends on messages from others
+            if wanted:  # otherwise this host can get its message only after other hosts have sent theirs
                 poll.register(sock, wanted)
                 host_of[sock.fileno()] = host
         passed = time.monotonic() - self._begun
@@ -253,9 +253,9 @@ class ExchangeStep:
                     del peer.out[0]
 
     def _receive_last_message(self, host: int, error: OSError) -> None:
-        """Receive the last message of a leader that no longer accepts data.
+        """Receive the last message of a leader that has stopped accepting data.
 
-        That message may contain the reason.
+        The message may contain the reason.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):

@@ -1,8 +1,9 @@
 """Transports that users register for the connections between the hosts of a group.
 
-The rendezvous of a group stays on TCP. It tells the members each other's addresses, which may have any form,
+The rendezvous of a group stays on TCP. It distributes the members' addresses, which may have any form,
 because only the transport reads them. Everything else between hosts goes over the transport's sockets:
-collectives, messages, and the news that a member left. Both ends then authenticate each other, as over TCP.
+collectives, messages, and the notices of members that leave. Both ends then authenticate each other, as over
+TCP.
 """
 
 from __future__ import annotations

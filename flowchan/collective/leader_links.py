@@ -257,7 +257,7 @@ class Links(Connections):
                 raise
 
     def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
-        """Report to the other leaders which leader died, so that they do not think that this one has died."""
+        """Report to the other leaders which leader died, so that they do not report this one as dead."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:
@@ -268,7 +268,7 @@ class Links(Connections):
     def ended(self) -> int | None:
         """Return a host whose leader will not take part in the next step, or None.
 
-        Call it between two steps.
+        Call this method between two steps.
         """
         for host, sock in self.sockets.items():
             try:
@@ -305,7 +305,7 @@ class Links(Connections):
     def cut(self) -> None:
         """Interrupt the step that another thread is running, and make all later steps fail.
 
-        That step and the later ones raise :class:`MemberDied`.
+        The step and all later ones raise :class:`MemberDied`.
         """
         for sock in self.sockets.values():
             with contextlib.suppress(OSError):  # the socket is closed

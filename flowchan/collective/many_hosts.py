@@ -388,7 +388,7 @@ class LinkedGroup(Group):
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
         If the ``first`` step finds that the members' calls differ, the group can still be used. In a later
-        step, other hosts have already completed the operation. Messages could then no longer be matched to
+        step, other hosts have already completed the operation. After that, messages could not be matched to
         operations, so the group fails.
         """
         if self._failure is not None:

@@ -5,7 +5,7 @@ connected to the receiver and forwards the message. On the receiving side, a thr
 channel that ``receive`` reads. A sender therefore waits for the receiver only when these channels are full.
 
 A member *watches* a peer from which it expects a first message. A watching connection carries only one kind
-of news: that the peer is leaving.
+of message: that the peer is leaving.
 """
 
 from __future__ import annotations
@@ -211,7 +211,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel()
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # One assignment: if Ctrl-C comes before it, the channel has no writer, and the thread ends.
+                # A single assignment. If Ctrl-C comes before it, the channel lacks a writer, and the thread
+                # ends.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:
@@ -303,7 +304,7 @@ class RemotePeer:
         _shut_down(self._sock)
 
     def join(self) -> None:
-        """Wait until all messages have been sent or can no longer be sent."""
+        """Wait until all messages have been sent or have become undeliverable."""
         if self._out is not None and not self._is_abandoned:
             self._out[2].join()
 
@@ -363,7 +364,7 @@ class RemotePeer:
         with contextlib.suppress(OSError, EOFError), sock, sock.makefile("rb", BUFFER) as stream:
             while (size := SIZE.unpack(_exactly(stream, SIZE.size))[0]) != LEFT_WORD:
                 message = _exactly(stream, size)
-                with contextlib.suppress(ChannelError):  # this member no longer receives
+                with contextlib.suppress(ChannelError):  # this member has stopped receiving
                     self._in.put(message)
             how = LEFT
         self._end(how)

@@ -280,7 +280,7 @@ class SharedGroup(_core.Group, Group):
         return "127.0.0.1"
 
     def _has_lost_any(self) -> bool:
-        """Return whether a member is gone that has not completed the current operation.
+        """Return whether a member that has not completed the current operation is gone.
 
         A member that has completed the operation is already in a later round.
         """
@@ -289,7 +289,7 @@ class SharedGroup(_core.Group, Group):
         return any(state[2] <= begun and (state[1] != PRESENT or not state[5]) for state in states)
 
     def _cut_off(self, call: str) -> None:
-        pass  # the next round finds the lost member
+        pass  # the next round detects the lost member
 
     def _give_up_all(self) -> None:
         self._give_up()

@@ -1,9 +1,9 @@
 """Messages between two members, received in the order in which they were sent.
 
 The first message from one member to another creates a channel, which also carries all later messages. On one
-host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts,
-a connection joins two channels (``messages_remote.py``). A member receives from both kinds in the same way,
-so it can wait for all other members at once.
+host, the sender publishes the channel in the group's memory, and the receiver opens it there. If they are on
+different hosts, a connection joins two channels (``messages_remote.py``). A member receives from both kinds
+in the same way, so it can wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unchanged(x: Any) -> Any:
 
 
 class Peer(Protocol):
-    """Another member, to which this member sends messages or from which it receives them."""
+    """Another member that this member sends messages to or receives them from."""
 
     def send(self, x: Any, timeout: float | None) -> None: ...
     def incoming(self) -> Any:
@@ -102,7 +102,7 @@ class Messages:
         self._rank, self._size, self._peer_of = rank, size, peer
         self._peers: dict[int, Peer] = {}
         self._lock = threading.Lock()
-        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source, in their order
+        self._started: dict[int, deque[ReceiveHandle]] = {}  # by source; in the order in which they started
 
     def peer(self, rank: int) -> Peer:
         if rank not in self._peers:
@@ -219,7 +219,8 @@ class Messages:
     ) -> tuple[Any, int] | None:
         """Return a message from any of the channels, or wait until a channel of ``local`` has one."""
         for rank in _random.sample(list(channels), len(channels)):
-            try:  # no ``with`` block: leaving it is a call, in which Ctrl-C would lose the message
+            # no ``with`` block: leaving it is a call, and Ctrl-C during this call would lose the message
+            try:
                 return self._peers[rank].take(channels[rank], 0.0, unchanged), rank
             except (Empty, Drained, Broken):
                 continue
@@ -367,7 +368,7 @@ class SameHostPeer:
             The reading port, or None if the peer has sent nothing.
 
         Raises:
-            MemberDied: The channel can no longer be opened.
+            MemberDied: The channel cannot be opened any more.
         """
         if self._in:
             return self._in[0]

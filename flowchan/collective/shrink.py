@@ -1,6 +1,6 @@
 """Shrinking of a group on one host to its surviving members.
 
-Each survivor publishes that it has arrived, and waits for an offer. Once all survivors have arrived, the
+Each survivor publishes that it has arrived, and waits for an offer. When all survivors have arrived, the
 first of them creates the memory of a new group and offers it to each of the others. The new group is valid
 once all its members have completed a round in it, so they all agree that it is valid. If another member dies
 earlier, the survivors try again.

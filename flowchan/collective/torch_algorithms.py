@@ -229,7 +229,7 @@ class TorchAlgorithm:
             if failed is not None:
                 raise failed
             if on_values is not None:
-                # an error here closes connections, so raise it before any are made
+                # an error after the members have connected would close the connections; raise it before
                 on_values([word for _, word in values])
             if self._backend is None:
                 self._connect(values[0][0], device, remaining)

@@ -89,8 +89,8 @@ def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
     arrives at most ``HARDLY`` times as late, because slow connections often share a wire. If ``small`` is
     true, sending is assumed to take no time.
 
-    Times are rounded to powers of two, at least ``LEAST``. Among equal senders, the one that was reached
-    first is used. Noise in the measurements therefore does not change the tree.
+    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the one that was
+    reached first is used. Noise in the measurements therefore does not change the tree.
     """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}

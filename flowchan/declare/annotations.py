@@ -190,7 +190,7 @@ def _names_of(function: Any) -> _Names:
 
 
 def _resolved(annotation: Any, names: _Names) -> Any:
-    # Under "from __future__ import annotations", a quoted annotation is a string inside a string.
+    # If the module imports annotations from __future__, a quoted annotation is a string inside a string.
     for _ in range(2):
         if isinstance(annotation, str):
             try:

@@ -58,7 +58,7 @@ class Blueprint(General):
             capacity: Capacity of the output channel in items (default: 64).
             restarts: Maximum number of times that a dead worker process is replaced within 60 seconds of work
                 (default: 10).
-            restartable: Whether a second iteration yields the same elements (default: False). If so, a dead
+            restartable: True if a second iteration yields the same elements (default: False). If so, a dead
                 worker process is replaced, and the replacement skips the elements that were already emitted.
             gpus: GPUs reserved for the worker, or a share of one below 1 (default: 0). This requires
                 a worker process.

@@ -92,7 +92,7 @@ class Builder:
     def edges(self) -> tuple[Edge, ...]:
         """Return the channels of the graph.
 
-        There is an edge from each output to its reader, and from each error stream that a stage reads. If a
+        An edge leads from each output to its reader, and from each error stream that a stage reads. If a
         stream has several readers, which is an error that ``check`` reports, it has one edge for each reader.
         If its reader distinguishes the workers, it has one edge for each worker.
         """

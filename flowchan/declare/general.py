@@ -158,9 +158,9 @@ class General(Builder):
                 capacity (int): Capacity of each output channel in items (default: 64).
                 restarts (int): Maximum number of replacements of dead worker processes within 60 seconds of
                     work (default: 10).
-                restartable (bool): Whether the function keeps no state between items, so that a dead worker
+                restartable (bool): True if the function keeps no state between items, so that a dead worker
                     process can be replaced (default: False).
-                elastic (bool): For a gang: whether only the dead worker is restarted (default: False; implies
+                elastic (bool): For a gang: restart only the dead worker (default: False; implies
                     ``restartable``). The other workers keep their processes. Their function is called again,
                     first with the group of the survivors, then with the complete group.
                 gpus (float): GPUs reserved for each worker process, or a share of one below 1 (default: 0).

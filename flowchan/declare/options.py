@@ -184,7 +184,7 @@ def shows(
     Args:
         options: The options, a ``TypedDict``.
         settings: Class with the defaults of the options.
-        rest: Name that ``help`` shows for other keyword arguments, or None if there are none.
+        rest: Name that ``help`` shows for other keyword arguments; None if other arguments are not allowed.
 
     Returns:
         The decorator.

@@ -20,11 +20,11 @@ class Placement:
 
     Attributes:
         name: Name in reports and pictures.
-        own_process: Whether each worker has its own process, to which the stage is sent and which can be
+        own_process: True if each worker has its own process. The stage is sent to the process, which can be
             replaced. Otherwise, the workers are threads of the program's process and end with it.
         hosts: Names of the hosts among which the workers are distributed; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
-        nowhere: Whether the hosts have not been given yet.
+        nowhere: True if the hosts have not been given yet.
         missing: Reason why the hosts cannot be known here. This is an error only when the graph runs.
     """
 

@@ -30,9 +30,9 @@ DEFAULT_MAX_DEATHS = 3
 
 
 class Origin(NamedTuple):
-    """Output port of a stage, from which an input gets its items.
+    """Output port that an input reads.
 
-    If ``stage`` is empty, ``port`` is a number in the graph's tables of loops and of streams from other
+    If ``stage`` is empty, ``port`` is an index into the graph's tables of loops and of streams from other
     graphs.
     """
 
@@ -75,7 +75,7 @@ class Output:
         item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
             other processes with the stage, because it may not be picklable.
         capacity: Capacity of the channel in items.
-        channel_per_worker: Whether each worker has its own channel, ``name worker``, because the reader
+        channel_per_worker: True if each worker has its own channel, ``name worker``, because the reader
             distinguishes the workers.
     """
 
@@ -98,7 +98,7 @@ class Gang:
         group: Class of the group, for example ``flowchan.collective.Group``. ``_make_all(size, name)``
             returns the memberships in a group on this machine. ``_membership(…)`` returns a membership in a
             group over several hosts.
-        elastic: Whether the other workers continue while one is replaced.
+        elastic: True if the other workers continue while one is replaced.
     """
 
     parameter: str
@@ -212,9 +212,9 @@ class Edge:
         item: Type of the items, or ``None`` if unknown.
         capacity: Capacity in items.
         transport: Transport that the placements of both stages require.
-        errors: Whether this is an error stream.
+        errors: True if this is an error stream.
         where: Line that declares the writing stage.
-        feedback: Whether the channel leads back to an earlier stage of a loop.
+        feedback: True if the channel leads back to an earlier stage of a loop.
         worker: Number of the only worker that writes to it; 0 means all workers of the stage.
         to_worker: Number of the only worker that reads from it; 0 means all workers of the stage.
     """

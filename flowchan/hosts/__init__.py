@@ -34,8 +34,8 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
 
     Args:
         count: Number of agents to start, at least 1.
-        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
-        tls: Whether to encrypt and authenticate the traffic with TLS.
+        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
         The pool. Agents start when a graph that uses the pool starts.
@@ -69,8 +69,8 @@ def ssh(
         python: The Python executable on the hosts, with flowchan installed.
         address: The address at which the hosts can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).
-        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
-        tls: Whether to encrypt and authenticate the traffic with TLS.
+        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
         The pool. Agents start when a graph that uses the pool starts.
@@ -97,8 +97,8 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
     Args:
         address: The address at which the nodes can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).
-        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
-        tls: Whether to encrypt and authenticate the traffic with TLS.
+        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
         The pool. Agents start when a graph that uses the pool starts.
@@ -134,8 +134,8 @@ def ray(
             ``"CPU"``).
         address: The address at which the nodes can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).
-        peer_timeout: Seconds after which an agent that hears nothing from the program ends with its workers.
-        tls: Whether to encrypt and authenticate the traffic with TLS.
+        peer_timeout: Seconds without a message from the program after which an agent ends with its workers.
+        tls: Encrypt and authenticate the traffic with TLS.
 
     Returns:
         The pool. Agents start when a graph that uses the pool starts.

@@ -8,7 +8,7 @@ recovered in the same way as a local one. When the worker dies, its rings return
 its replacement receives them.
 
 The agent has three threads: one carries out the driver's commands, one maintains the link, and one watches
-the worker processes. If the agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with
+the worker processes. If the agent receives nothing from the driver for ``peer_timeout`` seconds, it ends with
 its workers.
 """
 

@@ -72,7 +72,7 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        self._closed = False  # whether the run is over, so that reports and failures of the agent are ignored
+        self._closed = False  # true if the run is over, so that reports and failures of the agent are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
         self._started: StartedAgent | None = None

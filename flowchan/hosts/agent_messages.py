@@ -37,7 +37,7 @@ class Start:
         share: Number of these bytes that a channel may hold when it has more than one item.
         gpus: Number of GPUs that are reserved for the worker.
         membership: Its membership in its gang's group, if it already has one.
-        elastic: Whether its gang is elastic, so that later memberships follow in ``NewMembership``.
+        elastic: True if its gang is elastic, so that later memberships follow in ``NewMembership``.
     """
 
     stream: int
@@ -137,7 +137,7 @@ class WorkerWaits:
         reading: Number of threads that are waiting for an item, by channel.
         writing: Number of threads that are waiting to put an item, by channel.
         counts: Numbers of items that entered and left each of the worker's rings.
-        moves: Whether the worker may continue without an item, or its process has ended.
+        moves: True if the worker may continue without an item, or its process has ended.
     """
 
     reading: Mapping[str, int]

@@ -68,7 +68,7 @@ class PackedStages:
 
 
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those of the modules that can't be imported in this process.
+    """Return the modules that can't be imported in this process.
 
     No module is imported: the search covers only the top-level package.
     """

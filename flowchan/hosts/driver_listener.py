@@ -1,4 +1,4 @@
-"""The driver's listener, to which agents and the workers of groups connect.
+"""The driver's listener for agents and for the workers of groups.
 
 The workers of a group exchange their addresses here and then connect to each other.
 """

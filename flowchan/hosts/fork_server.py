@@ -43,7 +43,7 @@ class _Agent:
         self.pid = pid
         self.program = program
         self.has_ended = False
-        self.is_over = False  # whether the program has released the agent
+        self.is_over = False  # true if the program has released the agent
 
     def check(self) -> None:
         """Report how the agent ended, if it has. It stays a zombie, so that its process id is not reused."""
@@ -56,7 +56,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process first: it may not lead its process group yet, and once it is dead, it never will.
+        # Kill the process first, because it may not lead its process group yet. A dead process cannot become
+        # a leader.
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

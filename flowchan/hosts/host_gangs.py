@@ -19,7 +19,7 @@ class HostGangs:
 
     def __init__(self) -> None:
         self.listener: DriverListener | None = None
-        # The group's number, rank and size. A worker of an elastic gang may have no group for a while.
+        # The group's number, rank and size. A worker of an elastic gang may be without a group for a while.
         self._members: dict[WorkerId, tuple[int, int, int]] = {}
 
     def form(self, ids: Sequence[WorkerId]) -> None:

@@ -31,9 +31,9 @@ class Pool(Placement):
 
     Attributes:
         provider: The provider that starts the agents.
-        peer_timeout: Seconds after which an agent that hears nothing from the driver ends with its workers.
+        peer_timeout: Seconds without a message from the driver after which an agent ends with its workers.
             The driver gives up on an agent that has been silent for 1.5 times as long.
-        tls: Whether the connections are encrypted.
+        tls: True if the connections are encrypted.
 
     Example:
         >>> from flowchan import hosts
@@ -76,7 +76,7 @@ class Pool(Placement):
             other: Another placement.
 
         Returns:
-            Whether one part of a crew can serve both placements.
+            True if one part of a crew can serve both placements.
         """
         return isinstance(other, Pool) and other.provider == self.provider
 

@@ -1,8 +1,8 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
-The provider starts this module on the host in place of an agent, so the probe sees what an agent would see.
-It dials, authenticates, and describes the host in its hello. The program then sends transfers. A transfer is
-a size followed by that many bytes, and the probe answers each transfer with one byte.
+The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
+as an agent. It dials, authenticates, and describes the host in its hello. The program then sends transfers. A
+transfer is a size followed by that many bytes, and the probe answers each transfer with one byte.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Facts:
 
     Attributes:
         host: Name of the host.
-        problem: Why the host can't be used; empty if it can.
+        problem: Reason why the host can't be used; empty if it can be used.
         python: Its version of Python.
         flowchan: Its version of flowchan.
         cores: Number of cores that a process on the host may use.

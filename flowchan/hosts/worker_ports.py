@@ -1,4 +1,4 @@
-"""The hosts of a run, its workers' streams on the links, and what these workers are waiting for."""
+"""The hosts of a run, its workers' streams on the links, and the waits of these workers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class WorkerPorts:
         number: Number of the worker's stream.
         agent: The agent on its host.
         info: The worker as its own code sees it.
-        process_ended: Whether its process has ended and has not been replaced.
-        failed: Whether it has reported a failure.
-        blame: Whether the item that it held may have killed it.
+        process_ended: True if its process has ended and has not been replaced.
+        failed: True if it has reported a failure.
+        blame: True if the item that it held may have killed it.
         ended: Its report that it has ended; its last outputs may still be in transit until ``finished``.
-        finished: Whether all its outputs have arrived.
+        finished: True if all its outputs have arrived.
     """
 
     number: int
@@ -81,7 +81,7 @@ class HostWorkers:
         self.round_trip = link["round_trip"] or self.round_trip
 
     def stats(self, workers: int) -> HostStats:
-        """Return the statistics of the host, on which ``workers`` workers are running."""
+        """Return the statistics of the host. ``workers`` is the number of workers on it."""
         link = self.agent.link.state() if self.agent is not None else {}
         counts = {word: self.before[word] + link.get(word, 0) for word in COUNTS}
         state = "connected" if link.get("connected") else "waiting" if link else self.given_up or "ended"

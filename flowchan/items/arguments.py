@@ -156,8 +156,8 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
     for name in options:
         if name not in known:
             near = near_misses(name, known)
-            rest = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
-            raise TypeError(f"{call}: has no option {name!r}; {rest}")
+            rest = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            raise TypeError(f"{call}: unknown option {name!r}; {rest}")
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:

@@ -186,7 +186,7 @@ def loan(  # noqa: D417 - a method of channels and ports
 
     ``put`` then does not copy the array, which may be the whole item or a part of it. Its contents are
     undefined at first. After the put, the array belongs to the channel: a NumPy array becomes read-only, and
-    a tensor must no longer be written. If an array is dropped without a put, its memory returns to the
+    a tensor must not be written any more. If an array is dropped without a put, its memory returns to the
     channel. Only one loan per item is used in place; ``put`` copies any other. On a channel between threads,
     this returns an ordinary array.
 

@@ -2,8 +2,8 @@
 
 The buffers are sent next to the pickle. They are copied once into the channel, and the receiver reads them in
 place. Arrow's own types need this only for a slice of a table, whose pickle would include the whole table.
-The pickle of a Polars frame or series, or of a Pillow image, would contain all data. Without pyarrow, and for
-types that Arrow lacks, objects are pickled as their libraries define, with the copies that this makes.
+The pickle of a Polars frame or series, or of a Pillow image, would contain all data. If pyarrow is missing,
+or Arrow lacks a type, objects are pickled as their libraries define, which makes copies.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The format is pickle protocol 5. The contents of arrays and tensors are sent nex
 (``arrays.py``), so they are written once and read in place.
 
 Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
-with cloudpickle (``main_code.py``): another process may have another ``__main__``. Everything importable is
-pickled by reference. cloudpickle is also used for values that plain pickle can't handle.
+with cloudpickle (``main_code.py``). The reason is that another process may have another ``__main__``.
+Everything importable is pickled by reference. cloudpickle is also used for values that plain pickle can't
+handle.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
     Args:
         item: The item.
-        leaves: Whether the item goes to another host.
+        leaves: True if the item goes to another host.
 
     Returns:
         The pickle and its buffers, or that tuple.

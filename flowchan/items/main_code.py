@@ -35,7 +35,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no ty
     """cloudpickle's pickler, whose functions and classes are received as the module docstring describes.
 
     Attributes:
-        keeps_classes: Whether the pickle of a class may be kept and used for many objects. The pickle of such
+        keeps_classes: True if the pickle of a class may be kept and used for many objects. The pickle of such
             a class is nested, which hides the names of the modules that it refers to.
     """
 

@@ -57,9 +57,9 @@ class ChannelServer:
     Args:
         address: Address to listen at.
         secret: Secret that clients must prove that they know (default: 32 random bytes).
-        tls: Whether connections are encrypted.
+        tls: True if connections are encrypted.
         peer_timeout: Seconds without a sign of life from this process after which a client gives up.
-        kept: Whether the server continues to run when it has no channels.
+        kept: True if the server continues to run when it has no channels.
 
     Raises:
         ValueError: The address is invalid.
@@ -87,7 +87,7 @@ class ChannelServer:
         self._entrances: weakref.WeakValueDictionary[int, Channel[Any]] = weakref.WeakValueDictionary()
         # for each channel, the number of unfinished items that contain it
         self._under_way: Counter[int] = Counter()
-        self._dropped: deque[Orphans] = deque()  # channels that may no longer have any user
+        self._dropped: deque[Orphans] = deque()  # channels that may be without users by now
         self._mark = re.compile(re.escape(mark_of(self.id, "").encode()) + rb"(\d+)")
         # reentrant: while a thread holds the lock, the garbage collector may call item_done() in that thread
         self._counting = threading.RLock()
@@ -156,7 +156,7 @@ class ChannelServer:
             if channel is None and number not in self._sent:
                 return False
             if channel is not None and number not in self._sent:
-                # Before counting, because this fails if the process has no descriptors left
+                # before counting, because this fails if the process has used up its descriptors
                 self._sent[number] = _twin(channel, os.dup(channel._fd))
             self._under_way[number] += 1
         return True
@@ -241,7 +241,7 @@ class ChannelServer:
             return found
         raise ChannelError(
             f"channel {number} does not exist at {self.address}: its owner has released or never made it; "
-            "keep a reference to it in its owner, or in a program that has opened it, while others use it"
+            "keep a reference to it in some program while others use it"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:
@@ -416,7 +416,7 @@ def server_of(id: str) -> ChannelServer | None:
 
 
 def server_at(address: str, secret: bytes) -> ChannelServer | None:
-    """Return this process's server at ``address``, or None if there is none or the secret is wrong."""
+    """Return this process's server at ``address``; None if no such server exists or the secret is wrong."""
     found = [server for server in _servers.values() if server.address == address]
     return found[0] if found and hmac.compare_digest(found[0].secret, secret) else None
 

@@ -2,7 +2,7 @@
 
 A connection consists of a link, a control stream, and one stream for each port that is open in this process.
 It has two threads: one keeps the link connected, and the other receives messages from the owner. The
-connection ends when this process no longer uses any channel of that owner.
+connection ends when this process has stopped using the channels of that owner.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Connection(Calls):
     Args:
         address: Host and port of the owner.
         secret: Secret of the owner's server.
-        tls: Whether the connection is encrypted.
+        tls: True if the connection is encrypted.
         timeout: Seconds to wait for the owner.
 
     Raises:
@@ -56,7 +56,7 @@ class Connection(Calls):
     def __init__(self, address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> None:
         super().__init__(address)
         self.pid = os.getpid()
-        self.is_kept = False  # whether to stay connected while the owner is alive, even without channels
+        self.is_kept = False  # true: stay connected while the owner is alive, even without channels
         self._starting = 0  # number of callers that are about to use a channel
         self._secret, self._tls = secret, tls
         self._hello = {**versions(), **card(), "client": secrets.token_hex(16), "again": False}

@@ -47,7 +47,7 @@ class Clients:
     Args:
         address: Address to listen at.
         secret: Secret that clients must prove that they know (default: 32 random bytes).
-        tls: Whether to encrypt the connections.
+        tls: Encrypt the connections.
         capacity: Capacity of each channel.
         on_join: Called with each client that joins.
 
@@ -125,7 +125,7 @@ def join(
     Args:
         address: Host and port of the server.
         secret: Secret of the server.
-        tls: Whether the connection is encrypted.
+        tls: True if the connection is encrypted.
         timeout: Seconds to wait for the server.
         tag: Name of this client, which the server shows.
 

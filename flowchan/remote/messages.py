@@ -84,7 +84,7 @@ class Finished:
 
     Attributes:
         stream: Number of the stream.
-        broken: Whether the channel that the stream writes to is broken.
+        broken: True if the channel that the stream writes to is broken.
         cause: The cause of the break, or None.
         used: Number of items from the client that the owner has put in total.
     """
@@ -166,7 +166,7 @@ def packed_in(value: Any) -> Iterator[bytes]:
 
 
 def cause_in(cause: Sealed | None) -> BaseException | None:
-    """Return the exception in ``cause``, or None if there is none."""
+    """Return the exception in ``cause``, or None without an exception."""
     if cause is None:
         return None
     try:

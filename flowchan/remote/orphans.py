@@ -43,7 +43,7 @@ class OrphanMemory:
 
 
 class Orphans:
-    """A channel that may no longer have any user.
+    """A channel that may be without users.
 
     Args:
         number: Number of the channel at its owner.
@@ -74,7 +74,7 @@ class Orphans:
     def _items(self) -> list[Any]:
         keeps_sealed.set(True)
         found = []
-        with contextlib.suppress(Exception):  # the channel is empty, or in a state that no longer matters
+        with contextlib.suppress(Exception):  # the channel is empty or damaged
             channel: Channel[Any] = Channel.__new__(Channel)
             _core.Channel.__init__(channel, fd=os.dup(self.fd), socket=-1, name="")
             channel._undo_abort()

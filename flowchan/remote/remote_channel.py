@@ -114,7 +114,7 @@ class RemoteChannel(Channel[T]):
         """Ask the owner for its current state before a call gives up; the core calls this.
 
         Returns:
-            Whether the call may succeed now or the channel has ended, and the owner's total number of puts
+            True if the call may succeed now or the channel has ended, and the owner's total number of puts
             into and gets from the channel.
         """
         connection, stream = self._connection, self._ports[reads]._stream
@@ -291,7 +291,7 @@ class RemoteChannel(Channel[T]):
     def item_done(self) -> None:
         """Notify the owner that this process has finished an item that contained the channel.
 
-        Until then, the owner keeps the channel because of that item.
+        Before that, the owner keeps the channel because of the item.
         """
         self._connection.notify("item_done", self._number)
 
@@ -327,7 +327,7 @@ def unpickle_channel(
     Args:
         address: Address of the channel.
         secret: Secret of the channel.
-        tls: Whether the connection is encrypted.
+        tls: True if the connection is encrypted.
         server_id: Id of the channel's server.
         sent: Mark that counts the item at the owner, which keeps the channel until the item is finished;
             False if no item is counted.
@@ -364,7 +364,7 @@ def remote_channel(
     Args:
         address: Address of the channel.
         secret: Secret of the channel.
-        tls: Whether the connection is encrypted.
+        tls: True if the connection is encrypted.
         timeout: Seconds to wait for a connection, if this process is not connected to the owner yet.
         give_up: Time at which to stop waiting for the owner's reply (default: never).
 
@@ -409,7 +409,7 @@ def open_channel(
     Args:
         address: The value of ``channel.address`` in that program.
         secret: The value of ``channel.secret`` in that program.
-        tls: Whether the connection is encrypted; must equal the ``tls`` that the other program passed to
+        tls: True if the connection is encrypted; must equal the ``tls`` that the other program passed to
             ``serve`` (default: False).
         timeout: Seconds to wait for the owner (default: 10); None waits without a limit.
 

@@ -81,7 +81,7 @@ def serve(
         address: Host and port to listen at; port 0 chooses any free port (default: ``"127.0.0.1:0"``, which
             only programs on this machine can reach).
         secret: At least 16 bytes that programs on other hosts must know (default: 32 random bytes).
-        tls: Whether to encrypt and authenticate the traffic with TLS (default: False).
+        tls: Encrypt and authenticate the traffic with TLS (default: False).
         peer_timeout: Seconds without a sign of life from this program after which a client gives up (default:
             10).
 

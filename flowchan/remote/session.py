@@ -346,11 +346,11 @@ class ClientSession:
         )
 
     def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
-        """Return how much room there is for this client's items.
+        """Return the room for this client's items.
 
         Returns:
-            The total number of items that the client may put, whether the channel has ended, and the total
-            number of puts into and gets from it.
+            The total number of items that the client may put, whether the channel has ended, and the
+            channel's total number of puts and gets.
         """
         return *self.link.room(stream), _moves(channel)
 

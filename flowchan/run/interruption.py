@@ -44,7 +44,7 @@ class Interruption:
 
         Args:
             number: Number of the signal.
-            again: Whether this is the second signal, so that the run must be aborted.
+            again: True if this is the second signal, so that the run must be aborted.
 
         Raises:
             Interrupted: Always.
@@ -77,7 +77,7 @@ class Interruption:
 
         Args:
             number: Number of the signal.
-            again: Whether to abort the run at once.
+            again: Abort the run at once.
         """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         supervisor = self._supervisor

@@ -9,7 +9,7 @@ from typing import Any
 class ResultIterator(AsyncIterator[Any]):
     """Iterator returned by ``Run.aiter``.
 
-    Dropping it counts as leaving the loop, even if the event loop is no longer running.
+    Dropping it counts as leaving the loop, even if the event loop has stopped.
 
     Args:
         items: Items of the result.

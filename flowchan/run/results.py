@@ -209,7 +209,7 @@ class ResultGathering:
                     else:
                         self._local.start_thread(waiting[0])
                     del waiting[0]
-        except BaseException:  # the remaining results have no reader, so the run would wait forever
+        except BaseException:  # without a reader for the remaining results, the run would wait forever
             self._supervisor.ask(AbortRequested())
             for id in waiting:
                 self._break(id.stage)
@@ -234,7 +234,7 @@ class ResultGathering:
 
 
 def _worker(stage: str) -> WorkerId:
-    """Return the worker of a result. There is only one."""
+    """Return the only worker of a result."""
     return WorkerId(stage, 1)
 
 
@@ -245,8 +245,8 @@ _HANDED_OVER = object()
 class _TakenInFirst:
     """Iterator over a result: first the items that the run has collected, then those from the port.
 
-    Once this iterator exists, the run collects no further items ahead of the reader, so the channels bound
-    the memory again.
+    While this iterator exists, the run does not collect items ahead of the reader, so the channels bound the
+    memory again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:

@@ -358,7 +358,7 @@ class Run(ObservedRun):
 
         Args:
             timeout: Seconds after which the run is aborted if it is still running (default: no limit).
-            finish_queued: Whether to finish items that are waiting in channels (default: True). If False,
+            finish_queued: Finish items that are waiting in channels (default: True). If False,
                 they are discarded, and only items that workers are processing are finished. In both cases,
                 the run keeps results, failed items, and items that lead to a stage with several inputs.
 

@@ -59,7 +59,7 @@ class Runnable(ABC):
 
         Raises:
             GraphError: The graph is not valid; the error lists all problems.
-            OSError: There is not enough memory for the channels.
+            OSError: Memory for the channels is short.
 
         Example:
             >>> from flowchan import Graph
@@ -95,7 +95,7 @@ class Runnable(ABC):
         Args:
             seed: Random seed for all workers; see :meth:`start`.
             memory: Maximum number of bytes in all channels; see :meth:`start`.
-            progress: Whether to show the progress on a terminal, in a notebook or as plain lines. If the
+            progress: Show the progress on a terminal, in a notebook or as plain lines. If the
                 source has a length, this includes totals and the remaining time.
 
         Returns:

@@ -40,11 +40,11 @@ unless noted.
 - R9 Randomness. Every worker has its own seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths inside the user's code or while the item is unpickled. One
-  worker at a time tries it again while the others continue, and the error tells how each of them died. With
-  ``max_deaths=1`` an item is also blamed for deaths until its output has been put, so it is never processed
-  twice. In a batch, only members that kill their workers alone fail. A death that is blamed on an item does
-  not use a restart. All other deaths of workers use the restarts of their stage, each of which counts for 60
-  s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
+  worker at a time tries it again while the others continue, and the error lists the cause of each death. If
+  ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is never
+  processed twice. In a batch, only members that kill their workers alone fail. A death that is blamed on an
+  item does not use a restart. All other deaths of workers use the restarts of their stage. Each restart
+  counts for 60 s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
   test_decisions.py, tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. No item is blamed for the end of the other workers. If a
@@ -234,7 +234,7 @@ class Supervisor:
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell other hosts that no caller is waiting for the answer to a request any longer.
+        """Notify other hosts that no caller is waiting for the answer to a request any more.
 
         Event loops call this method, so it never blocks. If the queue is full, no message is sent, and a
         worker does unnecessary work.
@@ -289,7 +289,7 @@ class Supervisor:
                 self.feed.end()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
-        # This comes last because it may raise; all waiting threads must have seen the run end before.
+        # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
         self.crew.warn_of(self.state.abandoned)
 
     def _next(self) -> SupervisorEvent | Event:
@@ -313,7 +313,7 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return when workers that the run no longer needs start to be late."""
+        """Return the time at which unneeded workers start to be late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:

@@ -78,14 +78,14 @@ def meet(
     Args:
         sock: The new connection.
         secret: The secret that both ends must know.
-        dialled: Whether this end has dialled; otherwise it listens.
+        dialled: True if this end has dialled; otherwise it listens.
         hello: The hello of this end.
         timeout: Seconds for the whole handshake.
-        tls: Whether to encrypt the connection.
+        tls: Encrypt the connection.
 
     Returns:
-        The socket to use from now on, and the peer's hello. With ``tls``, the socket leads to a proxy process
-        that encrypts the data (``tls.py``) and ends when the socket is closed.
+        The socket to use from now on, and the peer's hello. If ``tls`` is set, the socket leads to a proxy
+        process that encrypts the data (``tls.py``) and ends when the socket is closed.
 
     Raises:
         Refused: The peer does not know the secret, is silent, or speaks another protocol. The one-line

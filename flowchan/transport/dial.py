@@ -33,8 +33,8 @@ def reach(
         hello: The hello of this end.
         why: Beginning of the error message.
         within: Seconds after which the retries end.
-        tls: Whether to encrypt the connection.
-        wanted: Returns False when the connection is no longer needed.
+        tls: Encrypt the connection.
+        wanted: Returns False when the connection is not needed any more.
 
     Returns:
         The connection and the peer's hello.

@@ -2,7 +2,7 @@
 
 Python runs signal handlers between two bytecodes of the main thread. Most programs have handlers that raise:
 ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may be raised at any
-point. Only this file knows how code stays correct in that case:
+point. Only this file contains the means that keep code correct in that case:
 
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. They take effect when it ends.
 - ``interrupts_allowed()``: a long wait within such a block, during which they take effect immediately.
@@ -139,7 +139,7 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 def is_interrupt(error: BaseException) -> bool:
     """Return whether a signal handler in this process raised the error, or the error ends the program.
 
-    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors say nothing about the
+    An error that ends the program is, for example, ``KeyboardInterrupt``. Such errors are unrelated to the
     call that they interrupt.
     """
     if not isinstance(error, Exception):
@@ -245,7 +245,7 @@ class DeferralBlock:
     Attributes:
         deferred: Number of signals that it has deferred. Only the first is delivered, so this reveals a
             second Ctrl-C.
-        allows: Whether it is in a wait that may be interrupted.
+        allows: True if it is in a wait that may be interrupted.
     """
 
     deferred = 0
@@ -285,7 +285,9 @@ class _Layer:
         try:
             raise instead
         finally:
-            del instead  # this frame is in its traceback, and would keep it "still raised"
+            # this frame is in the error's traceback; with this reference, the error would count as "still
+            # raised"
+            del instead
 
 
 _blocks: list[DeferralBlock] = []

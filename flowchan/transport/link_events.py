@@ -57,7 +57,7 @@ class LinkIdle:
     """No event has occurred for some time.
 
     Attributes:
-        connected: Whether the link was connected when that time began. If it has broken since then, the next
+        connected: True if the link was connected when that time began. If it has broken since then, the next
             event reports the break.
         silent: Seconds since the last byte arrived or, without a connection, since the connection broke.
     """

@@ -1,7 +1,7 @@
 """Listener that accepts only peers that know the secret, and that other peers cannot delay.
 
-One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, the oldest
-one is refused, because a peer that knows the secret needs only a few round trips.
+One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If too many handshakes are
+unfinished, the oldest one is refused, because a peer that knows the secret needs only a few round trips.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class AuthenticatedListener:
             self._pending.remove(pending)
 
     def _unregister(self, sock: socket.socket) -> None:
-        # already unregistered: in a call that Ctrl-C ended, or before it was closed
+        # already unregistered: by a call that Ctrl-C ended, or before the socket was closed
         with contextlib.suppress(KeyError, ValueError):
             self._ready.unregister(sock)
 

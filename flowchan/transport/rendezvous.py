@@ -1,6 +1,6 @@
 """Exchange of small values between processes that do not know each other yet, through a coordinator.
 
-The exchange has rounds. Each participant sends a line of JSON. Once all lines have arrived, the coordinator
+The exchange has rounds. Each participant sends a line of JSON. When all lines have arrived, the coordinator
 sends all of them to each participant. If a participant leaves, the others are notified that the rendezvous
 has ended. A participant may leave once it has received the last round, because that round has also been sent
 to the others.
@@ -54,7 +54,7 @@ class Coordinator:
 
     Attributes:
         over: Why the rendezvous has ended, or "".
-        settled: Whether the rendezvous is complete; the participants stay connected to be notified of its
+        settled: True if the rendezvous is complete; the participants stay connected to be notified of its
             end.
     """
 

@@ -25,7 +25,7 @@ def connect(address: str, secret: bytes, *, timeout: float = 10.0, tls: bool = F
         address: Address of the listener as ``host:port``, for example its ``address``.
         secret: The listener's secret, at least 16 bytes.
         timeout: Seconds to keep trying (default: 10).
-        tls: Whether to encrypt the connection with TLS 1.3 (default: False). The listener must use the same
+        tls: Encrypt the connection with TLS 1.3 (default: False). The listener must use the same
             value.
 
     Returns:
@@ -70,7 +70,7 @@ def listen(address: str, secret: bytes, *, tls: bool = False) -> SocketListener:
         address: Address of this machine as ``host:port``. Port 0 selects a free port. Only this address
             accepts connections; ``"0.0.0.0:4711"`` accepts them on all IPv4 addresses.
         secret: Secret of both ends, at least 16 bytes.
-        tls: Whether to encrypt the connections with TLS 1.3 (default: False). This requires the package
+        tls: Encrypt the connections with TLS 1.3 (default: False). This requires the package
             cryptography: ``pip install 'flowchan[tls]'``.
 
     Returns:

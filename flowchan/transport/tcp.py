@@ -193,7 +193,7 @@ def prepare(sock: socket.socket, peer: str) -> None:
 
 
 def route_to(peer: str) -> str:
-    """Return the address, without a port, from which this host sends to ``peer``.
+    """Return this host's source address for packets to ``peer``, without a port.
 
     ``peer`` is the name or address of a host, and can reach this host at the returned address. The address
     follows from the kernel's routes; nothing is sent. Raises ``OSError``.

@@ -32,8 +32,8 @@ class ProxyFailed(Exception):
 def context(pem: str) -> ssl.SSLContext:
     """Return a TLS 1.3 context with the certificate in ``pem``, or for the dialling end if ``pem`` is empty.
 
-    Certificates are not signed by an authority: :func:`check_certificate` compares the peer's certificate
-    with the fingerprint that the handshake proved.
+    Certificates are not signed by an authority. Instead, :func:`check_certificate` compares the peer's
+    certificate with the fingerprint that was authenticated in the handshake.
     """
     if not pem:
         settings = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -152,7 +152,7 @@ class Differentiable:
         self.cut.measure(mapped(Tensor.detach, pieces[0]))
         parts = self.cut.parts
         through = _Through(self._workers_for(parts), next(self._numbers), self._events)
-        # Like torch's layers, a module that draws no random numbers must not advance the program's generator.
+        # A module that draws no random numbers must not advance the program's generator.
         draws = any(may_draw(part.module) for part in parts)
         seed = int(torch.randint(2**31, ())) if draws else 0
         graph = torch.is_grad_enabled()

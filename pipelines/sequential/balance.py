@@ -33,8 +33,8 @@ def best_split(costs: Sequence[float], parts: int) -> list[int]:
     """
     upto = list(accumulate(costs, initial=0.0))
     layers = len(costs)
-    # least[n]: smallest possible cost of the largest part, for the first n layers. last[k][n]: index of the
-    # first layer of the last part, if there are k + 1 parts in that cut.
+    # least[n]: smallest possible cost of the largest part, if the first n layers are cut. last[k][n]: index
+    # of the first layer of the last part, if the first n layers are cut into k + 1 parts.
     least = upto[:]
     last: list[list[int]] = [[0] * (layers + 1)]
     for count in range(2, parts + 1):
@@ -183,8 +183,8 @@ def _fresh(value: Any, training: bool) -> Any:
 def _bytes(layers: list[_Layer], training: bool, param_scale: float) -> list[float]:
     """Return the bytes of each layer: parameters, buffers and activations.
 
-    Without a backward pass, the activations are the outputs. A tensor that several layers keep is attributed
-    to the first of them. An input is attributed to the layer that saves it.
+    If no backward pass follows, the activations are the outputs. A tensor that several layers keep is
+    attributed to the first of them. An input is attributed to the layer that saves it.
     """
     value, skips = _fresh(layers[0][1], training=False), layers[0][2]
     kept: list[Any] = [value]  # keeps all tensors alive, so that no address is reused

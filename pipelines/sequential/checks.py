@@ -441,7 +441,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
                 part.module.add_module(name, _meta_copy(layer))
                 with _Operations() as operations:
                     value, skips = run_part(part, value, skips)
-            # The layer does not support meta tensors or copying, or it fails, which the run will report.
+            # The layer does not support meta tensors or copying, or it fails. The run will report a failure.
             except Exception:
                 return []
             counts.append(operations.count)

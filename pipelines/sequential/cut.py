@@ -134,8 +134,8 @@ class Cut:
     def halvable(self) -> bool:
         """Return True if training should use :meth:`halves`.
 
-        Between hosts, the halves would double the network traffic. If layers share a parameter, halves are
-        not possible, because two parts would own the parameter.
+        The halves would double the network traffic between hosts. If layers share a parameter, halves are not
+        possible, because two parts would own the parameter.
         """
         owned = [tensor for layer in self._layers for tensor in {*layer.parameters(), *layer.buffers()}]
         enough = len(self._layers) >= 2 * len(self.parts) > 2

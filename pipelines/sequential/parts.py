@@ -168,12 +168,12 @@ def compute_threads(processes: int, forked: bool | None = None) -> int:
 
 
 def take_cores(number: int, processes: int, hosts: int = 0) -> None:
-    """Pin this process to its share of the cores, if there is at least one core for each of ``processes``.
+    """Pin this process to its share of the cores, if ``processes`` is at most the number of cores.
 
     Parts wake each other for each micro-batch, and the scheduler tends to place the woken process on the core
-    of its waker. Without pinning, two parts sometimes shared one core for seconds while another core was
-    idle. With ``hosts``, processes are assigned to the hosts in round-robin order. An agent has not loaded
-    torch, so its forked processes can use several threads.
+    of its waker. In tests without pinning, two parts sometimes shared one core for seconds while another core
+    was idle. If ``hosts`` is given, processes are assigned to the hosts in round-robin order. An agent has
+    not loaded torch, so its forked processes can use several threads.
     """
     if hosts:
         number, processes = number // hosts, len(range(number % hosts, processes, hosts))

@@ -67,13 +67,12 @@ class Sequential(nn.Module):
             balance (str): Cost to distribute evenly, ``"time"`` or ``"memory"`` (default: time, with the
                 first batch).
             sample: A typical batch on which ``balance`` measures the layers (default: none).
-            param_scale (float): With ``"memory"``: factor by which the bytes of parameters are multiplied, to
+            param_scale (float): For ``"memory"``: factor by which the bytes of parameters are multiplied, to
                 include gradients and optimizer state (default: 1).
-            devices (list): One device per part, to which its inputs are moved (default: where the layers
-                are).
-            recompute (bool): Whether the backward pass recomputes activations instead of keeping them
-                (default: False).
-            deferred_batch_norm (bool): Whether running statistics cover whole batches (default: True) or
+            devices (list): One device per part; inputs are moved to it (default: the device of the layers).
+            recompute (bool): Recompute activations in the backward pass instead of keeping them (default:
+                False).
+            deferred_batch_norm (bool): True if running statistics cover whole batches (default: True) or
                 micro-batches.
             dim (int): Batch dimension of inputs and outputs (default: 0).
             join (callable): Function that combines the list of micro-batch outputs (default: concatenation).
@@ -289,7 +288,7 @@ class Sequential(nn.Module):
         """Compute the outputs for a series of batches, without gradients.
 
         Batches are not split: the parts work on different batches at the same time. The next batch is
-        requested when there is room for it. At most ``2 * parts + 3`` batches are in the pipe at a time.
+        requested when the pipe has room for it. At most ``2 * parts + 3`` batches are in the pipe at a time.
 
         Args:
             batches: Inputs of the module, one per batch. If the iterable raises, the exception is raised
@@ -349,7 +348,7 @@ class Sequential(nn.Module):
                 ``None``: ``"dualpipev"`` if ``parts`` is a number and each part can be cut in two, else
                 ``"1f1b"``.
             workers: Number of workers; ``None``: the number that the schedule needs.
-            recompute: Whether the backward pass recomputes activations; ``None``: as in the pipe.
+            recompute: Recompute activations in the backward pass; ``None``: as in the pipe.
             clip: Maximum norm of all gradients together; ``None``: no clipping.
             autocast: Type for ``torch.autocast``, such as ``torch.bfloat16``; ``None``: no autocast.
 

@@ -6,9 +6,9 @@ worker of the previous part. Outputs and gradients use separate channels, which 
 ``capacity`` messages each. While a channel is full, its sender waits. A worker reads only the channel from
 which it needs a message, and stores messages that arrive early.
 
-Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether they
-deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore
-decides the question.
+Workers that read and write channels in a fixed order, and block, form a Kahn process network. A deadlock
+depends on that order and on the capacity, but not on durations. A single simulation therefore decides the
+question.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def simulate(
 
     Raises:
         ValueError: A step occurs twice, a part is on two workers, ``B`` precedes ``F``, the workers deadlock,
-            or a time or ``capacity`` is not positive. After a deadlock, the message says what each worker is
-            waiting for.
+            or a time or ``capacity`` is not positive. After a deadlock, the message lists the step that each
+            worker is waiting for.
     """
     if capacity is not None and capacity < 1:
         raise ValueError(f"simulate: capacity must be at least 1, or None for no limit, got {capacity!r}")
@@ -173,7 +173,7 @@ class _Link:
         return len(self.taken) == len(self.sent)
 
     def put(self, message: Step, now: float) -> float:
-        """Send a message, and return the time of sending: ``now``, or when there was room."""
+        """Send a message; return the time of sending: ``now``, or the time at which the channel had room."""
         if self.capacity is not None and len(self.sent) >= self.capacity:
             now = max(now, self.taken[len(self.sent) - self.capacity])
         self.sent.append((message, now))
@@ -188,7 +188,7 @@ class _Link:
 
 
 class _Network:
-    """Workers, and the channels between them. A worker is a coroutine that yields what it is waiting for.
+    """Workers, and the channels between them. A worker is a coroutine that yields the awaited operation.
 
     ``moves`` counts completed operations, which serves to detect a deadlock.
     """

@@ -36,8 +36,8 @@ _thread_store = _ThreadStore()
 class Stash(nn.Module):
     """Pass the input on, and keep it for a later :class:`Pop` with the same name.
 
-    The next layer must not change the tensor in place: whether ``Pop`` would see the change depends on where
-    the module is cut.
+    The next layer must not change the tensor in place, because the cut of the module determines whether
+    ``Pop`` would see the change.
 
     Args:
         name: Name shared with exactly one ``Pop``.
@@ -91,8 +91,8 @@ class Pop(nn.Module):
 
     Args:
         name: Name shared with exactly one ``Stash``.
-        combine: Function of the input and the stashed tensor (default: their sum). With ``on="process"`` it
-            must be picklable.
+        combine: Function of the input and the stashed tensor (default: their sum). It must be picklable if
+            the pipe has ``on="process"``.
 
     Example:
         >>> import torch

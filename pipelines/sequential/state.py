@@ -158,7 +158,7 @@ class PartState:
         return self._synced.changed()
 
     def take(self, numbers: Numbers | None = None) -> None:
-        """Update the layers' tensors, applying changes from a program on another host if there are any."""
+        """Update the layers' tensors; apply any changes from a program on another host."""
         self._synced.take(numbers or [])
         if self._on_device:
             with torch.no_grad():

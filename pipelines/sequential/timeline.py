@@ -1,8 +1,8 @@
 """Timeline of a pipeline, drawn as a picture (SVG) or written as a trace for Perfetto. It does not use torch.
 
 A timeline is a list of events from a real or simulated run. The picture has one row for each worker, and time
-runs from left to right. Each event is a box with a tooltip that shows the details. If there is room, the box
-contains the number of the micro-batch.
+runs from left to right. Each event is a box with a tooltip that shows the details. If the box is wide enough,
+it contains the number of the micro-batch.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class _Picture:
         self._write(LEFT + self.plot / 2, self.foot + 36, "time in ms", anchor="middle", fill=FAINT)
 
     def _steps(self) -> None:
-        """Mark the start of each batch if there are several, and label it if there is room."""
+        """Mark the start of each batch if the timeline has several, and label each mark that has room."""
         begins: dict[int, float] = {}
         for event in self.timeline.events:
             begins.setdefault(event.step, event.begin)
@@ -306,7 +306,7 @@ class _Picture:
 
 
 def _width(timeline: Timeline) -> float:
-    """Return a row width, within limits, at which a box of median length has room for its number."""
+    """Return a row width within limits that lets a box of median length show its number."""
     spans = [
         event.end - event.begin
         for event in timeline.events

@@ -330,7 +330,7 @@ def _makers() -> Iterator[None]:
 
 
 def _keep_innermost_whole(inside: Sequence[nn.Module], kept_whole: set[Any]) -> bool:
-    """Mark the innermost module that is not yet kept whole; return False if there is none."""
+    """Mark the innermost module that is not yet kept whole; return False if all are kept whole."""
     for one in reversed(inside):
         key = id(one) if type(one) is nn.Sequential else type(one)
         if key not in kept_whole:

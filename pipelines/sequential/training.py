@@ -91,7 +91,7 @@ class Training:
         workers: int | None,
     ) -> None:
         self._cut, self._on, self._clip = cut, cut.on, options.clip
-        # whether the first batch determines the cut
+        # true if the first batch determines the cut
         self._open = schedule is None and workers in (None, len(cut.parts)) and cut.halvable()
         if schedule is None:
             schedule = "dualpipev" if self._open else "1f1b"
@@ -230,7 +230,7 @@ class Training:
             run.put_to_last("T", targets)
             if self._clip is not None:
                 norm = math.sqrt(sum(answer.square for answer in run.answers()[0]))
-                # Like torch's clip_grad_norm_, including its handling of NaN.
+                # The same factor as in torch's clip_grad_norm_, also for NaN.
                 factor = self._clip / (norm + 1e-6)
                 for job in self._jobs:
                     run.put(job.worker, ScaleGradients(1.0 if factor >= 1.0 else factor))
@@ -447,7 +447,7 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """Return the run's error, with a message that says where the first failure happened."""
+        """Return the run's error, with a message that names the place of the first failure."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
             return RuntimeError(

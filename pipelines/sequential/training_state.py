@@ -28,7 +28,7 @@ def copied(state: Any, cpu: bool = False) -> Any:
     if isinstance(state, Tensor):
         return state.detach().to("cpu" if cpu else state.device, copy=True)
     if isinstance(state, dict):
-        found = copy.copy(state)  # keeps the type, and the metadata of a module's state
+        found = copy.copy(state)  # keeps the type and, for a module's state, the metadata
         for key, value in state.items():
             found[key] = copied(value, cpu)
         return found
@@ -60,7 +60,7 @@ def optimizer_of(part: Part, create: Optimizers | None) -> Any:
 
 
 def optimizer_name(parts: Sequence[Part], create: Optimizers | None) -> str | None:
-    """Return the class name of the parts' optimizers, or ``None`` if there are none."""
+    """Return the class name of the parts' optimizers, or ``None`` if the parts have none."""
     made = (optimizer_of(part, create) for part in parts)
     return next((type(one).__name__ for one in made if one is not None), None)
 
@@ -103,8 +103,8 @@ def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
     fits = isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
     if not fits or len(counts) != parts or sum(counts) != layers:
         raise ValueError(
-            f"training: state['parts'] must be {parts} numbers for {layers} layers, "
-            f"got {short(counts)}; create the pipe with the parts of the state"
+            f"training: state['parts'] must be {parts} layer counts that add up to {layers}, "
+            f"got {short(counts)}; create the pipe with the saved parts"
         )
     return list(counts)
 
@@ -114,7 +114,7 @@ def _check_cut(counts: Any, parts: Sequence[Part]) -> None:
     if counts != (own := layer_counts(parts)):
         remedy = f"create the pipe with parts={counts}" if counts else "save it after the first step"
         raise ValueError(
-            f"training: state['parts'] must be {own} like the parts of this training, "
+            f"training: state['parts'] must be {own}, the layer counts of this pipe, "
             f"got {short(counts)}; {remedy}"
         )
 
@@ -150,8 +150,8 @@ def _check_optimizers(state: Mapping[str, Any], parts: Sequence[Part], create: O
     name = optimizer_name(parts, create)
     if state["optimizer"] != name:
         raise ValueError(
-            f"training: state['optimizer'] must be {name} like optimizer=, got {state['optimizer']}; "
-            "create the training with the optimizer of the state"
+            f"training: state['optimizer'] must be {name} to match optimizer=, "
+            f"got {state['optimizer']}; pass the saved optimizer class"
         )
     entries = state["optimizers"]
     if not isinstance(entries, list) or len(entries) != len(parts):

@@ -64,7 +64,7 @@ def test_waiter_checks_other_processes_without_read_system_calls() -> None:
     process = ProcessPeer(take_part, [channel], leave, end)
     wait_until(lambda: channel.stats().writers == 1)
     waiting = Waiting(channel)
-    waiting.checks_again(3)  # by now, the thread has opened a descriptor for the process
+    waiting.checks_again(3)  # now the thread has opened a descriptor for the process
     before = waiting.reads()
     waiting.checks_again(5)
     assert waiting.reads() == before

@@ -1,7 +1,7 @@
 """C8: only as many of a stage's many workers run as are needed, and the others sleep.
 
 If an ordered stage cannot pass its outputs on, a few workers hold one output each, and the others take no
-items. When there is room again, all workers continue.
+items. When the channel has room again, all workers continue.
 """
 
 from __future__ import annotations

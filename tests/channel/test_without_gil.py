@@ -112,7 +112,7 @@ def test_port_closed_while_threads_read_it_takes_no_more_items() -> None:
 
 
 def test_an_item_may_change_while_it_is_put() -> None:
-    """With ``max_bytes``, a put estimates the size of the item while other threads change it."""
+    """If a channel has ``max_bytes``, a put estimates the item's size while other threads change it."""
 
     class Thing:
         pass

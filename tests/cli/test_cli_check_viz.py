@@ -150,7 +150,7 @@ def test_file_without_graph_is_reported_in_one_line() -> None:
 def test_error_for_file_with_several_graphs_lists_the_graphs() -> None:
     two = ONE + "\nother = declare('other')\nsame = other\ndef build() -> 'Graph':\n    return other\n"
     assert refused(call("check", "mine.py", file=two)) == (
-        "flowchan: mine.py: defines several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
+        "flowchan: mine.py defines several graphs; choose one of mine.py:graph, mine.py:other, mine.py:build"
     )
     assert call("check", "mine.py:other").stdout.startswith("other: all clear")
     assert call("check", "mine.py:build").stdout.startswith("other: all clear")

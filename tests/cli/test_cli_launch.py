@@ -213,7 +213,7 @@ def test_launcher_leaves_no_process_behind(tmp_path: Path, number: int, where: l
 def test_process_group_is_not_signalled_after_its_rank_is_reaped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once a rank that has ended is reaped, its process id may be reused."""
+    """After a rank that has ended is reaped, its process id may be reused."""
     found: list[bool] = []
     monkeypatch.setattr(os, "killpg", lambda pid, _: found.append(psutil.pid_exists(pid)))
     job = launch.LaunchJob(2, [sys.executable, "-c", ""], dict(os.environ), launch.show, False)

@@ -1,4 +1,4 @@
-"""Test commands whose standard output is closed, full or no longer read."""
+"""Test commands whose standard output is closed, full, or without a reader."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_standard_input_can_be_a_target() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_graph_in_standard_input_is_chosen_by_name() -> None:
-    """If there are several graphs, the error suggests choosing one by name."""
+    """If the file defines several graphs, the error suggests choosing one by name."""
     two = f"{NUMBERS}\nother = Graph('other')\nother.source([1]).sink(print)\n"
     assert (
         "defines several graphs; choose one of -:numbers, -:other" in flowchan("check", "-", stdin=two).output

@@ -232,7 +232,7 @@ first._stalled(1, 10.0)
 
 
 def test_stall_is_printed_if_logging_is_not_configured() -> None:
-    """Without the message, a user would not see why the program is waiting."""
+    """The message shows the user why the program is waiting."""
     ended = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=300)
     assert ended.stderr.startswith("barrier of a group of 2 has been waiting 10 s for these members: ")
 

@@ -109,7 +109,7 @@ def test_local_size_is_derived_from_slurm_task_counts(tasks: str, node: str, loc
 
 
 def test_srun_with_pmi_counts_the_tasks_of_this_node() -> None:
-    """Its PMI, unlike that of MPICH's mpirun, does not tell how many members are on this node."""
+    """Its PMI, unlike that of MPICH's mpirun, does not contain the number of members on this node."""
     slurm = LAUNCHERS["Slurm"]("3", "7") | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "1"}
     both = LAUNCHERS["PMI"]("3", "7") | slurm
     assert place(both)[:2] == (3, 7)
@@ -151,7 +151,7 @@ def test_members_on_several_hosts_form_a_group(launcher: str, torch_programs: Te
 
 
 def on_two_nodes(rank: int, folder: Path) -> dict[str, str]:
-    """Return the variables of a step of Slurm with one task on each of two nodes."""
+    """Return the variables of a Slurm step with one task on each of two nodes."""
     more = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank)}
     more |= {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "FLOWCHAN_FOLDER": str(folder)}
     return LAUNCHERS["Slurm"](str(rank), "2") | more
@@ -195,7 +195,9 @@ def test_slurm_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x"
     file.write_text("{}")
     file.chmod(0o644)
-    with pytest.raises(GroupError, match=r"must belong to this user and have mode 600, got \d+ and 644; "):
+    with pytest.raises(
+        GroupError, match=r"must belong to this user and have mode 600, got owner \d+ and mode 644; "
+    ):
         meet_in(tmp_path, "x", "127.0.0.1", 1, 2, 10, "")
     file.rename(tmp_path / "target")
     file.symlink_to(tmp_path / "target")
@@ -374,7 +376,7 @@ def test_processes_with_many_descriptors_form_a_group() -> None:
 
 
 def test_member_joins_next_group_if_rank_0_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This lets a stage continue whose workers are replaced."""
+    """A stage whose workers are replaced can therefore continue."""
     take_slot, seen = SharedGroup._take_slot, []
 
     def be_killed() -> None:

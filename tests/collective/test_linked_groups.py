@@ -270,7 +270,7 @@ def send_for_ever(g: Any, to: int) -> None:
 
 
 def test_receive_from_another_host_raises_after_a_death() -> None:
-    """A message that the victim sent before its death is still received. There may be none."""
+    """If the victim sent a message before its death, the message is still received."""
 
     def body(g: Any) -> Any:
         if g.rank:

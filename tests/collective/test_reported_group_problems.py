@@ -1,4 +1,4 @@
-"""Problems reported by users of other libraries, and the tests that show how flowchan behaves.
+"""Problems reported by users of other libraries, and the tests that show flowchan's behaviour.
 
 For each problem, tests are listed as ``file::name``; this file checks that they exist. The last test covers a
 problem that no other file tests.

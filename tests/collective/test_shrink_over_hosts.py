@@ -110,7 +110,7 @@ def test_shrink_waits_for_late_members(late: int, hosts: str, monkeypatch: pytes
 
 
 def test_shrink_retries_if_a_member_arrives_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a timeout, ``shrink`` never raises ``TimeoutError``."""
+    """A ``shrink`` without a timeout never raises ``TimeoutError``."""
     monkeypatch.setattr(address, "REJOIN_TIMEOUT_S", 1.0)
     was_late: Channel[None] = Channel(across="processes")
     meet_by = address.meet_by

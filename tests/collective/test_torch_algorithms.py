@@ -1,8 +1,8 @@
 """Test torch.distributed's backends as algorithms of a group.
 
 They must give the same results as the native algorithms, and a death during their operations must raise the
-usual error. CUDA tensors use NCCL, which needs devices. Without devices, the choice of the backend is tested
-with a dummy backend and with tensors that have no memory.
+usual error. CUDA tensors use NCCL, which needs devices. On a machine without devices, the choice of the
+backend is tested with a dummy backend and with tensors that have no memory.
 """
 
 from __future__ import annotations

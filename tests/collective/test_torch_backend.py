@@ -96,7 +96,7 @@ def test_death_in_ddp_raises_on_the_other_rank(torch_programs: Template, tmp_pat
 def test_groups_remove_their_keys_from_the_store(hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the next group in the same store would read the last group's values.
 
-    Under torchrun, groups share one store.
+    Groups that torchrun starts share one store.
     """
     store, ranks = torch.distributed.HashStore(), {}
     monkeypatch.setattr(forming, "this_host", lambda: f"host {ranks[threading.get_ident()] % hosts}")

@@ -70,7 +70,7 @@ def all_gather() -> Any:
 
 @case
 def coalesced() -> Any:
-    """Gather as many tensors as there are ranks, so that swapped indexes would show in the results."""
+    """Gather one tensor for each rank, so that swapped indexes would show in the results."""
     given = [random_tensor(5, seed=number) for number in range(size())]
     found = [[torch.empty(5) for _ in given] for _ in range(size())]
     dist.all_gather_coalesced(found, given)

@@ -264,7 +264,7 @@ def test_views_stay_valid_after_port_and_channel_are_gone(make):
 
 @pytest.mark.copying
 def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
-    """Once the kept arrays would fill the memory, new arrays arrive as copies."""
+    """When the kept arrays would fill the memory, new arrays arrive as copies."""
     ch = make(4, max_bytes=4 * 8 * LARGE)
     kept = []
     for number in range(30):
@@ -280,7 +280,7 @@ def test_reader_that_keeps_all_arrays_does_not_block_writers(make):
 def test_items_of_different_sizes_fit_between_blocks_in_use(make):
     """Free memory is divided into blocks again, even if blocks in between are still in use.
 
-    There is always room for the largest item.
+    The channel always has room for the largest item.
     """
     ch = make(64, max_bytes=2_000_000)
     kept = []

@@ -416,7 +416,7 @@ def test_two_event_loops_wait_on_the_same_channel(make):
 
 
 def test_event_loop_may_be_closed_while_a_call_waits(make):
-    """C8, C9: when the loop's thread ends, its waiters no longer count, and other readers get the item."""
+    """C8, C9: when the loop's thread ends, its waiters are removed, and other readers get the item."""
     ch = make()
     loop = asyncio.new_event_loop()
     task = loop.create_task(ch.aget())

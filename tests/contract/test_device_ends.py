@@ -173,7 +173,7 @@ def test_stages_in_processes_forward_tensors(tmp_path, monkeypatch):
 
 
 def test_workers_of_a_stopped_run_exit_without_waiting(monkeypatch, capfd):
-    """Without a reader, tensors need no memory, even if other processes have the channel."""
+    """If the channel has no reader, tensors need no memory, even if other processes have the channel."""
     monkeypatch.setenv("FLOWCHAN_CUDA_EXIT_WAIT", "1")
     graph = Graph("early")
     first = graph.source(range(1000)).map(_made, on="process").take(3).collect()

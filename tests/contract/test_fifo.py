@@ -124,7 +124,7 @@ def test_across_returns_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues as soon as there is room, and not earlier."""
+    """C2: the put continues as soon as the channel has room, and not earlier."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -136,7 +136,7 @@ def test_put_waits_while_the_channel_is_full(make, spawn_peer):
 
 
 def test_put_many_beyond_the_capacity_waits_for_room(make, spawn_peer):
-    """C2: there are never more than ``capacity`` items inside, and all items are put in the end."""
+    """C2: it never contains more than ``capacity`` items, and all items are put in the end."""
     ch = make(4)
     peer = spawn_peer(ch.put_many, list(range(100)))
     received = []

@@ -1,6 +1,6 @@
 """Fork safety: in a forked child, a channel works, or raises at once and gives the reason.
 
-This must not depend on how other threads were using the channel when the process forked.
+This must not depend on the use of the channel by other threads at the time of the fork.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_every_item_is_received_once_in_its_writers_order(
 ):
     """C1, C4, C5, C8: a channel with capacity 1 wakes a user for each item, and a large channel rarely does.
 
-    If there are several remote readers, an item recalled from one reader may arrive after later items.
+    If the channel has several remote readers, an item recalled from one reader may arrive after later items.
     """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER

@@ -295,7 +295,7 @@ def test_received_array_stays_unchanged(make):
 
 
 def test_the_object_itself_is_passed_between_threads(transport):
-    """Between threads, no copy is needed."""
+    """Threads need no copy."""
     ch = transport.make()
     sent = [object()] if not transport.copies else [1]
     ch.put(sent)

@@ -182,7 +182,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
 
 @pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
-    """C8: this holds for items from any writer, in whatever order the wake-ups arrive."""
+    """C8: this holds for items from any writer, and for any order of the wake-ups."""
     ch = make(1)
     for _ in range(10):
         gate = make_gate(2)

@@ -290,7 +290,7 @@ def one(case: Case, chance: random.Random, totals: Totals, name: str, end: float
 
 
 def kill_one(run: Run, chance: random.Random) -> bool:
-    """Kill one of the run's worker processes with SIGKILL; return False if there was none."""
+    """Kill one of the run's worker processes with SIGKILL; return False if the run has none."""
     with contextlib.suppress(RuntimeError, ValueError, OSError):  # the supervisor is replacing a worker
         processes = list(run._crew.local.processes.values())
         if processes:

@@ -1,4 +1,4 @@
-"""Test the declaration of a graph: what operators record, and what they reject at once."""
+"""Test the declaration of a graph: the recorded stages, and the arguments that operators reject at once."""
 
 from __future__ import annotations
 

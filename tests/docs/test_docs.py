@@ -229,7 +229,7 @@ NEVER_SHOWN = {"unknown port number ", "the run has ended"}
 
 
 def says(one: str, other: str) -> bool:
-    """Return whether ``other`` contains ``one``, in which each ellipsis matches any text."""
+    """Return whether ``other`` contains ``one``; an ellipsis in ``one`` matches any text."""
     return re.search(".*".join(map(re.escape, one.strip("… ").split("…"))), other, re.DOTALL) is not None
 
 

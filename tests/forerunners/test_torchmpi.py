@@ -173,7 +173,7 @@ def test_allreduce(run: Run, starts: bool, apart: bool) -> None:
 def test_allreduce_of_scalars(run: Run) -> None:
     """The test covers ``allreduce_double``, ``broadcast_long`` and similar calls.
 
-    It also covers ``reduce`` and ``sendreceive``, neither of which worked in TorchMPI.
+    It also covers ``reduce`` and ``sendreceive``, which did not work in TorchMPI.
     """
 
     def body(g: Any) -> Any:

@@ -157,8 +157,7 @@ def test_one_busy_worker_out_of_two_is_not_a_deadlock(looks: list[Waits]) -> Non
 
 
 def sleeps(pid: int) -> bool:
-    """Return whether all threads of a process are asleep. None of them then holds a channel's lock, for which
-    the agent would wait."""
+    """Return whether all threads of a process are asleep, so that none of them holds a channel's lock."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(") ")[2].startswith("S") for thread in threads)
 

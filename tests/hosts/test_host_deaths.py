@@ -148,7 +148,7 @@ class StartsOnce(Local):
     def start(self, number: int, launch: Launch) -> Any:
         mark = self.folder / self.hosts[number]
         if mark.exists():
-            raise HostError("there is no other", self.hosts[number])
+            raise HostError("no other agent can start", self.hosts[number])
         mark.touch()
         return super().start(number, launch)
 
@@ -157,7 +157,7 @@ def test_workers_move_to_another_host_when_their_own_is_lost(tmp_path: Path) -> 
     found, stats, report = both(pool_of("test", StartsOnce(2, tmp_path)), once(tmp_path, 50, kill_agent))
     assert found == list(range(ITEMS))
     assert [host.state for host in stats.hosts].count("ended") == 1
-    assert "there is no other" in report
+    assert "no other agent can start" in report
 
 
 def test_run_that_lost_all_hosts_ends_with_the_reason(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_run_that_lost_all_hosts_ends_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         both(pool_of("test", StartsOnce(1, tmp_path)), work)
     assert "no host is left for worker" in str(caught.value.exceptions[0])
-    assert "there is no other" in str(caught.value.exceptions[0])
+    assert "no other agent can start" in str(caught.value.exceptions[0])
 
 
 def test_stage_without_restarts_fails_when_its_agent_is_killed() -> None:

@@ -226,7 +226,7 @@ class Refusing(Local):
     """Provider that cannot start an agent."""
 
     def start(self, number: int, launch: Launch) -> Any:
-        raise HostError("the program for it is not installed here", self.hosts[number])
+        raise HostError("the program that starts agents is not installed here", self.hosts[number])
 
 
 def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:

@@ -297,8 +297,10 @@ def test_each_round_has_one_item_per_remaining_worker() -> None:
 
 
 def test_allreduce_combines_all_items_at_capacity_one() -> None:
-    """A worker with an item may be waiting for room that is freed only by another worker's next item. That
-    other worker must receive its next item or learn that there are no more."""
+    """A worker with an item may be waiting for room that is freed only by another worker's next item.
+
+    The other worker must receive its next item or learn that the input has ended.
+    """
     graph = Graph("shares")
     halves = graph.source(range(1, 301)).map(abs, on=local(2), workers=3, capacity=2)
     found = rounds(halves.allreduce(capacity=1))

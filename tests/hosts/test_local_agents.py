@@ -1,6 +1,6 @@
 """Test the local processes that ``local`` starts and those that hold remote agents.
 
-They show how these processes start, how their end is reported, and that they leave nothing behind.
+They cover the start of these processes, the report of their end, and the removal of all their resources.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_secret_is_absent_from_command_lines_and_environments(start, processes, 
     assert "a secret" not in str(child.environ())
 
 
-def test_each_agent_reports_how_it_ended(start):
+def test_each_agent_reports_its_end(start):
     killed = start(launch("import os; os.kill(os.getpid(), 9)"))
     failed = start(launch("raise SystemExit(3)"), 1)
     assert end_of(killed) == "the agent local-1 was killed by SIGKILL"

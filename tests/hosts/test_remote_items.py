@@ -116,7 +116,7 @@ def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
 
 
 def test_threads_that_open_the_same_channel_get_the_same_object():
-    """If there were two, the program would leave the channel when the first one is released."""
+    """If the program had two, it would leave the channel when the first one is released."""
     channel = make()
     at = channel.address, channel.secret
 
@@ -351,7 +351,7 @@ def test_port_is_not_counted_if_ctrl_c_ends_its_opening():
 
 
 def test_channel_cannot_be_sent_after_its_last_item_is_finished():
-    """C14: otherwise a receiver would find that the channel no longer exists."""
+    """C14: otherwise the channel would not exist any more when the receiver opens it."""
     spare = make()  # keeps the server alive
     (server,) = serving._servers
     inner = make()

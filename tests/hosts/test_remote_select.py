@@ -70,7 +70,7 @@ def test_remote_select_accepts_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: select takes an item from the first ready channel, and then no longer waits on the others."""
+    """C10: select takes an item from the first ready channel, and then stops waiting for the others."""
     handover, over, own = make(), make(), make()
     owner = HostPeer(hold, handover, over)
     remote = handover.get()

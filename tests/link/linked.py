@@ -29,7 +29,7 @@ class Linked:
         self.breaks = 0
         self.delay = delay
         self.delays: list[threading.Thread] = []
-        self.ends: list[socket.socket] = []  # the proxies' sockets, if there is a delay
+        self.ends: list[socket.socket] = []  # the proxies' sockets, if the connection has a delay
 
     def connect(self) -> None:
         """Replace the connection between the ends. Frames in transit on the old connection are lost."""

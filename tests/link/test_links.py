@@ -49,7 +49,7 @@ def run(
 ) -> list[Any]:
     """Return all outputs of ``workers`` workers for ``range(n)``.
 
-    With ``breaks``, the connection breaks repeatedly.
+    If ``breaks`` is given, the connection breaks repeatedly.
     """
     source, results = channel(), channel()
     one = function is not several

@@ -91,7 +91,7 @@ FAULTS = [
     ("lease", "DEATHS=1", "PLANT_any_resume"),
     ("lease", "DEATHS=2", "PLANT_no_inherit"),
     ("lease", "DEATHS=1 WORKERS=1", "PLANT_open_late"),
-    # no waiter sleeps while an item is available, and none sleeps forever
+    # no waiter sleeps while an item is available, and every sleep ends
     ("gate", "ITEMS=1", "PLANT_no_wake"),
     ("gate", "ITEMS=1", "PLANT_old_seq"),
     ("gate", "ITEMS=1", "PLANT_no_tell_end"),

@@ -164,7 +164,7 @@ struct Port {
     User reads = open(*ring, Session::READER);
     std::vector<uint64_t> expected;
     uint64_t got = 0;      // number of frames received
-    bool refuses = false;  // an item was too large, so no more items are put
+    bool refuses = false;  // set after an item that was too large: no more items are put
 
     void expect(uint64_t value) {
         got += 1;

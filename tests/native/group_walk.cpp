@@ -3,7 +3,7 @@
 // result, and must end in the same way. In the other mode, a thread of the member closes it at the fault
 // point instead, which looks the same to the other members. Arguments: the operation's number, the number of
 // members, the dying member, the distance between the fault points tested, and "dies" or "closes". If the
-// dying member equals the number of members, the first and the last member die.
+// dying member's number equals the number of members, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

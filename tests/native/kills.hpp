@@ -144,8 +144,8 @@ class Kills {
             }
         }
     }
-    // Like Supervisor._replace: open the replacement's ports, then retire the writer, then give back the
-    // items.
+    // Do the same as Supervisor._replace: open the replacement's ports, then retire the writer, then give
+    // back the items.
     void replace(Worker& worker, bool killed) {
         const Worker old = worker;
         worker = {};

@@ -3,7 +3,7 @@
 // its number. It is checked after the get, and again just before its view ends, to detect data that was
 // overwritten in between.
 //
-// If the stage is not ordered, there are also unsupervised readers. They take items, return them, keep their
+// If the stage is not ordered, unsupervised readers also take part. They take items, return them, keep their
 // views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.

@@ -1,5 +1,5 @@
 // Check that free memory is found. If a slot is free, and a block fits between or behind the used blocks, a
-// loan or a put must succeed. How the memory was cut before must not matter. One process uses random sizes in
+// loan or a put must succeed. Earlier cuts of the memory must not matter. One process uses random sizes in
 // random order. Items on loan, inside or in view must keep their contents. Arguments: seed, number of steps.
 #include <algorithm>
 #include <deque>
@@ -83,8 +83,8 @@ class Memory {
         std::swap(user.held_views.front(), user.held_views.back());
         user.drop_view();
     }
-    // Check that there are slots for `capacity` items, no matter which blocks were cut. Once everything has
-    // been freed, the largest item must find memory again.
+    // Check that `capacity` items get slots, no matter which blocks were cut. After everything has been
+    // freed, the largest item must find memory again.
     void finish() {
         uint64_t got = 0;
         while (inside.size() < CAPACITY && h.bytes_in - h.bytes_out + 8 <= MAX_BYTES) {

@@ -1,5 +1,5 @@
 // Turn-taking between two processes that compete for a ring, on a simulated clock. A process starts an
-// operation as soon as it can take the ring. Between its operations, it works elsewhere for the given time in
+// operation as soon as it can take the ring. It does other work between its operations, for the given time in
 // ns. Prints the number of runs into which the operations were grouped, and the number of rests.
 #include <cstdio>
 #include <cstdlib>

@@ -15,7 +15,7 @@ struct Kind {
 };
 using Outputs = std::vector<Values>;  // indexed by item number
 
-// Put all outputs for one item, and then report that the item has no more outputs.
+// Put all outputs for one item, and then report that the item is finished.
 void produce(Scene& scene, User& writer, uint64_t item, const Values& outputs, uint64_t size) {
     for (uint64_t value : outputs)
         must(writer.put(Message(value, size), Deadline{0}, &item) == Step::Done, "output");

@@ -52,7 +52,7 @@ Lists gone(const Values& all, int least, int most) {
     return lists;
 }
 
-// No view is left, at whatever point the viewer dies.
+// No view is left, no matter at which point the viewer dies.
 Scenario viewing(const char* name, Values all) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {

@@ -460,7 +460,7 @@ def test_waiters_raise_after_death_of_creating_process() -> None:
 
 @everywhere
 def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
-    """C12: wait queues that are no longer used are freed in every process."""
+    """C12: unused wait queues are freed in every process."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

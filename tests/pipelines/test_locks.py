@@ -238,8 +238,7 @@ def test_lock_can_be_an_argument_of_a_spawned_process() -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_silent_process_loses_the_lock_after_peer_timeout() -> None:
-    """C11: a silent process is treated as if its host were lost. If it continues later, it no longer holds
-    the lock."""
+    """C11: a silent process is treated as if its host were lost. A lock that it held is lost."""
     lock, silence = Lock(across="hosts"), Channel[None](across="hosts")
 
     def hold() -> None:

@@ -297,5 +297,5 @@ def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
 
 
 def test_misspelt_option_names_the_closest_option() -> None:
-    with pytest.raises(TypeError, match=r"^map: has no option 'onn'; did you mean 'on'\?$"):
+    with pytest.raises(TypeError, match=r"^map: unknown option 'onn'; did you mean 'on'\?$"):
         map(2, abs, onn="process")  # type: ignore[call-arg]

@@ -144,7 +144,7 @@ def test_externally_finished_future_leaves_the_pool_usable(on: Any) -> None:
 
 
 class ReportsItsEnd:
-    """Object that reports when it is freed, in whatever process."""
+    """Object that reports when it is freed, in any process."""
 
     def __init__(self, reported: Channel[str], word: str) -> None:
         self.reported, self.word = reported, word

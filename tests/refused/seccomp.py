@@ -39,7 +39,7 @@ def refuse(call: str, error: int = errno.EPERM) -> None:
 
 
 def without_proc() -> None:
-    """Give this process its own view of the file system, in which /proc is empty."""
+    """Give this process its own view of the file system, with an empty /proc."""
     libc = ctypes.CDLL(None, use_errno=True)
     user, mounts, private, recursive = 0x10000000, 0x00020000, 1 << 18, 1 << 14
     if (

@@ -1,6 +1,7 @@
 """Test ``async def`` stages in processes and on hosts.
 
-Each worker has its own event loop. Apart from that, the stages behave like those with synchronous functions.
+Each worker has its own event loop. In all other respects, the stages behave like those with synchronous
+functions.
 """
 
 from __future__ import annotations

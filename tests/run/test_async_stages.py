@@ -395,7 +395,7 @@ def test_stop_finishes_items_in_flight() -> None:
 
 
 def test_abort_ends_tasks_that_await_forever() -> None:
-    """Unlike threads, tasks can be cancelled, so the run does not warn about code that is still running."""
+    """Tasks can be cancelled, so the run does not warn about code that is still running."""
     inside: list[int] = []
     cleaned: list[int] = []
 

@@ -143,7 +143,7 @@ def test_closed_subscription_gets_nothing() -> None:
 
 
 def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
-    """In a notebook, the context tells where output belongs."""
+    """In a notebook, the context identifies the cell for output."""
     cell: contextvars.ContextVar[str] = contextvars.ContextVar("cell")
     seen: set[tuple[str, str]] = set()
     run = fed().start()

@@ -279,7 +279,7 @@ def test_ctrl_c_handler_is_restored_after_an_iteration() -> None:
 
 
 def test_ctrl_c_handler_is_restored_after_many_overlapping_iterations() -> None:
-    """``zip`` of two datasets does this: each starts its next epoch during the epoch of the other."""
+    """A ``zip`` of two datasets does this: each starts its next epoch during the epoch of the other."""
     before = signal.getsignal(signal.SIGINT)
     one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
     one.open()

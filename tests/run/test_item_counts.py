@@ -248,7 +248,7 @@ def test_bottleneck_is_named() -> None:
 
 
 @pytest.mark.parametrize("ending", ["done", "stopped", "aborted", "failed"])
-def test_stats_state_how_the_run_ended(ending: str) -> None:
+def test_stats_show_the_final_state_of_a_run(ending: str) -> None:
     graph = Graph("r8")
     numbers = graph.input()
     numbers.map(fail_odd).sink(id)

@@ -51,7 +51,7 @@ def test_chain_of_process_stages_runs() -> None:
 def test_ordered_map_with_many_workers_is_not_slow(workers: int) -> None:
     """Test C8: outputs are put in order quickly even if many workers are waiting.
 
-    With 0.1 s per item, the test would time out.
+    The test would time out if an item took 0.1 s.
     """
     graph = Graph("many")
     items = graph.source(range(20_000)).map(plus_one, workers=workers).collect()

@@ -282,7 +282,7 @@ def test_pause_of_the_user_between_results_is_not_a_deadlock(checks: Callable[[]
 
 
 def test_stage_that_waits_in_select_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The stage selects from two channels, one of which is its own.
+    """The stage selects from two channels; one of them is its own.
 
     It must not be counted as two waiting workers, because another stage is working.
     """

@@ -63,7 +63,7 @@ def test_timeout_of_a_batch_begins_with_its_first_item(
 
 
 class Dropped:
-    """Record the dropped items, each of which is reported to its caller."""
+    """Record the dropped items; each one is reported to its caller."""
 
     def __init__(self) -> None:
         self.items: list[Any] = []

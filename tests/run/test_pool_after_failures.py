@@ -186,7 +186,7 @@ def test_idle_worker_keeps_no_resources_of_the_last_run() -> None:
     def held(pid: int) -> tuple[int, int]:
         maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:flowchan")
         descriptors = [os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()]
-        # After a long wait, the process has one more pidfd, with which it watches the program.
+        # After a long wait, the process has one more pidfd, to watch the program.
         return maps, len([one for one in descriptors if "pidfd" not in one])
 
     graph = Graph("held")

@@ -1,7 +1,7 @@
 """Test the workers of ``graph.pool()``.
 
-Worker processes and what they have loaded are kept from one run to the next. Each run is complete, and a
-failed run does not affect the next one.
+Worker processes are kept from one run to the next, with everything that they have loaded. Each run is
+complete, and a failed run does not affect the next one.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def test_worker_that_dies_after_its_forkserver_is_replaced_or_reported(
 ) -> None:
     """Each item still has its outputs once.
 
-    Without pidfds, the state of such workers is unknown, so all are killed.
+    If the system refuses pidfds, the state of such workers is unknown, so all are killed.
     """
     with start(script(tmp_path, FORKSERVER), then, str(restarts)) as process:
         out, err = process.communicate()

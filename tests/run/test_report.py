@@ -1,4 +1,4 @@
-"""Test that the report shows what a run has done, and that no item was lost."""
+"""Test that the report shows the work of a run, and that no item was lost."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_period_begins_when_the_replacement_starts() -> None:
 
 
 def test_pause_extends_the_period_of_earlier_restarts() -> None:
-    """A restart that no longer counts is forgotten."""
+    """A restart is dropped from the list when it stops counting."""
     now = 100.0 + RESTART_PERIOD_S
     state, _ = use_restart(limited(9, 100.0, 110.0), "map", now, pause=5.0)
     assert state.recent_restarts == {"map": (115.0, now + 5.0)}

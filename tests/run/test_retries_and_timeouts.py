@@ -104,7 +104,7 @@ def test_only_the_exception_types_in_retry_on_are_retried(how: str, retry_on: An
 
 def slow_at_two(number: int) -> int:
     if number == 2:
-        re.match("(a*)*b", "a" * 40)  # takes years, while the GIL is held
+        re.match("(a*)*b", "a" * 40)  # would take years, and holds the GIL
     return number
 
 

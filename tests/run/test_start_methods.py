@@ -141,9 +141,9 @@ def test_objects_from_main_work_in_code_run_by_exec(method: str, tmp_path: Path)
 
 @METHODS
 def test_script_without_a_main_guard_ends(method: str, tmp_path: Path) -> None:
-    """Under spawn and forkserver, Python itself requires the guard.
+    """If the start method is spawn or forkserver, Python itself requires the guard.
 
-    Without a guard, there is one error that gives the remedy.
+    A script without a guard raises one error that names the remedy.
     """
     text = f"""
         import multiprocessing

@@ -127,7 +127,7 @@ def test_replacement_pauses_when_its_item_has_killed_before(
     supervisor.turn(killed(WORK, deaths=2))
     supervisor.turn(Tick())
     assert crew.calls == [("replace", (WORK,), WORK, True)]
-    supervisor.turn(AbortRequested())  # the run no longer waits for the replacement
+    supervisor.turn(AbortRequested())  # the run does not wait for the replacement any more
     assert crew.calls[1:] == [("break", None), ("release", WORK)]
 
 

@@ -211,7 +211,7 @@ def test_output_requires_grad_like_the_plain_modules(on: Any) -> None:
 
 
 class Fork(nn.Module):
-    """Layer that returns several values, some of which cannot have gradients."""
+    """Layer that returns several values; some of them cannot have gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -197,17 +197,17 @@ def test_help_lists_every_option_of_a_pipe_with_its_default() -> None:
 @pytest.mark.parametrize("passed", [(), (nn.Sequential(),)])
 def test_misspelt_option_of_a_pipe_raises_with_a_suggestion(passed: tuple[Any, ...]) -> None:
     misspelt: dict[str, Any] = {"chunk": 3}
-    with pytest.raises(TypeError, match=r"^Sequential: has no option 'chunk'; did you mean 'chunks'\?$"):
+    with pytest.raises(TypeError, match=r"^Sequential: unknown option 'chunk'; did you mean 'chunks'\?$"):
         Sequential(*passed, **misspelt)
     with pytest.raises(
-        TypeError, match=r"^Sequential: has no option 'x'; it has module, parts, on, chunks, "
+        TypeError, match=r"^Sequential: unknown option 'x'; the options are module, parts, on, chunks, "
     ):
         Sequential(*passed, **dict.fromkeys("x"))
 
 
 def test_misspelt_training_option_raises_with_a_suggestion() -> None:
     misspelt: dict[str, Any] = {"optimiser": torch.optim.SGD}
-    with pytest.raises(TypeError, match=r"^trainer: has no option 'optimiser'; did you mean 'optimizer'\?$"):
+    with pytest.raises(TypeError, match=r"^trainer: unknown option 'optimiser'; did you mean 'optimizer'\?$"):
         Sequential(model()).trainer(loss=nn.functional.mse_loss, **misspelt)
 
 

@@ -84,7 +84,7 @@ def test_interleaved_holds_its_lead_plus_one_step(workers: int, chunks: int, eac
 
 @sized
 def test_zbh1_idles_a_third_as_long_as_1f1b(workers: int, chunks: int) -> None:
-    """Idle time is (W - 1) (F + I - W) if there are at least as many micro-batches as workers."""
+    """Idle time is (W - 1) (F + I - W) if the number of micro-batches is at least the number of workers."""
     found = simulate(plan("zbh1", workers, workers, chunks), 1, 2)
     if chunks >= workers:
         assert found.makespan == 3 * chunks + workers - 1

@@ -131,7 +131,7 @@ def test_nested_stash_that_replaces_another_raises() -> None:
         pytest.raises(StageError, match=r"Stash\('a'\): a value with this name is already stashed"),
     ):
         pipe(x)
-    assert torch.equal(module(x), module(x))  # the plain module cannot tell where a batch ends
+    assert torch.equal(module(x), module(x))  # the plain module cannot detect the end of a batch
 
 
 def test_second_pop_raises() -> None:

@@ -104,7 +104,7 @@ class Again(nn.Module):
 
 
 class Split(nn.Module):
-    """Layer whose graph contains a node with several outputs, one of which is unused."""
+    """Layer whose graph contains a node with an unused output next to used ones."""
 
     def __init__(self) -> None:
         super().__init__()

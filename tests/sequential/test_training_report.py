@@ -33,7 +33,7 @@ def module() -> nn.Sequential:
         ("gpipe", False, [4.0, 4.0]),
         ("1f1b", False, [2.0, 1.0]),
         ("zbh1", False, [2.0, 2.0]),
-        # the inputs of all four micro-batches, with one of them replaced by its whole graph
+        # the inputs of three micro-batches, and the whole graph of the fourth
         ("gpipe", True, [2.5, 2.5]),
     ],
 )

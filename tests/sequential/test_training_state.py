@@ -207,12 +207,12 @@ def other_shape() -> nn.Sequential:
 UNFIT = {
     "another cut": (
         lambda: saved(parts=[2, 3, 4]),
-        r"training: state\['parts'\] must be \[3, 3, 3\] like the parts of this training, got \[2, 3, 4\]; "
+        r"training: state\['parts'\] must be \[3, 3, 3\], the layer counts of this pipe, got \[2, 3, 4\]; "
         r"create the pipe with parts=\[2, 3, 4\]",
     ),
     "another number of parts": (
         lambda: saved(parts=2),
-        r"state\['parts'\] must be \[3, 3, 3\] like the parts of this training, got \[5, 4\]",
+        r"state\['parts'\] must be \[3, 3, 3\], the layer counts of this pipe, got \[5, 4\]",
     ),
     "missing key": (
         lambda: saved(module=perceptron()[:7], parts=[3, 3, 1]) | {"parts": [3, 3, 3], "module": {}},
@@ -229,8 +229,8 @@ UNFIT = {
     ),
     "another optimizer": (
         lambda: saved("sgd"),
-        r"training: state\['optimizer'\] must be Adam like optimizer=, got SGD; "
-        r"create the training with the optimizer of the state",
+        r"training: state\['optimizer'\] must be Adam to match optimizer=, got SGD; "
+        r"pass the saved optimizer class",
     ),
     "other groups": (
         lambda: (state := saved()) | {"optimizers": [{**state["optimizers"][0], "param_groups": []}] * 3},
@@ -276,7 +276,7 @@ def test_default_training_refuses_a_cut_into_another_number_of_parts() -> None:
     state = saved()
     with trainer(perceptron(), schedule=None, parts=2) as training:
         with pytest.raises(
-            ValueError, match=r"state\['parts'\] must be 4 numbers for 9 layers, got \[3, 3, 3\]"
+            ValueError, match=r"state\['parts'\] must be 4 layer counts that add up to 9, got \[3, 3, 3\]"
         ):
             training.load_state_dict(state)
         run_steps(training, DATA[:1])

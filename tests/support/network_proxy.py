@@ -133,8 +133,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Wired(Local):
-    """Provider like ``local``, with a wire for each host. Wires are reused in turn if there are more hosts
-    than wires."""
+    """Provider like ``local``, with a wire for each host. If hosts outnumber wires, wires are reused."""
 
     wires: tuple[Wire, ...]
 

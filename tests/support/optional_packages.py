@@ -1,7 +1,7 @@
 """Packages that some Python versions lack, and large packages.
 
-torch supports a new Python version late. Once a large package has been loaded, every fork costs four times as
-much.
+torch supports a new Python version late. After a large package has been loaded, every fork costs four times
+as much.
 """
 
 from __future__ import annotations

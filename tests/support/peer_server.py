@@ -72,7 +72,7 @@ def received(orders: Connection, count: int) -> list[int]:
 
 
 def renumber(descriptors: list[int], numbers: list[int]) -> None:
-    """Give descriptors the numbers that they have in the test, by which the function refers to them."""
+    """Give descriptors the numbers that they have in the test, because the function uses these numbers."""
     above = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(numbers) + 1) for fd in descriptors]
     for fd in descriptors:
         os.close(fd)

@@ -1,12 +1,12 @@
 """Server that has imported shared modules, and runs programs in its children.
 
 Usage: ``python program_server.py DESCRIPTOR MODULE …``. The descriptor is a connection for the orders, or a
-listening socket. With a socket, each connecting process gets its own child of the server, which executes its
-orders. A program behaves as in a fresh Python interpreter with the same arguments, except for the imports. It
-has the arguments, folder, environment, streams and session that its starter chose, its own ``__main__``, and
-the usual shutdown of the interpreter. It does not show whether the program imports all modules that it uses.
-For example, a program that has forgotten to import ``flowchan.pipelines`` still finds it as an attribute of
-its package.
+listening socket. If a socket is given, each connecting process gets its own child of the server, which
+executes its orders. A program behaves as in a fresh Python interpreter with the same arguments, except for
+the imports. It has the arguments, folder, environment, streams and session that its starter chose, its own
+``__main__``, and the usual shutdown of the interpreter. It does not show whether the program imports all
+modules that it uses. For example, a program that has forgotten to import ``flowchan.pipelines`` still finds
+it as an attribute of its package.
 """
 
 from __future__ import annotations

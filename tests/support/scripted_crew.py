@@ -42,7 +42,7 @@ class ScriptedCrew(CrewPart):
         calls: The supervisor's calls, each a word and the arguments.
         report: The run's report, once the run has started.
         refuses: The error with which all starts of workers fail, if set.
-        all_heard: Whether everything that workers have reported has arrived.
+        all_heard: True if everything that workers have reported has arrived.
         answer: Waiting workers that no channel shows.
     """
 

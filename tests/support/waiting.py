@@ -49,8 +49,8 @@ def wait_freed(reference: weakref.ref[Any]) -> None:
 def merge_counts() -> None:
     """Free objects whose last reference was dropped by a thread other than the one that created them.
 
-    Without a GIL, such objects are freed by the garbage collector, or when the thread that created them next
-    runs Python code, which may be late.
+    In a free-threaded interpreter, such objects are freed late: by the garbage collector, or when the thread
+    that created them next runs Python code.
     """
     if not GIL:
         gc.collect()

@@ -109,12 +109,12 @@ WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         transport.connect,
         {"timeuot": 1},
         TypeError,
-        "connect: has no option 'timeuot'; did you mean 'timeout'",
+        "connect: unknown option 'timeuot'; did you mean 'timeout'",
     ),
     (transport.listen, {"secret": b"short"}, ValueError, "listen: secret must have at least 16 bytes, got 5"),
     (transport.listen, {"address": "host"}, ValueError, "'host' is not an address"),
     (transport.listen, {"tls": "yes"}, TypeError, "listen: tls must be"),
-    (transport.listen, {"tsl": True}, TypeError, "listen: has no option 'tsl'; did you mean 'tls'"),
+    (transport.listen, {"tsl": True}, TypeError, "listen: unknown option 'tsl'; did you mean 'tls'"),
 ]
 
 

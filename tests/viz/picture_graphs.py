@@ -84,7 +84,7 @@ def leading_back() -> Blueprint:
 
 
 def chain(length: int, every_process: int) -> Blueprint:
-    """Return a chain of ``length`` stages, of which every ``every_process``-th runs in a process."""
+    """Return a chain of ``length`` stages; every ``every_process``-th stage runs in a process."""
     stages = [stage(f"s{i}", on="thread" if i % every_process else "process") for i in range(length)]
     edges = [
         edge(a.name, b.name, int, a.placement.transport_to(b.placement).name)

@@ -1,4 +1,4 @@
-"""Compute what the views show: the progress of a run, if its total is known, and the activity of its stages.
+"""Compute the content of the views: the progress of a run, if its total is known, and its stages' activity.
 
 The content consists of text and values. Each view decides how to draw them.
 """
@@ -44,8 +44,8 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """Return one progress bar for each end of the graph.
 
     The bar shows the stage with a known total that is nearest to the end. If the bar cannot show such a
-    stage, it shows a stage that combines many items into one, because later stages have little to do until
-    that stage ends. Otherwise the bar shows the end.
+    stage, it shows a stage that combines many items into one. Later stages have little to do until that stage
+    ends. Otherwise the bar shows the end.
     """
     known = _Totals(graph, stats)
     read = {edge.writer for edge in stats.edges if edge.reader is not None}
@@ -150,7 +150,7 @@ def _clock(seconds: float) -> str:
 def plain_line(stats: RunStats) -> str:
     """Return one line of text about a run: items, rate, load, queue and failures of each stage.
 
-    If there are many stages, only the busiest are included.
+    If the graph has many stages, only the busiest are included.
     """
     chosen = busiest(stats, PLAIN_STAGES)
     waiting = queues(stats)
@@ -195,7 +195,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def starting(stats: RunStats) -> Iterator[str]:
-    """Yield a text with the stages of which no worker has built its callable yet, if there are any."""
+    """Yield a text with the stages where no worker has built its callable yet, if any."""
     names = [stage.name for stage in stats.stages if stage.state == "starting"]
     if names:
         yield f"starting: {', '.join(names)}"

@@ -84,8 +84,8 @@ def draw_on(stream: TextIO, persists: bool, ends: contextlib.ExitStack) -> tuple
     The caller must defer interrupts while it calls this function and while it closes ``ends``.
 
     The caller must hold the returned lock while it draws. rich decides which lines to overwrite before it
-    writes. Without the lock, the second of two threads could act on a decision that the output of the first
-    has made wrong.
+    writes. If two threads drew without the lock, the second could act on a decision that the output of the
+    first has made wrong.
     """
     from rich.console import Console
     from rich.live import Live
@@ -297,7 +297,7 @@ class LiveView:
                 live.update(drawn, refresh=True)
 
     def print_line(self, line: str) -> None:
-        """Write one line, above the drawing if there is one."""
+        """Write one line, above the drawing if one is shown."""
         with self._whatever_fails():
             if (live := self._live) is not None:
                 with self._lock:

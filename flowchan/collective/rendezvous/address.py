@@ -95,13 +95,14 @@ def meet_at(
 
 
 def _first_listener(rank: int | None, at: str) -> Listener | None:
-    """Return the listener of rank 0, ``None`` on the other members."""
+    """Return the listener of rank 0, or ``None`` on the other members."""
     if rank is not None:
         return listen(at) if rank == 0 else None
     try:
         return listen(at)
     except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # another member, or another host, listens
+        # another member or another host is listening
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
         raise
 
@@ -146,7 +147,7 @@ class Place:
                     return replace(self, number=number).of(met)
             except (RendezvousEnded, MemberDied):
                 continue
-            except TimeoutError as error:  # a member that had arrived is late
+            except TimeoutError as error:  # a member that had arrived before did not arrive in time
                 if is_interrupt(error) or time.monotonic() >= give_up:
                     raise
         raise GroupError(

@@ -29,7 +29,7 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
     """Return this process's member of the group that meets by a file.
 
     Args:
-        folder: A folder of all hosts. It is created if it is missing.
+        folder: A folder that all hosts see. It is created if it is missing.
         file: Name of the file, which is different for each group.
         launcher: Address of the host that started the processes, without a port. Rank 0 listens on its route
             to that host.
@@ -89,13 +89,14 @@ def _wait_for(path: Path, rank: int, size: int, timeout: float) -> Any:
 def _read(path: Path) -> str | None:
     """Return the text of the file, or None if it does not exist yet."""
     try:
-        os.listdir(path.parent)  # else NFS may remember for a minute that the file is missing
+        os.listdir(path.parent)  # otherwise NFS may cache for a minute that the file is missing
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+                got = f"owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}"
                 raise GroupError(
-                    f"group: {path} must belong to this user and have mode 600, got {status.st_uid} and "
-                    f"{stat.S_IMODE(status.st_mode):o}; {REMEDY} and other users cannot write"
+                    f"group: {path} must belong to this user and have mode 600, got {got}; "
+                    f"{REMEDY} and that other users cannot write to"
                 )
             return file.read()
     except FileNotFoundError:

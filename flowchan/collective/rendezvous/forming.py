@@ -56,7 +56,7 @@ def linked(
 ) -> Group:
     """Connect the nodes on several hosts into a group; a single node is returned unchanged.
 
-    Without a time limit, members must still connect within ``WITHIN`` seconds.
+    Even if the call has no time limit, members must connect within ``WITHIN`` seconds.
     """
     if len(hosts) == 1:
         gather(None)

@@ -113,7 +113,7 @@ def _accept(listener: socket.socket, wait: float) -> tuple[socket.socket, dict[s
 
 
 def _follow(address: str, rank: int | None, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """Join the group of rank 0; return None if rank 0 is not listening yet, or no longer."""
+    """Join the group of rank 0; return None if rank 0 is not listening now."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(max(0.001, give_up - time.monotonic()))
         try:

@@ -2,7 +2,7 @@
 
     torch.distributed.init_process_group("flowchan")
 
-Since torch 2.5 this call is enough; in earlier versions, import this module first to register the backend.
+This call is enough from torch 2.5 on; in earlier versions, import this module first to register the backend.
 
 CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
 member dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise

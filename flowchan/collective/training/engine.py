@@ -71,8 +71,8 @@ class State:
 class Engine:
     """Train a module, alone or as one of several replicas.
 
-    With a group, each member trains one replica with :class:`AllReduceSGD`. The replicas therefore stay
-    equal, and members may have different numbers of samples.
+    If ``group`` is given, each member trains one replica with :class:`AllReduceSGD`. The replicas therefore
+    stay equal, and members may have different numbers of samples.
 
     Args:
         module: The module.
@@ -184,7 +184,7 @@ class Engine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the module, the optimizer and the progress for :meth:`load`.
 
-        With a group, only rank 0 writes the file. An existing file is replaced atomically.
+        In a group, only rank 0 writes the file. An existing file is replaced atomically.
 
         Args:
             path: Path of the file.
@@ -222,7 +222,7 @@ class Engine:
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the state that :meth:`save` wrote.
 
-        With a group, rank 0 reads the file for all members.
+        In a group, rank 0 reads the file for all members.
 
         Args:
             path: Path of the file.

@@ -405,7 +405,7 @@ class ElasticAverage:
         module: The replica of this member.
         group: The group of the replicas.
         every: Number of optimizer steps between two averages, at least 1.
-        strength: Between 0 and 1 (default 0.9).
+        strength: A number between 0 and 1 (default 0.9).
 
     Raises:
         ValueError: ``every`` or ``strength`` is out of range.
@@ -452,7 +452,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # only now, so that the centre has not moved if a member died above
+        for parameter, pull in own:  # last: if a member died above, the centre must not have moved
             parameter.sub_(pull)
 
     def join(self) -> None:

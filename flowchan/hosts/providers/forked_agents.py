@@ -188,7 +188,7 @@ class Forked:
         return False
 
     def _receive(self, how: int = 0) -> bool:
-        """Receive the next message about the agent. Return False if there was none."""
+        """Receive the next message about the agent. Return False if none arrived."""
         try:
             word, _, about = self._socket.recv(4096, how).decode().partition(" ")
         except BlockingIOError:
@@ -310,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # otherwise the runs would consider their agents lost and start others
+    abort_unfinished()  # otherwise the runs would consider their agents lost and start new ones
     end_seeds()
 
 

@@ -36,7 +36,7 @@ class StartedAgent(Protocol):
         """Return why the agent has ended, or ``None`` if it may still be running.
 
         The reason is one line that contains the host's name. This does not wait. If the provider can only
-        guess, the reason says so, and the agent ends when its own peer timeout expires.
+        guess, the reason contains this fact, and the agent ends when its own peer timeout expires.
         """
 
     def waits(self) -> bool:

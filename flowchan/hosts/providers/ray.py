@@ -129,7 +129,7 @@ class HeldByRay:
         self._host = provider.hosts[number]
         self._number = number
         self._why: str | None = None
-        self._placed = False  # whether Ray has found a node
+        self._placed = False  # true if Ray has found a node
         self._key = (ray.get_runtime_context().get_job_id(), provider)
         self._reservation: _Reservation | None = self._reserve()
         rest = provider.bundle
@@ -177,7 +177,7 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            # if the actor is still alive, this queues behind the earlier call
+            # if the actor is still alive, this call queues behind the earlier one
             self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:

@@ -1,4 +1,4 @@
-"""Explanation of how an agent behind a command such as ``ssh`` ended.
+"""Explanation of the end of an agent that a command such as ``ssh`` has started.
 
 The end of the command does not show whether the agent has ended. A broken connection ends the command but not
 the agent, and ``ssh`` exits with 255 both in that case and if the agent was killed. A small shell script on
@@ -54,8 +54,8 @@ def explainer(
         python: The Python executable on the host.
         remedy: The advice for a Python that is missing or lacks flowchan.
         unreached: Explains why the script has not run at all.
-        cut_off: Returns why something else has certainly ended the agent, or None. Its second argument is
-            whether the script has reported the agent's end.
+        cut_off: Returns the reason if something else has certainly ended the agent, else None. Its second
+            argument is whether the script has reported the agent's end.
 
     Returns:
         The function.

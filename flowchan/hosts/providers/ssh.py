@@ -34,9 +34,9 @@ REMEDY = "set python= to a Python that has flowchan"
 class Ssh:
     """One agent on each of ``hosts``, in a form that ``ssh`` accepts: ``gpu1``, ``user@gpu2``.
 
-    Killing an agent ends the local ``ssh`` process but not the agent. The agent runs until it has not heard
-    from the driver for ``peer_timeout`` seconds. The driver learns how an agent ended only while the ssh
-    connection lasts.
+    Killing an agent ends the local ``ssh`` process but not the agent. The agent runs until it has received
+    nothing from the driver for ``peer_timeout`` seconds. The driver learns how an agent ended only while the
+    ssh connection lasts.
     """
 
     hosts: tuple[str, ...]

@@ -30,12 +30,12 @@ class DeathLog:
         self._graph: Blueprint = plan.graph
         self._limits = plan.limits()
         self._without_item: Counter[WorkerId] = Counter()  # consecutive quick deaths without an item
-        # How workers died while processing the item that the replacement will try again.
+        # Causes of the earlier deaths with the item that the replacement will try again.
         self._how: dict[WorkerId, list[str]] = {}
         # The batch member that each worker is trying alone, or None while it tries the rest together.
         self._trying: dict[WorkerId, int | None] = {}
-        self._members: dict[WorkerId, dict[int, str]] = {}  # how workers died on members of the same item
-        # 0, or 1 + the number of deaths since all members were tried
+        self._members: dict[WorkerId, dict[int, str]] = {}  # causes of death, by member of the batch
+        # 0: the members have not been tried; otherwise 1 + the number of deaths since they were
         self._tried: Counter[WorkerId] = Counter()
         self._unbegun: Counter[WorkerId] = Counter()  # consecutive deaths before the worker started to work
         self._terminated: set[WorkerId] = set()
@@ -99,8 +99,8 @@ class DeathLog:
         """Record the batch member that the worker was processing when it died.
 
         If a worker dies while it tries several members together, none of them can be blamed, and the batch
-        fails. Once all members were tried, outputs may have been put that depend on which members are
-        excluded. Up to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
+        fails. After all members were tried, outputs that depend on the excluded members may have been put. Up
+        to ``MOST_LATER_DEATHS`` later deaths therefore do not exclude further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
         # the worker died on another item, or not yet often enough to try the batch members one by one

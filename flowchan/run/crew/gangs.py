@@ -35,7 +35,7 @@ class Gangs:
         self._memberships.update(zip(ids, members, strict=True))
 
     def membership(self, id: WorkerId) -> Any:
-        """Return and forget the membership of a worker that is being started, or None if it has none."""
+        """Return and remove the membership of a worker that is being started, or None if it has none."""
         return self._memberships.pop(id, None)
 
     def next_memberships(self, id: WorkerId, stage: Stage) -> Channel[Any] | None:
@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Tell the group that a worker has died, even before it joined, so that its peers stop waiting."""
+        """Report to the group that a worker has died, even if it had not joined, to end its peers' waits."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

@@ -1,6 +1,6 @@
 """Detect a main script without a ``__main__`` guard.
 
-With the start methods spawn and forkserver, a new process imports the program's main script. If the script
+If the start method is spawn or forkserver, a new process imports the program's main script. If the script
 runs the graph or sets the start method at import, every worker would do the same again. Python prevents this
 with a traceback in each worker. This module makes the new process report the problem by its exit code
 instead, and the program raises one error.
@@ -141,7 +141,7 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 def _servers_exitcode() -> int | None:
     """Return the exit code of Python's forkserver if it has just ended; a negative number is a signal.
 
-    Since Python 3.14, the forkserver also imports the main script.
+    In Python 3.14 and later, the forkserver also imports the main script.
     """
     server = forkserver_pid()
     if server is None:

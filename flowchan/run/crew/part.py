@@ -37,7 +37,7 @@ class CrewPart(Protocol):
         Args:
             ids: One worker, or all workers of a gang that is to restart.
             blamed: The worker that may have died because of its item. The supervisor terminated the others.
-            later: Whether to leave the start of the replacements to a later call of :meth:`start_workers`.
+            later: Leave the start of the replacements to a later call of :meth:`start_workers`.
 
         Returns:
             Events for the workers that could not be started.
@@ -93,7 +93,7 @@ class CrewPart(Protocol):
 
         Args:
             abandoned: Workers whose threads may still be running afterwards.
-            timeout: How many seconds to wait for other threads; None waits until they end.
+            timeout: Seconds to wait for other threads; None waits until they end.
 
         Returns:
             The workers whose threads are still running.

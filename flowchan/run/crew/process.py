@@ -1,9 +1,9 @@
 """Start and end one worker process, and find out reliably when it has ended.
 
-An open pidfd always refers to the same process, even if the kernel reuses the process id. It also reports
-what Python cannot know: if Python's forkserver has ended, ``multiprocessing`` claims that the forkserver's
-children have ended too, although they are still running. If the system refuses pidfds, this module asks
-``multiprocessing`` and kills a child whose state is lost in this way.
+An open pidfd always refers to the same process, even if the kernel reuses the process id. A pidfd is also
+right where Python is wrong. If Python's forkserver has ended, ``multiprocessing`` reports that the
+forkserver's children have also ended, although they are still running. If the system refuses pidfds, this
+module asks ``multiprocessing`` and kills a child whose state is lost in this way.
 """
 
 from __future__ import annotations

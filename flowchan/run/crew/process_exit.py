@@ -11,14 +11,14 @@ class ProcessExit:
     """End of a process that did not report how its worker ended.
 
     Attributes:
-        how: Description of how the process ended.
+        how: Description of the process's end.
         exitcode: Exit code, negative for a signal; None if unknown.
         pid: Process id; 0 if unknown.
-        lived: How long the process ran, in seconds.
-        over_item: How many workers have died while processing the item that it held; see
+        lived: Seconds for which the process ran.
+        over_item: Number of workers that have died while processing the item that it held; see
             :func:`deaths_over_item`.
         host: Host of the process; empty for this machine.
-        counts: Whether the death uses one of the restarts of its stage.
+        counts: True if the death uses one of the restarts of its stage.
     """
 
     how: str
@@ -47,7 +47,7 @@ def exit_text(code: int, lack_of_memory: bool = False) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number: most real-time signals have no name."""
+    """Return the name of a signal, or its number, because most real-time signals are unnamed."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -12,8 +12,8 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
     Args:
         old: Ports of the dead worker.
         new: Open ports of its replacement, which may have to process the first item alone.
-        everything: Whether the replacement gets all items that the dead worker held.
-        blame: Whether the first item may have killed the worker; False if the supervisor terminated it.
+        everything: True if the replacement gets all items that the dead worker held.
+        blame: True if the first item may have killed the worker; False if the supervisor terminated it.
     """
     replacements = [new.inputs[port] for port in old.inputs]
     _core._take_up(list(old.inputs.values()), list(old.writers()), replacements, everything, blame)

@@ -2,11 +2,12 @@
 
 Algorithm. The utilisation of a stage is the share of time in which its *working* workers are not waiting. (A
 working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
-earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If there are several, the one
-with the smallest bound W / (s · v) is chosen. Here W is the number of working workers, and s is the busy time
-per item in seconds. The stage takes v items per item from the sources; v is the product of the outputs per
-input of all earlier stages. Measured rates would mislead while channels are still filling. Ties are common,
-because stages before the bottleneck are also busy while their channels have free places.
+earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If several stages are
+bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
+and s is the busy time per item in seconds. The stage takes v items per item from the sources; v is the
+product of the outputs per input of all earlier stages. Measured rates would mislead while channels are still
+filling. Ties are common, because stages before the bottleneck are also busy while their channels have free
+places.
 
 Threads of this process that together use a whole core compete for one global interpreter lock, so their
 stages look busy although they are not. If the kernel leaves workers without a core, more workers would not
@@ -101,7 +102,7 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
         stats: Statistics at the end of the window, with rates and shares for the window.
         worked: Time that the workers of each stage spent in the window, by stage.
         cores: Number of cores that the run may use.
-        gil: Whether the threads of this process share one global interpreter lock.
+        gil: True if the threads of this process share one global interpreter lock.
 
     Returns:
         The cause, or None if it is unknown.
@@ -179,7 +180,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 def _visits(stats: RunStats) -> dict[str, float]:
     """Return how many items each stage takes per item from the sources.
 
-    In a loop, the calculation stops after as many rounds as there are stages.
+    In a loop, the number of rounds of the calculation is limited to the number of stages.
     """
     taken = {stage.name: stage.items_in for stage in stats.stages}
     first = taken.keys() - {edge.reader for edge in stats.edges}

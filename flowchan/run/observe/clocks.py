@@ -58,7 +58,7 @@ class CpuClock:
 class _Working:
     """Clock of a worker that has started to work.
 
-    Without a ``clock``, the CPU time is unknown, or is counted for another worker on the same thread
+    If ``clock`` is None, the CPU time is unknown, or is counted for another worker on the same thread
     (``shares``).
     """
 
@@ -91,7 +91,7 @@ class WorkerClocks:
 
     _pids: dict[WorkerId, int] = field(default_factory=dict)  # 0 for a worker on another host
     _working: dict[WorkerId, _Working] = field(default_factory=dict)
-    _threads: set[int] = field(default_factory=set)  # threads that have a clock of their own; 0 for processes
+    _threads: set[int] = field(default_factory=set)  # threads that have their own clock; 0 for processes
     _ended: defaultdict[str, WorkSeconds] = field(
         default_factory=lambda: defaultdict(lambda: WorkSeconds(cpu=0.0, ready=0.0))
     )

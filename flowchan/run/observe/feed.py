@@ -3,10 +3,11 @@
 Views subscribe to the feed and therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
-leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
-computes statistics only when a subscriber is due to receive them, and all subscribers that are due receive
-the same value. Between deliveries, events are queued. A slow subscriber can therefore delay other subscribers
-but never a worker. When the run ends, each subscriber receives the remaining events and the final statistics.
+leaves or the run ends. If the feed has no subscribers, an event therefore costs only the test of a flag. The
+thread computes statistics only when a subscriber is due to receive them, and all subscribers that are due
+receive the same value. Events are queued until the next delivery. A slow subscriber can therefore delay other
+subscribers but never a worker. When the run ends, each subscriber receives the remaining events and the final
+statistics.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker whose death caused this, if there was one."""
+    """Replace all workers of a gang. ``died`` is the worker whose death caused this, if any."""
 
     workers: tuple[WorkerId, ...]
     pause: float

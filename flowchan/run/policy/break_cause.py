@@ -120,6 +120,6 @@ class Breaks:
         return None
 
     def ends(self) -> list[Ended]:
-        """Return and forget the ``Ended`` events that were held back."""
+        """Return and remove the ``Ended`` events that were held back."""
         kept, self._ends = self._ends, []
         return kept

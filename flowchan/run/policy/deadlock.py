@@ -34,7 +34,7 @@ class Activity:
     Attributes:
         moved: Number of items put and taken so far.
         reading, writing: How many workers are waiting to take an item, and to put one.
-        opened: Whether the program may still put items into an input.
+        opened: True if the program may still put items into an input.
         unread: Workers with results that the program has not started to read.
     """
 
@@ -58,7 +58,7 @@ class Waits:
         channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
-        moves: Whether something may still move: a worker that is not waiting, a dead worker without a
+        moves: True if something may still move: a worker that is not waiting, a dead worker without a
             replacement, or an event loop with other work.
     """
 
@@ -70,8 +70,8 @@ class Waits:
     def put_into(self, stats: RunStats) -> RunStats:
         """Return the statistics with these numbers for the edges of remote workers.
 
-        The local ports of these edges request items ahead of time and buffer outputs, so whether these ports
-        are waiting says nothing about the workers.
+        The local ports of these edges request items ahead of time and buffer outputs, so the waits of these
+        ports are unrelated to the workers.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -93,7 +93,7 @@ class Observation:
         stats: Statistics of the run.
         unread: Workers with results that the program has not started to read.
         inputs: Stages into which the program puts items.
-        outside: Whether something that no channel shows may move; see :attr:`Waits.moves`.
+        outside: True if something that no channel shows may move; see :attr:`Waits.moves`.
         counts: Numbers that change when something moves on another host.
     """
 
@@ -112,8 +112,8 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
         now: The later observation.
 
     Returns:
-        The workers whose unread results fill their channels, if there are any; the run must then collect
-        these results. Otherwise ``Stuck`` if no worker can ever move again, or None.
+        The workers whose unread results fill their channels, if any; the run must then collect these results.
+        Otherwise ``Stuck`` if no worker can ever move again, or None.
     """
     if before is None or _progress(before) != _progress(now):
         return None

@@ -17,11 +17,11 @@ takes unless the user sets a time limit. In *failing* and *aborting*, all channe
 Processes that are still running after ``GRACE`` seconds are terminated, and after twice that time they are
 killed. A thread that is stuck in the user's code can't be ended, so it is abandoned. The same happens in
 *finishing*, but without a failure: all stages whose effects the user sees have ended, and the sources are
-stopped. The remaining workers are no longer needed, for example a source that is waiting for its device.
+stopped. The remaining workers are not needed any more, for example a source that is waiting for its device.
 
 If a worker process dies in *running* or *stopping*, it is replaced as long as its stage has restarts left
-(``policy/restart_limit.py``). The first replacement starts at once. Before each later one there is a pause,
-which doubles with every death while processing the same item. A worker that dies ``HOPELESS`` times in a row
+(``policy/restart_limit.py``). The first replacement starts at once. A pause precedes each later one. The
+pause doubles with every death while processing the same item. A worker that dies ``HOPELESS`` times in a row
 before it starts to work is not replaced again. If the user has set the number of restarts, that number is
 used in place of ``HOPELESS``, however long each start takes.
 
@@ -98,8 +98,8 @@ class StopRequested:
 
     Attributes:
         timeout: Seconds after which the run is aborted if it is still running, or None for no limit.
-        finish_queued: Whether to finish the items that are waiting in channels as well, or only those that
-            workers are processing.
+        finish_queued: If True, also finish the items that are waiting in channels. If False, finish only
+            those that workers are processing.
     """
 
     timeout: float | None = None
@@ -146,8 +146,8 @@ def decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
     if state.phase == "ended":
         return state, ()
     state, actions = _decide(state, event, now)
-    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it no longer wait
-    # for their peers.
+    # Settle the gangs twice: if one of them ends the run, gangs that were settled before it stop waiting for
+    # their peers.
     for follow in (settle_gangs, form_groups, settle_gangs):
         state, more = follow(state, now)
         actions = (*actions, *more)
@@ -231,7 +231,8 @@ def _scale(state: PolicyState, scale: Scale, now: float) -> Decision:
 
 def _died(state: PolicyState, death: Death, now: float) -> Decision:
     worker, stage = death.worker, death.worker.stage
-    if worker not in state.alive:  # it was abandoned, or its channels broke before it could report its end
+    # the worker was abandoned, or its channels broke before it could report its end
+    if worker not in state.alive:
         return state, ()
     if state.ends_with_peers(worker):
         return peer_ended(state, worker), ()

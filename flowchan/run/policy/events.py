@@ -59,7 +59,7 @@ class Failure:
             exception.
         item: Text that describes the item that the worker was processing.
         pid: Process of the worker.
-        channel: Name of the channel that was aborted with the error, if there was one.
+        channel: Name of the channel that was aborted with the error, if any.
         host: Host of the worker; empty for this machine.
     """
 
@@ -194,7 +194,7 @@ class Death:
 
     Attributes:
         worker: The worker.
-        how: Description of how the process ended.
+        how: Description of the process's end.
         pid: Process of the worker; 0 if unknown.
         exitcode: Exit code of the process, negative for a signal; None if unknown.
         host: Host of the worker; empty for this machine.
@@ -204,9 +204,9 @@ class Death:
             worker had no item: the number of deaths in quick succession.
         unbegun: Number of workers, including this one, that died one after another before they started to
             work.
-        counts: Whether the death uses one of the stage's restarts. The death of a host does not.
-        retired: Whether the worker asked for a new process (``Retires``). This is not reported to the user.
-        always: Whether to replace the worker regardless of the stage's restart limit, because an item
+        counts: True if the death uses one of the stage's restarts. The death of a host does not.
+        retired: True if the worker asked for a new process (``Retires``). This is not reported to the user.
+        always: Replace the worker regardless of the stage's restart limit, because an item
             exceeded its time limit.
         irreplaceable: Why the stage can't continue with a replacement; empty if it can.
         hint: A possible cause, for the error message.
@@ -230,7 +230,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Describe the death and the item, or return an empty string if there is nothing to report."""
+        """Describe the death and the item, or return an empty string if the death is not reported."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -241,7 +241,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself failed, so workers can no longer report events."""
+    """The crew itself failed, so workers cannot report events any more."""
 
     error: BaseException
 

@@ -51,10 +51,9 @@ class Suspicion:
     """Earlier deaths while processing the first item of a replacement.
 
     Attributes:
-        deaths: Descriptions of how earlier workers died while processing the item.
-        members: Descriptions of how a worker died while processing one batch member alone, by the member's
-            number.
-        tried: Whether a worker has survived trying all other members of the batch.
+        deaths: Causes of death of earlier workers that processed the item.
+        members: Cause of death of the worker that processed a batch member alone, by the member's number.
+        tried: True if a worker has survived trying all other members of the batch.
     """
 
     deaths: tuple[str, ...] = ()
@@ -90,8 +89,8 @@ class Portable:
 
     def __init__(self, error: BaseException, where: str = "") -> None:
         self._text = text_of(error)
-        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as in json's
-        # errors.
+        # The notes are kept outside the pickled exception, because its __reduce__ may omit them, as that of
+        # json's errors does.
         note = where or f"in {seeds.worker_text()}"
         if error.__traceback__ or error.__cause__ or error.__context__:
             note += ":\n" + "".join(traceback.format_exception(error)).rstrip()

@@ -4,12 +4,12 @@ The workers of a gang restart together. When one dies, the others are terminated
 are started again. A worker that misses a peer in a group operation may report this before the death of the
 peer is known. Such a report is not a failure.
 
-If no worker died, there are two cases. If one worker ended because its outputs have no readers, its peers
+If no worker died, two cases are possible. If one worker ended because its outputs have no readers, its peers
 also end. If connections between the hosts of the gang broke, all workers restart as long as their stage has
 restarts left.
 
 In an elastic gang, only the worker that died is replaced. A worker whose group has ended waits for a new one.
-Once all working members are waiting, a new group is formed. When a replacement starts to work, it ends the
+When all working members are waiting, a new group is formed. When a replacement starts to work, it ends the
 current group, so that the next one includes it. If a group ends although no worker died or joined, this
 counts as a restart.
 """

@@ -16,13 +16,13 @@ class Health:
     """Health of a run at one moment, in plain values that ``json.dumps(dataclasses.asdict(health))`` accepts.
 
     Attributes:
-        ready: Whether the run accepts items and no stage is "starting". It stays True while some workers of a
+        ready: True if the run accepts items and no stage is "starting". It stays True while some workers of a
             stage are working and others are starting, after a death or ``run.scale()``. It is False once the
             run is stopping.
-        failed: Whether the run has failed.
+        failed: True if the run has failed.
         stages: State of each stage except inputs: "starting" until one of its workers has built its callable,
             then "running", and finally "ended".
-        restarts_left: Number of restarts that each stage on processes has left at the moment. Once none are
+        restarts_left: Number of restarts that each stage on processes has left at the moment. If none are
             left, the next death ends the run. Stages without a limit are left out.
         waiting: Number of ``ask`` calls that are waiting for their answers.
 

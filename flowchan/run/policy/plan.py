@@ -210,8 +210,8 @@ def _on_hosts(
 ) -> Iterator[PlannedWorker]:
     """Assign each worker of a stage to the host with the fewest workers so far.
 
-    If there are several such hosts, the first is chosen. For a placement with shares, only its own workers
-    are counted, so other placements do not affect it.
+    If several hosts are equal, the first is chosen. For a placement with shares, only its own workers are
+    counted, so other placements do not affect it.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     shares = dict(zip(placement.hosts, placement.shares, strict=True)) if placement.shares else {}

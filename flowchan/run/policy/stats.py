@@ -87,7 +87,7 @@ class WorkerStats:
 
     Attributes:
         number: Number of the worker in its stage.
-        working: Whether it has started to work and has not ended.
+        working: True if it has started to work and has not ended.
         seconds: Time that it has spent.
 
     Example:
@@ -248,7 +248,7 @@ class EdgeStats:
         awaiting: Number of waiters in ``selecting`` that are coroutines in this process.
         bytes: Number of bytes in the channel now.
         share: The channel's share of the run's memory, in bytes.
-        short_of_bytes: Whether a writer is waiting for bytes although the channel has room for another item.
+        short_of_bytes: True if a writer is waiting for bytes although the channel has room for another item.
         holders: Processes that keep blocks of the channel's memory.
         put: Number of items put since the start of the run.
 
@@ -298,7 +298,7 @@ class HostStats:
         state: "connected", "waiting" (for its agent), or the reason why the agent is missing.
         workers: Number of workers on the host.
         agents: Number of agents started so far.
-        deaths: Descriptions of how agents died.
+        deaths: Causes of death of agents.
         breaks: Number of times that a connection to an agent broke and was restored.
         sent: Number of bytes sent to the host.
         received: Number of bytes received from the host.
@@ -335,7 +335,7 @@ class RunStats:
         elapsed: Seconds from the start of the run until now, or until it ended.
         stages: Statistics of each stage.
         edges: Statistics of each channel.
-        bottleneck: Name of the stage that limits the run, if there is one.
+        bottleneck: Name of the stage that limits the run, if any.
         seed: Random seed; in runs with equal seeds, workers draw equal random numbers.
         memory: Number of bytes that all channels together may use.
         hosts: Statistics of the other hosts with workers of the run.

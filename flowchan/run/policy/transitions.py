@@ -38,12 +38,12 @@ class PolicyState:
         phase: The phase of the run.
         since: When the phase began, in seconds on a monotonic clock.
         failures: The failures of the run, in order.
-        stopped: Whether a stop was requested.
+        stopped: True if a stop was requested.
         stop_by: When a stopped run is aborted.
-        notified: Whether the user was warned that stopping takes long.
-        aborted: Whether the run was aborted.
-        terminated: Whether late processes have been terminated.
-        killed: Whether late processes have been killed.
+        notified: True if the user was warned that stopping takes long.
+        aborted: True if the run was aborted.
+        terminated: True if late processes have been terminated.
+        killed: True if late processes have been killed.
         abandoned: Workers that were still alive when the run ended.
         gangs: Stages whose workers form a group and restart together.
         missing_peer: Reports of workers of gangs that a peer is missing.
@@ -142,7 +142,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
     if not alive:
         phase = "ended"
     elif state.goes_on and state.ends and not (alive & state.ends):
-        # a stage that is waiting for an item does not notice that its outputs have no readers
+        # a stage that is waiting for an item does not notice that the readers of its outputs have left
         if phase == "running":
             actions = (*actions, StopSources())
         phase, since = "finishing", now

@@ -1,8 +1,8 @@
 """Loops of the operators for ``async def`` functions.
 
-They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, such a
-stage consists of n tasks in one event loop. Each task has its own ports, so order, errors, retries and ends
-are the same as for n threads.
+They correspond to the loops in ``operator_loops.py``, but await where those block. A stage with ``workers=n``
+consists of n tasks in one event loop. Each task has its own ports, so order, errors, retries and ends are the
+same as for n threads.
 """
 
 from __future__ import annotations

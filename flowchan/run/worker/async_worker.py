@@ -93,7 +93,7 @@ def only_wait_for(channels: Collection[Channel[Any]]) -> bool:
 class Tasks:
     """Tasks of one async stage, for use by other threads.
 
-    Unlike a thread, a task can be cancelled while it is waiting. ``into`` is the input channel; without its
+    A task can be cancelled while it is waiting, unlike a thread. ``into`` is the input channel; without its
     items the tasks have no work.
     """
 

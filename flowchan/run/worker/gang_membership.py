@@ -82,7 +82,7 @@ class GangMembership:
                 self._await_membership(self._failure_of(error))
 
     def _failure_of(self, error: MemberDied) -> Failure:
-        """Return the failure to report, or raise ``error`` if there will be no other group."""
+        """Return the failure to report, or raise ``error`` if no other group will follow."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
@@ -102,7 +102,7 @@ class GangMembership:
                 raise Broken("the run has failed or was aborted, so the worker gets no new group")
 
     def close(self, ended_by: BaseException | None) -> None:
-        """Leave the group in a way that tells the other members whether this worker has failed.
+        """Leave the group. The other members learn whether this worker has failed.
 
         The worker leaves cleanly unless it lost a member, its outputs have no reader, or one of its channels
         is broken. In these cases, it abandons the group, because its agent may have died, and then the whole

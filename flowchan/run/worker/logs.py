@@ -86,7 +86,7 @@ class Sending(logging.Handler):
         self._put = put
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send the record. Like any handler, this method never raises."""
+        """Send the record. This method never raises, as is usual for handlers."""
         put = self._put
         try:
             if put is not None:

@@ -83,7 +83,7 @@ class OpenedPlan:
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
     """Open the channels of ``plan``, the ports of this machine's ``workers``, and the inputs.
 
-    Each channel gets the same share of the run's memory. Raises ``OSError`` if there is not enough memory.
+    Each channel gets the same share of the run's memory. Raises ``OSError`` if memory is short.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:

@@ -54,9 +54,9 @@ class OperatorJob:
     on_failed_item: Callable[[str], None] = lambda _: None
     last_report_at: float = -FAILED_ITEM_INTERVAL_S
     on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
-    unwanted: int = 0  # items whose branch has no reader, or whose request was cancelled
-    predecessors: tuple[str, ...] = ()  # how earlier workers died over the first item
-    too_late: bool = False  # whether the first item has timed out too often
+    unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
+    predecessors: tuple[str, ...] = ()  # causes of death of earlier workers that processed the first item
+    too_late: bool = False  # true if the first item has timed out too often
     is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
 
     def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
@@ -178,7 +178,7 @@ class OperatorJob:
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
         """Fail an item that cannot be processed, so that the following items can be processed.
 
-        Either ``item`` is an :class:`Unreadable` and ``error`` says why, or ``deaths`` workers have died
+        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason, or ``deaths`` workers have died
         while processing the item.
         """
         if error is None and self.too_late:
@@ -384,7 +384,7 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
             own = job.answering is not None and has_requests(item)
             try:
                 out.put(list(item) if own else item)
-            except Closed:  # this branch has no reader left, but others may
+            except Closed:  # the readers of this branch have left, but other branches may have readers
                 branches.remove(out)
         if not branches:
             job.drop_item(item)
@@ -410,7 +410,7 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
         try:
             branches[branch].put(item)
         except Exception as error:
-            # this branch has no reader left, but others may
+            # the readers of this branch have left, but other branches may have readers
             if isinstance(error, Closed) and is_end_of(branches[branch], error):
                 job.unwanted += 1
                 job.drop_item(item)

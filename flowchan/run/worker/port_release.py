@@ -24,7 +24,7 @@ from flowchan.run.worker.opening import Ports
 class PortRelease:
     """Release of one worker's ports.
 
-    Until :meth:`done` is called, each port asks this object whether it may close.
+    Before a port closes, it asks this object for permission. This ends when :meth:`done` is called.
     """
 
     def __init__(self, worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> None:

@@ -10,7 +10,7 @@ end, the members that killed a worker fail, and the results of the others form t
 call with one member did not return a list of one result, the function is called again with all remaining
 members together.
 
-Invariant. Once outputs may have been put, a further attempt must put the same outputs in the same order. The
+Invariant. When outputs may have been put, a further attempt must put the same outputs in the same order. The
 reason is that a replacement skips those that were already put. The worker therefore reports that all members
 were tried (``MembersTried``), and later deaths do not exclude further members.
 """

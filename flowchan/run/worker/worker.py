@@ -50,8 +50,8 @@ Outcome = Literal["done", "failed", "retired"]
 def join_ports(ports: Ports, stage: Stage) -> None:
     """Connect the output ports of a worker to its input port, if it has only one.
 
-    This keeps items in order, and lets a replacement know which outputs of an item exist. All outputs of a
-    restartable source count as outputs of one item.
+    This keeps items in order, and lets a replacement find out which outputs of an item exist. All outputs of
+    a restartable source count as outputs of one item.
     """
     if not ports.inputs and stage.restartable:
         for out in ports.outputs.values():
@@ -78,11 +78,11 @@ def work(
     memberships: Memberships = NO_MEMBERSHIPS,
     build: Callable[[Function | None], AbstractContextManager[Function]] = built,
 ) -> Outcome:
-    """Run one worker until it ends, and return how it ended.
+    """Run one worker until it ends, and return the event of its end.
 
     This function never raises: any error is reported with ``tell`` before the ports close. ``sends`` is true
-    if events are sent to another process. ``suspicion`` describes how earlier workers died while processing
-    the first item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
+    if events are sent to another process. ``suspicion`` describes earlier deaths while processing the first
+    item. ``memberships`` are used by a worker in a gang. ``build`` builds the callable.
     """
     worker = WorkerId(info.stage, info.number)
     membership = None if stage.gang is None else GangMembership(worker, memberships, tell, ports)
@@ -242,7 +242,7 @@ def end(
         cause = error.__cause__ if isinstance(error, ItemFailed) and error.__cause__ else error
         item = short(error.item, 120) if isinstance(error, ItemFailed) else None
         last = Failure(worker, Portable(cause) if sends else cause, item, os.getpid())
-    elif isinstance(error, Closed):  # no reader is left, so the current item is unwanted
+    elif isinstance(error, Closed):  # all readers have left, so the current item is unwanted
         last = Ended(worker, job.unwanted + bool(ports.inputs), early=True)
     reported = True
     try:
@@ -262,7 +262,7 @@ def end(
 def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
     """Return ``error`` with its traceback shortened to the user's code, or removed after a clean end.
 
-    Without the traceback, the generator of a source is released and cleaned up at once.
+    If the traceback is removed, the generator of a source is released and cleaned up at once.
     """
     if _clean_end(error, ports):
         if isinstance(error, ItemFailed) and error.__cause__:

@@ -24,7 +24,8 @@ class Owner:
             self._fd = open_pidfd(pid)
             if self._fd is not None:
                 self._poll.register(self._fd, select.POLLIN)
-        except OSError:  # the process has ended, or its pid means nothing here; opening its memory will fail
+        # the process has ended, or its pid is from another namespace; opening its memory will fail
+        except OSError:
             pass
 
     def has_ended(self) -> bool:

@@ -25,7 +25,8 @@ raises ``ChannelError``.
 
 Tensors in expandable segments need no such detour, because the blocks do not come from torch's allocator.
 
-A :class:`Device` represents each kind of device. For CUDA tensors it is ``cuda``; tests use a fake one.
+Each kind of device is represented by a :class:`Device`. For CUDA tensors it is ``cuda``; tests use a fake
+one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from flowchan.transport.device.memory_owner import Owner
 SWITCH = "FLOWCHAN_CUDA_IPC"
 EXIT_WAIT = "FLOWCHAN_CUDA_EXIT_WAIT"
 MAGIC = b"flowchan device memory\0"
-EVERY_FEW = 16  # number of items to keep before first asking the channel which ones still exist
+EVERY_FEW = 16  # number of items to keep before the first query which of them still exist
 # seconds between checks for running copies; checking stops after this many checks in a row find none
 POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 

@@ -2,7 +2,7 @@
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
 are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the
-leaves, from which the previous part continues. This applies the chain rule by hand at the borders.
+leaves. The previous part continues from these. This applies the chain rule by hand at the borders.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
 only its input. Before the backward pass, the forward pass is repeated with the same random numbers.

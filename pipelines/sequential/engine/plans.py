@@ -51,7 +51,7 @@ class PartOwners:
         does.
         """
         distance = self.of[part] - worker
-        if abs(distance) > 1:  # on the far side of the ring
+        if abs(distance) > 1:  # the ring's ends are neighbours
             return -1 if distance > 0 else 1
         return distance
 

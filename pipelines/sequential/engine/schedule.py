@@ -127,7 +127,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     if schedule in IN_A_V:
         found = (_zbv if schedule == "zbv" else _dualpipev)(worker, workers, chunks)
         return _with_whole_first(step for step in found if step.chunk < chunks and step.part < parts)
-    if parts == workers:  # one part per worker, so there is nothing to interleave
+    if parts == workers:  # one part per worker, so parts cannot be interleaved
         return _one_forward_one_backward(worker, workers, chunks)
     return _interleaved(worker, workers, parts, chunks)
 

@@ -46,7 +46,7 @@ class TrainingWorker(PipelineWorker):
         self.losses: list[Tensor] = []
         self.plans: dict[str, list[Step]] = {}  # parsed plans, keyed by their text
         self.first: dict[int, tuple[Any, Any]] = {}  # outputs and targets of the first step, by micro-batch
-        self.begun = False  # whether the first step is done, which need not be step 0
+        self.begun = False  # true if the first step is done, which need not be step 0
 
     def begin(self, part: Part) -> None:
         """Prepare a part and create its optimizer."""
@@ -238,7 +238,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note to any exception, to say where the failure happened."""
+    """Add a note with the place of the failure to any exception."""
     try:
         yield
     except BaseException as error:
