@@ -74,17 +74,20 @@ coverage: .venv/installed-test
 # What takes too long for every change and `make test` has not run: models, crash walks, stress and combinations of
 # parameters in full; then random graphs and random kills,
 # for MINUTES from SEED, whose result is compared exactly. FRAMES: from a peer of each kind that may send anything.
-# MODELS: nothing, where no model has changed: it finds what it found. On a slow machine one search takes minutes.
+# MODELS: nothing if no model has changed, because it finds what it found. On a slow machine one search takes minutes.
+# NATIVES: nothing if the core and its native tests have not changed.
 # SKIP: tests by a part of their names, as pytest's -k has them.
 MINUTES ?= 10
 SEED ?= 1
 FRAMES ?= 3000000
 MODELS ?= tests/model
+NATIVES ?= tests/native
 SKIP ?=
 soak: .venv/installed-test
-	$(NATIVE) sanitized
+	$(if $(NATIVES),$(NATIVE) sanitized)
 	$(RUN_TESTS) --part="--large without" --part="--large with" --long --only-long --timeout 1200 --durations 12 \
-	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model)
+	    --frames $(FRAMES) $(if $(SKIP),-k "not ($(SKIP))") $(if $(MODELS),,--ignore=tests/model) \
+	    $(if $(NATIVES),,--ignore=tests/native)
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target soak-graphs soak-hosts
 
 soak-graphs: .venv/installed-test
