@@ -129,10 +129,12 @@ from flowchan.run.policy.events import (
 )
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
+from flowchan.run.policy.lineage import Marks
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Size
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.policy.transitions import PolicyState
+from flowchan.run.resume_file import ResumeFile
 from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -170,9 +172,12 @@ class Supervisor:
         plan: Plan of the run.
         crew: Crew with the workers of the run.
         channels: Channels of the run.
+        recording: File that records finished items, in a run that can be resumed.
     """
 
-    def __init__(self, plan: Plan, crew: CrewPart, channels: RunChannels) -> None:
+    def __init__(
+        self, plan: Plan, crew: CrewPart, channels: RunChannels, recording: ResumeFile | None = None
+    ) -> None:
         self.plan = plan
         self.crew, self.channels = crew, channels
         self._has_hosts = any(worker.host for worker in plan.workers)
@@ -193,6 +198,7 @@ class Supervisor:
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
         self.asking: Requests | None = None
+        self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
@@ -228,11 +234,22 @@ class Supervisor:
 
     def report(self, event: Event) -> None:
         """Record an event from a worker. This raises ``Closed`` after the run has ended."""
+        if type(event) is tuple:
+            self._record_left(*event)
+            return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
         else:
             self._events.put(event)
+
+    def _record_left(self, marks: Marks, parts: int) -> None:
+        """Record that an item has left the graph. If that is impossible, the run fails."""
+        assert self.recording is not None
+        try:
+            self.recording.record(marks, parts)
+        except OSError as error:
+            self._events.put(Crashed(error))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.

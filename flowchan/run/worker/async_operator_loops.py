@@ -56,8 +56,9 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
     """Put each element of the async iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
+    tracking = job.tracking
     try:
-        async for element in elements:
+        async for element in elements if tracking is None else tracking.finished.tracked_later(elements):
             await out.aput(element)
     finally:
         job.on_clean_up()
@@ -86,6 +87,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put every element that the function returns for each item, but only once if the item is retried."""
+    tracking = job.tracking
     async for item in items:
         emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
@@ -96,7 +98,9 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
                     contextlib.aclosing(_elements(job.function(item))) as elements,
                 ):
                     number = 0
-                    async for output in elements:
+                    async for output in (
+                        elements if tracking is None else tracking.parts_later(item, elements)
+                    ):
                         if number == emitted:
                             async with _does_not_count(limit):
                                 await _put_or_end(out, output)
