@@ -14,7 +14,8 @@ is not tracked: the source items that it comes from never count as finished.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+import contextlib
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -56,13 +57,16 @@ class FinishedItems:
                 return
         yield from zip(zip(numbers), remaining, strict=False)
 
-    async def tracked_later(self, elements: AsyncIterable[Any]) -> AsyncIterator[tuple[Marks, Any]]:
-        """Do the same as :meth:`tracked` for an asynchronous iterable."""
+    async def tracked_later(
+        self, elements: AsyncGenerator[Any, None]
+    ) -> AsyncGenerator[tuple[Marks, Any], None]:
+        """Do the same as :meth:`tracked` for an asynchronous generator."""
         numbers = count(self.source, self.sources)
-        async for element in elements:
-            number = next(numbers)
-            if not self.is_finished(number):
-                yield (number,), element
+        async with contextlib.aclosing(elements):
+            async for element in elements:
+                number = next(numbers)
+                if not self.is_finished(number):
+                    yield (number,), element
 
     def is_finished(self, number: int) -> bool:
         """Return whether the item with this number is finished."""

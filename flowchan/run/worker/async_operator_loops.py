@@ -56,9 +56,10 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
     """Put each element of the async iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
-    tracking = job.tracking
+    if job.tracking is not None:
+        elements = job.tracking.finished.tracked_later(elements)
     try:
-        async for element in elements if tracking is None else tracking.finished.tracked_later(elements):
+        async for element in elements:
             await out.aput(element)
     finally:
         job.on_clean_up()
@@ -87,7 +88,6 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put every element that the function returns for each item, but only once if the item is retried."""
-    tracking = job.tracking
     async for item in items:
         emitted = 0  # number of outputs that a retry must not repeat
         for attempt in range(1, job.retries + 2):
@@ -95,12 +95,10 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
             try:
                 async with (
                     asyncio.timeout(job.timeout) as limit,
-                    contextlib.aclosing(_elements(job.function(item))) as elements,
+                    contextlib.aclosing(_parts(job, item)) as elements,
                 ):
                     number = 0
-                    async for output in (
-                        elements if tracking is None else tracking.parts_later(item, elements)
-                    ):
+                    async for output in elements:
                         if number == emitted:
                             async with _does_not_count(limit):
                                 await _put_or_end(out, output)
@@ -136,6 +134,11 @@ async def _put_or_end(out: Out[Any], output: Any) -> None:
         if is_end_of(out, error):
             raise OwnEnd from error
         raise
+
+
+def _parts(job: OperatorJob, item: Any) -> AsyncGenerator[Any, None]:
+    elements = _elements(job.function(item))
+    return elements if job.tracking is None else job.tracking.parts_later(item, elements)
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:

@@ -9,7 +9,8 @@ rather than too much.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from typing import Any
 
 from flowchan.declare.callables import is_async
@@ -94,13 +95,14 @@ class Tracking:
             number = self._put(number)
         self._tell((marks, number))
 
-    async def parts_later(self, item: Any, elements: AsyncIterable[Any]) -> AsyncIterator[Any]:
-        """Do the same as :meth:`parts` for an asynchronous iterable."""
+    async def parts_later(self, item: Any, elements: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        """Do the same as :meth:`parts` for an asynchronous generator."""
         marks = self._begin_split(item)
         number = 0
-        async for element in elements:
-            yield _part_marks(marks, number), element
-            number = self._put(number)
+        async with contextlib.aclosing(elements):
+            async for element in elements:
+                yield _part_marks(marks, number), element
+                number = self._put(number)
         self._tell((marks, number))
 
     def _begin_split(self, item: Any) -> Marks:
