@@ -247,7 +247,7 @@ class ResultGathering:
     def _recorded(self, items: list[Any]) -> list[Any]:
         """Record that items have left the graph, and return them without their marks."""
         self.record(items)
-        return items if self._recording is None else unmarked(items)  # type: ignore[no-any-return]
+        return items if self._recording is None else unmarked(items)
 
     def end_recording(self) -> None:
         """Close the file of a run that can be resumed, after the run has ended."""

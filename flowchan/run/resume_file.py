@@ -45,6 +45,7 @@ class ResumeFile:
         path: Path of the file. It is created if it does not exist.
 
     Attributes:
+        path: The path.
         finished: Finished items of each source when the file was opened, by the name of the source.
 
     Raises:
@@ -62,8 +63,9 @@ class ResumeFile:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"run: resume must be a path or None, got {shown(path)}")
         refuse_unless_resumable(graph)
+        self.path = os.fspath(path)
         self._lineage, self._lock = Lineage(), threading.Lock()
-        self._file = _open_alone(os.fspath(path))
+        self._file = _open_alone(self.path)
         self._release = weakref.finalize(self, _release, self._file)
         try:
             self._bits = bytearray(_read_bits(graph, path, self._file))
@@ -96,7 +98,7 @@ class ResumeFile:
             data = memoryview(bits)[first : last + 1]
             with data:
                 if os.pwrite(self._file, data, HEADER_BYTES + first) < len(data):
-                    raise OSError(errno.ENOSPC, "the record of finished items could not be written")
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Flush the file to the disk and release it. Later calls have no effect."""

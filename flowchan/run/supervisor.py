@@ -79,7 +79,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
-from flowchan.errors import Closed, Empty, Full
+from flowchan.errors import Closed, Empty, Full, StageError
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
@@ -244,12 +244,20 @@ class Supervisor:
             self._events.put(event)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
-        """Record that an item has left the graph. If that is impossible, the run fails."""
+        """Record that an item has left the graph or was split. If that is impossible, the run fails."""
         assert self.recording is not None
         try:
             self.recording.record(marks, parts)
-        except OSError as error:
-            self._events.put(Crashed(error))
+        except OSError as reason:
+            source = min(self.plan.sources)
+            error = StageError(
+                f"the finished items of source {source!r} could not be recorded in resume="
+                f"{self.recording.path!r}: {text_of(reason)}",
+                stage=source,
+                worker="",
+            )
+            error.__cause__ = reason
+            self.ask(decisions.Stuck(Failure(WorkerId(source, 0), error, None, self.pid)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
@@ -385,8 +393,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember() | MembersTried():
-                pass  # only the crew uses these events
+            case TriesMember() | MembersTried() | tuple():
+                pass  # only the crew and the recording use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
