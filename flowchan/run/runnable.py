@@ -135,9 +135,8 @@ class Runnable(ABC):
             The results by stream.
 
         Raises:
-            GraphError: The graph is not valid. Or it cannot be resumed, because a stage does not show which
-                source items its outputs come from, or because of the file: another run uses it, or it belongs
-                to another graph. Nothing was started.
+            GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
+                another run, belongs to another graph or has other contents. Nothing was started.
             RunError: A stage failed, or the disk is full.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.

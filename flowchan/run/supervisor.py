@@ -63,6 +63,10 @@ unless noted.
   outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
   that can't be started does not affect the others. (test_elastic_stages.py,
   tests/deaths/test_scaling_deaths.py)
+- R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
+  earlier runs with this path. This also holds if the program was killed at any point. The run processes all
+  other items, so a sink may process an item again that was under way. A graph that cannot be resumed is
+  refused before the start. (test_resume.py, test_lineage.py, tests/deaths/test_resume_kills.py)
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def test_r14_item_is_finished_when_its_only_descendant_leaves() -> None:
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations([((4,), 2), (((4, 0),), 0), (((4, 1),), 0)])])
-def test_r14_split_item_is_finished_after_all_parts_in_any_order(order: tuple[Left, ...]) -> None:
+def test_r14_split_item_is_finished_after_all_its_parts(order: tuple[Left, ...]) -> None:
     lineage = Lineage()
     assert reports_of(lineage, [*order[:-1]]) == []
     assert reports_of(lineage, [order[-1]]) == [4]

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import everywhere, script, start
+from runs import Gate, everywhere, script, stage_of, start
+from support.waiting import wait_until
 
-from flowchan import Failed, Graph, GraphError, Run, RunError, Stream
+from flowchan import Failed, Graph, GraphError, Run, RunError, Stream, Unreadable
 from flowchan.run.policy.lineage import FinishedItems
 from flowchan.run.resume_file import HEADER_BYTES, PAGE_BYTES
 
@@ -171,7 +172,7 @@ def test_r14_failed_items_are_finished_when_their_errors_are_handled(
     assert finished(path) == list(range(ITEMS))
 
 
-def test_r14_failed_item_is_not_finished_before_its_error_is_handled(path: Path) -> None:
+def test_r14_failed_item_is_unfinished_until_its_error_is_handled(path: Path) -> None:
     def refuse(failed: Failed[int]) -> None:
         raise failed.error
 
@@ -184,7 +185,7 @@ def test_r14_failed_item_is_not_finished_before_its_error_is_handled(path: Path)
     assert finished(path, 3) == []
 
 
-def test_r14_item_that_fails_in_a_flat_map_process_is_never_finished(path: Path) -> None:
+def test_r14_item_that_fails_in_flat_map_process_stays_unfinished(path: Path) -> None:
     graph = Graph()
     stream = graph.source(range(3)).flat_map(fails_after_parts, on="process")
     handled, _ = stream.errors.collect(), stream.collect()
@@ -193,7 +194,21 @@ def test_r14_item_that_fails_in_a_flat_map_process_is_never_finished(path: Path)
     assert finished(path, 3) == []
 
 
-def test_r14_iterated_item_is_finished_when_the_loop_takes_the_next(path: Path) -> None:
+def test_r14_item_that_cannot_be_unpickled_stays_unfinished(path: Path) -> None:
+    class Wrong:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return int, ("x",)
+
+    graph = Graph()
+    shown = graph.source([Wrong(), 1]).map(str, on="process")
+    failed, kept = shown.errors.collect(), shown.collect()
+    results = graph.run(resume=path)
+    assert [type(one.item) for one in results[failed]] == [Unreadable]
+    assert results[kept] == ["1"]
+    assert finished(path, 2) == [1]
+
+
+def test_r14_iter_finishes_an_item_when_taking_the_next(path: Path) -> None:
     graph = Graph()
     numbers = graph.source(range(ITEMS)).collect()
     with graph.start(resume=path) as run:
@@ -202,7 +217,7 @@ def test_r14_iterated_item_is_finished_when_the_loop_takes_the_next(path: Path) 
     assert finished(path) == list(range(ITEMS))
 
 
-def test_r14_asynchronously_iterated_item_is_finished_when_the_loop_takes_the_next(path: Path) -> None:
+def test_r14_aiter_finishes_an_item_when_taking_the_next(path: Path) -> None:
     graph = Graph()
     numbers = graph.source(range(ITEMS)).collect()
 
@@ -215,7 +230,7 @@ def test_r14_asynchronously_iterated_item_is_finished_when_the_loop_takes_the_ne
     assert finished(path) == list(range(ITEMS))
 
 
-def test_r14_items_after_the_end_of_a_loop_are_not_finished(path: Path) -> None:
+def test_r14_left_loop_does_not_finish_its_last_item(path: Path) -> None:
     graph = Graph()
     numbers = graph.source(range(ITEMS)).collect()
     with graph.start(resume=path) as run:
@@ -226,7 +241,7 @@ def test_r14_items_after_the_end_of_a_loop_are_not_finished(path: Path) -> None:
     assert graph.run(resume=path)[numbers] == list(range(FAILING, ITEMS))
 
 
-def test_r14_items_gathered_before_a_loop_are_finished_by_the_loop(path: Path) -> None:
+def test_r14_loop_finishes_the_items_gathered_before_it(path: Path) -> None:
     graph = Graph()
     numbers = graph.source(range(ITEMS), capacity=1).collect()
     with graph.start(resume=path) as run:
@@ -248,7 +263,7 @@ def test_r14_gathered_items_without_a_loop_are_results(path: Path) -> None:
     assert finished(path) == list(range(ITEMS))
 
 
-def test_r14_stopped_run_continues_with_the_items_that_it_did_not_process(path: Path) -> None:
+def test_r14_run_after_a_stopped_run_processes_the_other_items(path: Path) -> None:
     graph = Graph()
     processed: list[int] = []
 
@@ -331,6 +346,19 @@ def test_r14_only_the_deadly_member_of_a_batch_fails(path: Path) -> None:
     results = graph.run(resume=path)
     assert [one.item for one in results[failed]] == [FAILING]
     assert sorted(results[lists]) == [number for number in range(ITEMS) if number != FAILING]
+    assert finished(path) == list(range(ITEMS))
+
+
+@everywhere
+def test_r14_added_workers_track_their_items(on: str, path: Path) -> None:
+    graph = Graph()
+    gate = Gate()
+    numbers = graph.source(range(ITEMS)).map(gate.wait, name="wait", on=on).collect()
+    with graph.start(resume=path) as run:
+        run.scale("wait", 3)
+        wait_until(lambda: stage_of(run, "wait").alive == 3, what=run.report)
+        gate.open()
+        assert run.wait()[numbers] == list(range(ITEMS))
     assert finished(path) == list(range(ITEMS))
 
 

@@ -2,10 +2,9 @@
 
 Algorithm. Each source item has a number. Items carry marks, which name the source items that they come from.
 The mark of a source item is its number. A stage with one output per item passes the marks on. A stage that
-makes several items from one item gives each of them a new mark: the pair of the first mark of the original
-and a position. The stage then reports the original's marks and the number of parts. When a part leaves the
-graph, a stage reports its marks with 0 parts. :class:`Lineage` combines these reports: a mark has left the
-graph when all of its parts have left.
+splits an item gives each part a new mark: the pair of the item's first mark and a position. The stage then
+reports the marks of the item and the number of parts. When a part leaves the graph, a stage reports its marks
+with 0 parts. :class:`Lineage` combines these reports: a mark has left the graph when all its parts have left.
 
 Invariants. Reports may arrive in any order, and more than once if a worker was replaced. Marks are derived
 from the items alone, so a replacement reports the same marks as the worker that died. An item without marks
@@ -34,9 +33,9 @@ It is a plain tuple because the codec of channels encodes tuples quickly, and th
 class FinishedItems:
     """Items of one source that earlier runs have finished.
 
-    The sources of a graph share one sequence of numbers: the items of the source with the index ``source``
-    have the numbers ``source``, ``source + sources``, and so on. Bit ``n`` of ``bits`` is set if the item
-    with number n is finished.
+    The sources of a graph share one sequence of numbers. The items of the source with the index ``source``
+    have the numbers ``source``, ``source + sources``, and so on. Bit n of ``bits`` is set if the item with
+    number n is finished.
     """
 
     source: int = 0
@@ -74,7 +73,7 @@ class FinishedItems:
         return place < len(self.bits) and bool(self.bits[place] >> bit & 1)
 
     def length(self) -> int:
-        """Return how many items the source must have at least, because its last one of them is finished."""
+        """Return how many items the source has up to the last finished one."""
         last = range(self.source, 8 * len(self.bits), self.sources)
         return next((place + 1 for place in reversed(range(len(last))) if self.is_finished(last[place])), 0)
 

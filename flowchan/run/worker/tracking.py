@@ -1,10 +1,10 @@
 """Follow the items of a run that can be resumed through its stages (R14).
 
-In such a run, every item in a channel is a pair of its marks and the user's item, or a batch: a list of such
+In such a run, every item in a channel is a pair of its marks and the user's item. A batch is a list of such
 pairs. The marks name the source items that the item comes from (``lineage``). A wrapper around the user's
 functions removes the marks before each call, and adds them to the result. When an item leaves the graph or is
-split, the worker reports it before it takes the next item, so a worker that dies has reported too little
-rather than too much.
+split, the worker reports it before it takes the next item. If the worker dies before the report, its
+replacement processes the item again and reports it.
 """
 
 from __future__ import annotations
