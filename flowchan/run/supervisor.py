@@ -66,7 +66,8 @@ unless noted.
 - R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
   earlier runs with this path. This also holds if the program was killed at any point. The run processes all
   other items, so a sink may process an item again that was under way. A graph that cannot be resumed is
-  refused before the start. (test_resume.py, test_lineage.py, tests/deaths/test_resume_kills.py)
+  refused before the start. (test_resume.py, test_resume_file.py, test_lineage.py,
+  tests/deaths/test_resume_kills.py)
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ NOTHING_FINISHED = FinishedItems()
 
 
 @dataclass(slots=True)
-class _Parts:
+class _Split:
     """Parts of an item: their number and the item's marks, once known, and the parts that have left."""
 
     marks: Marks = ()
@@ -94,7 +94,7 @@ class Lineage:
     """Items that have parts in the graph."""
 
     def __init__(self) -> None:
-        self._parts: dict[Mark, _Parts] = {}
+        self._parts: dict[Mark, _Split] = {}
 
     def finished(self, marks: Marks, parts: int) -> list[int]:
         """Take in a report.
@@ -109,7 +109,7 @@ class Lineage:
         numbers: list[int] = []
         remaining = list(marks)
         if parts and marks:
-            known = self._parts.setdefault(marks[0], _Parts())
+            known = self._parts.setdefault(marks[0], _Split())
             known.marks, known.number = marks, parts
             remaining = self._ended(marks[0])
         while remaining:
@@ -118,7 +118,7 @@ class Lineage:
                 numbers.append(mark)
             else:
                 whole, place = mark
-                self._parts.setdefault(whole, _Parts()).left.add(place)
+                self._parts.setdefault(whole, _Split()).left.add(place)
                 remaining += self._ended(whole)
         return numbers
 
