@@ -22,13 +22,14 @@ UNDER_WAY = 100
 """Upper bound for the items in the graph: the capacities of its channels, batches, and items in workers."""
 
 PROGRAM = """
-    import os, sys
+    import os, sys, time
     from flowchan import Graph
 
     effects = os.open("effects", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
     def effect(*what):
+        time.sleep(0.003)  # so that items wait in the channels when the program is killed
         os.write(effects, (" ".join(map(str, what)) + "\\n").encode())
 
 

@@ -175,6 +175,40 @@ def test_r14_failed_item_is_unfinished_until_its_error_is_handled(path: Path) ->
     assert finished(path, 3) == []
 
 
+def test_r14_parts_of_a_failed_item_keep_it_unfinished(path: Path) -> None:
+    handled = threading.Event()
+
+    def refuse(_: int) -> None:
+        assert handled.wait(60)
+        raise ValueError
+
+    graph = Graph()
+    stream = graph.source([1, 3]).flat_map(fails_after_parts)
+    errors = stream.errors
+    errors.map(lambda failed: failed.item).filter(lambda item: item == 3).sink(lambda _: handled.set())
+    stream.sink(refuse)
+    with pytest.raises(RunError):
+        graph.run(resume=path)
+    assert finished(path, 2) == [1]
+
+
+def test_r14_failed_member_is_unfinished_until_its_error_is_handled(path: Path) -> None:
+    processed = threading.Event()
+
+    def refuse(_: Failed[int]) -> None:
+        assert processed.wait(60)
+        raise ValueError
+
+    graph = Graph()
+    batches = graph.source(range(3)).batch(2).map(fails_for_members)
+    batches.errors.sink(refuse)
+    batches.sink(lambda numbers: processed.set() if numbers == [2] else None)
+    with pytest.raises(RunError):
+        graph.run(resume=path)
+    assert finished(path, 3)[0] == 0
+    assert 1 not in finished(path, 3)
+
+
 def test_r14_item_that_fails_in_flat_map_process_stays_unfinished(path: Path) -> None:
     graph = Graph()
     stream = graph.source(range(3)).flat_map(fails_after_parts, on="process")
