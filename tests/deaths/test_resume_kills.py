@@ -17,7 +17,6 @@ from support.waiting import wait_until
 from flowchan.run.policy.lineage import FinishedItems
 from flowchan.run.resume_file import HEADER_BYTES
 
-ITEMS = 300
 UNDER_WAY = 100
 """Upper bound for the items in the graph: the capacities of its channels, batches, and items in workers."""
 
@@ -77,12 +76,12 @@ def finished(folder: Path) -> FinishedItems:
     return FinishedItems(bits=path.read_bytes()[HEADER_BYTES:] if path.exists() else b"")
 
 
-def check_record(folder: Path) -> None:
+def check_record(folder: Path, items: int) -> None:
     """Check that finished items have all their effects, and how many items a later run may repeat."""
     done = finished(folder)  # read first, because worker processes may outlive the program for a moment
     found = effects(folder)
     begun = 0
-    for number in range(ITEMS):
+    for number in range(items):
         if done.is_finished(number):
             assert all(found[effect] for effect in expected(number)), number
         else:
@@ -92,7 +91,7 @@ def check_record(folder: Path) -> None:
 
 def kill_at_random(process: subprocess.Popen[str], folder: Path, chosen: random.Random) -> bool:
     """Kill the program after a random number of further effects. Return whether it was still running."""
-    target = sum(effects(folder).values()) + chosen.randrange(12)
+    target = sum(effects(folder).values()) + chosen.randrange(60)
     wait_until(lambda: process.poll() is not None or sum(effects(folder).values()) >= target)
     if process.poll() is not None:
         return False
@@ -103,20 +102,20 @@ def kill_at_random(process: subprocess.Popen[str], folder: Path, chosen: random.
 
 @pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.long)])
 def test_r14_killed_program_completes_all_effects(kills: int, tmp_path: Path) -> None:
-    chosen = random.Random(kills)
+    chosen, items = random.Random(kills), 60 * kills
     program = script(tmp_path, PROGRAM)
     with forked():
         killed = 0
         for _ in range(kills):
-            with start(program, str(ITEMS), cwd=tmp_path) as process:
+            with start(program, str(items), cwd=tmp_path) as process:
                 killed += kill_at_random(process, tmp_path, chosen)
-            check_record(tmp_path)
-        with start(program, str(ITEMS), cwd=tmp_path) as process:
+            check_record(tmp_path, items)
+        with start(program, str(items), cwd=tmp_path) as process:
             _, err = process.communicate()
     assert process.returncode == 0, err
     found = effects(tmp_path)
-    assert found.keys() == {effect for number in range(ITEMS) for effect in expected(number)}
+    assert found.keys() == {effect for number in range(items) for effect in expected(number)}
     repeated = sum(count - 1 for count in found.values())
-    assert killed > 0
+    assert killed == kills
     assert repeated <= 3 * UNDER_WAY * killed
-    assert all(finished(tmp_path).is_finished(number) for number in range(ITEMS))
+    assert all(finished(tmp_path).is_finished(number) for number in range(items))
