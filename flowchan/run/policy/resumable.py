@@ -75,8 +75,8 @@ def finished_by_stage(graph: Blueprint, bits: bytes) -> dict[str, FinishedItems]
 def _shortened_sources(graph: Blueprint, found: Mapping[str, FinishedItems]) -> Iterator[Problem]:
     for stage in graph.stages:
         if stage.operator.begins and stage.operator.expects is not None:
-            length, least = stage.operator.expects(stage.options, []), found[stage.name].length()
-            if length is not None and length < least:
+            length = stage.operator.expects(stage.options, [])
+            if length is not None and length < (least := found[stage.name].length()):
                 message = (
                     f"the source must have at least the {least:,} items of earlier runs, got {length:,}; "
                     "restore the items, or resume from another path"
