@@ -134,7 +134,19 @@ def _output_lost() -> int:
     metavar="local:2|ssh:a,b|slurm|ray:4",
     help='Hosts for stages declared with on="hosts".',
 )
-def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: str | None) -> int:
+@click.option(
+    "--resume",
+    type=click.Path(dir_okay=False),
+    help="File that records finished items; a later run with this file skips them.",
+)
+def run(
+    file: str,
+    args: tuple[str, ...],
+    debug: bool,
+    seed: int | None,
+    hosts: str | None,
+    resume: str | None,
+) -> int:
     r"""Run the graph in FILE and print a report.
 
     Press Ctrl-C to stop the sources and finish the items in flight; press it again to end the run at once.
@@ -162,7 +174,7 @@ def run(file: str, args: tuple[str, ...], debug: bool, seed: int | None, hosts: 
         try:
             with (
                 LiveView() as view,
-                graph.start(seed=seed) as running,
+                graph.start(seed=seed, resume=resume) as running,
                 running.subscribe(stats=view.show, every=REFRESH),
             ):
                 results = _follow(running, view, interrupts)

@@ -70,6 +70,8 @@ class Operator:
     """Word in reports for the items that the operator takes and drops; empty if it never drops items."""
     answers: bool = False
     """Whether requests sent with ``ask()`` can pass through, because the output for each item is known."""
+    resumable: bool = False
+    """Whether a run with the operator can be resumed: each output shows which source items it comes from."""
     groups: bool = False
     """Whether each output is a list of several items."""
     repeats: bool = False
@@ -147,6 +149,7 @@ def _as_many(_: Mapping[str, Any], into: list[int]) -> int:
 _ROWS = (
     Operator(
         name="source",
+        resumable=True,
         body=f"{_BODIES}:source",
         async_body=f"{_ASYNC_BODIES}:source",
         calls="arguments",
@@ -157,6 +160,7 @@ _ROWS = (
     Operator(name="input", role="source", answers=True),
     Operator(
         name="map",
+        resumable=True,
         answers=True,
         body=f"{_BODIES}:map_",
         async_body=f"{_ASYNC_BODIES}:map_",
@@ -168,6 +172,7 @@ _ROWS = (
     ),
     Operator(
         name="flat_map",
+        resumable=True,
         body=f"{_BODIES}:flat_map",
         async_body=f"{_ASYNC_BODIES}:flat_map",
         calls="item",
@@ -176,6 +181,7 @@ _ROWS = (
     ),
     Operator(
         name="filter",
+        resumable=True,
         answers=True,
         body=f"{_BODIES}:filter_",
         async_body=f"{_ASYNC_BODIES}:filter_",
@@ -184,10 +190,17 @@ _ROWS = (
         lets_go="dropped",
     ),
     Operator(
-        name="partition", answers=True, body=f"{_BODIES}:partition", calls="item", per_item=True, owes=True
+        name="partition",
+        resumable=True,
+        answers=True,
+        body=f"{_BODIES}:partition",
+        calls="item",
+        per_item=True,
+        owes=True,
     ),
     Operator(
         name="sink",
+        resumable=True,
         answers=True,
         body=f"{_BODIES}:sink",
         async_body=f"{_ASYNC_BODIES}:sink",
@@ -197,16 +210,19 @@ _ROWS = (
         owes=True,
     ),
     Operator(name="reduce", body=f"{_BODIES}:reduce", calls="fold", result=True),
-    Operator(name="collect", answers=True, body=f"{_BODIES}:collect", result=True, gathers=True),
+    Operator(
+        name="collect", resumable=True, answers=True, body=f"{_BODIES}:collect", result=True, gathers=True
+    ),
     Operator(
         name="batch",
+        resumable=True,
         answers=True,
         body=f"{_BODIES}:batch",
         groups=True,
         expects=_batches,
         describe=_batch_size,
     ),
-    Operator(name="unbatch", answers=True, body=f"{_BODIES}:unbatch"),
+    Operator(name="unbatch", resumable=True, answers=True, body=f"{_BODIES}:unbatch"),
     Operator(
         name="take",
         answers=True,
@@ -215,11 +231,12 @@ _ROWS = (
         expects=_taken,
         describe=_most_taken,
     ),
-    Operator(name="tee", answers=True, body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
+    Operator(name="tee", resumable=True, answers=True, body=f"{_BODIES}:tee", repeats=True, expects=_as_many),
     Operator(name="zip", body=f"{_BODIES}:zip_", expects=_as_the_shortest),
     Operator(name="allreduce", body=f"{_BODIES}:allreduce", calls="leaves"),
     Operator(
         name="merge",
+        resumable=True,
         answers=True,
         body=f"{_BODIES}:merge",
         worker_per_input=True,

@@ -21,6 +21,7 @@ from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import Began, Ended, Event, Failure, WorkerId
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.worker.requests import NOTHING
+from flowchan.run.worker.tracking import marks_of, unmarked
 
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class ResultGathering:
         self._plan = plan = ports.plan
         self._ports, self._local = ports, local
         self._supervisor = supervisor
+        self._recording = supervisor.recording
         self._with_requests = {worker.id.stage for worker in plan.workers if worker.stage.may_get_requests}
         self._all = [worker.id for worker in plan.workers if worker.gathers]
         # the thread that last asked for an item, or None if its loop has ended
@@ -98,7 +100,8 @@ class ResultGathering:
     def items(self, stage: str) -> Iterable[Any]:
         """Return an iterable over the items, without those that answer requests."""
         coming = self.coming(stage)
-        return self._settled(coming) if stage in self._with_requests else coming
+        wrapped = self._recording is not None or stage in self._with_requests
+        return self._settled(stage, coming) if wrapped else coming
 
     def coming(self, stage: str) -> Any:
         """Return a (possibly asynchronous) iterable over the items, including answers to requests."""
@@ -108,13 +111,21 @@ class ResultGathering:
         taken_in = self._gathered.get(stage)
         return port if taken_in is None else _TakenInFirst(taken_in, port)
 
-    def _settled(self, items: Iterable[Any]) -> Iterator[Any]:
+    def _settled(self, stage: str, items: Iterable[Any]) -> Iterator[Any]:
         for item in items:
-            if (reader_left := self._supervisor.settle_answers(item)) is not NOTHING:
-                yield reader_left
+            if (remaining := self.settle_answers(stage, item)) is not NOTHING:
+                yield remaining
+                self.record(item)
+
+    def record(self, item: Any) -> None:
+        """Record that the program has finished with an item, if the run can be resumed."""
+        if self._recording is not None:
+            self._recording.record(marks_of(item), 0)
 
     def settle_answers(self, stage: str, item: Any) -> Any:
         """Deliver the answers in an item to their callers. Return the rest of the item, or ``NOTHING``."""
+        if self._recording is not None:
+            return unmarked(item)
         return self._supervisor.settle_answers(item) if stage in self._with_requests else item
 
     def raise_if_broken(self, stage: str) -> None:
@@ -225,12 +236,23 @@ class ResultGathering:
         for name, taken_in in list(self._gathered.items()):
             taken_in.thread.join()
             if name in self._interrupted_loops or (name not in self._loops and taken_in.broken is None):
-                values.setdefault(name, taken_in.rest())
+                values.setdefault(name, self._recorded(taken_in.rest()))
+        self.end_recording()
         graph = self._plan.graph
         taken = self._loops.keys() - self._interrupted_loops
         names = [stage.name for stage in graph.stages if stage.name in values and stage.name not in taken]
         streams: dict[Stream[Any], Any] = {Stream(graph, name, "out", name): values[name] for name in names}
         return Results(graph.name, streams)
+
+    def _recorded(self, items: list[Any]) -> list[Any]:
+        """Record that items have left the graph, and return them without their marks."""
+        self.record(items)
+        return items if self._recording is None else unmarked(items)
+
+    def end_recording(self) -> None:
+        """Close the file of a run that can be resumed, after the run has ended."""
+        if self._recording is not None:
+            self._recording.close()
 
 
 def _worker(stage: str) -> WorkerId:

@@ -27,6 +27,7 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import Scale
 from flowchan.run.result_iterator import ResultIterator
 from flowchan.run.results import ResultGathering, Results
+from flowchan.run.resume_file import ResumeFile
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.unfinished_runs import end_at_exit
 from flowchan.run.worker.item_timeout import set_message
@@ -57,12 +58,14 @@ class Run(ObservedRun):
         ('done', ['WHY?'])
     """
 
-    def __init__(self, plan: Plan, pooled: PooledProcesses | None = None) -> None:
+    def __init__(
+        self, plan: Plan, pooled: PooledProcesses | None = None, recording: ResumeFile | None = None
+    ) -> None:
         self._plan = plan
         self._pooled = pooled is not None
         self._ports = RunPorts(plan)
         self._crew = CrewRouter(self._ports, pooled)
-        self._supervisor = Supervisor(plan, self._crew, self._ports)
+        self._supervisor = Supervisor(plan, self._crew, self._ports, recording)
         self._gathering = ResultGathering(self._ports, self._crew.local, self._supervisor)
         self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
         # weak, so that a run is freed without a garbage collection
@@ -242,6 +245,7 @@ class Run(ObservedRun):
             async for item in gathering.coming(stage):
                 if (remaining := gathering.settle_answers(stage, item)) is not NOTHING:
                     yield remaining
+                    gathering.record(item)
             gathering.raise_if_broken(stage)
         except Broken:
             gathering.leave(stage)
@@ -330,6 +334,7 @@ class Run(ObservedRun):
         self._supervisor.unreported.clear()
         try:
             if failure is not None:
+                self._gathering.end_recording()
                 raise failure
         finally:
             # a frame that refers to its own exception keeps it alive, and the whole run with it

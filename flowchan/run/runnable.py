@@ -17,6 +17,7 @@ from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.results import Results
+from flowchan.run.resume_file import ResumeFile
 from flowchan.run.run import Run
 from flowchan.transport.interrupts import (
     DeferralBlock,
@@ -36,8 +37,8 @@ class Runnable(ABC):
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
 
-    def _begin(self, plan: Plan) -> Run:
-        return Run(plan)
+    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
+        return Run(plan, recording=recording)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return the progress display. It is looked up here, because its module imports this package."""
@@ -45,7 +46,13 @@ class Runnable(ABC):
         return watching(self._blueprint())  # type: ignore[no-any-return]
 
     @refuses_misspelt("start")
-    def start(self, *, seed: int | None = None, memory: int | None = None) -> Run:
+    def start(
+        self,
+        *,
+        seed: int | None = None,
+        memory: int | None = None,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> Run:
         """Check the graph and start it.
 
         Args:
@@ -53,12 +60,14 @@ class Runnable(ABC):
                 numbers. The default is a new seed, which the report shows.
             memory: Maximum number of bytes in all channels together; each channel gets the same share. The
                 default is half of the memory of the machine or of the process's control group.
+            resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
+                ``run.iter()`` are finished when the loop takes the next one.
 
         Returns:
             The running graph.
 
         Raises:
-            GraphError: The graph is not valid; the error lists all problems.
+            GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
             OSError: Memory for the channels is short.
 
         Example:
@@ -77,7 +86,7 @@ class Runnable(ABC):
         try:
             with interrupts_deferred() as deferral:
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
-                run = self._begin(plan(graph, chosen, most))
+                run = self._begin_run(graph, chosen, most, resume)
                 graph._started.update(stage.name for stage in graph.stages)
         except KeyboardInterrupt as interrupt:
             if run is not None:
@@ -85,8 +94,27 @@ class Runnable(ABC):
             raise
         return run
 
+    def _begin_run(
+        self, graph: Blueprint, seed: int, memory: int, resume: str | os.PathLike[str] | None
+    ) -> Run:
+        if resume is None:
+            return self._begin(plan(graph, seed, memory), None)
+        recording = ResumeFile(graph, resume)
+        try:
+            return self._begin(plan(graph, seed, memory, recording.finished), recording)
+        except BaseException:
+            recording.close()
+            raise
+
     @refuses_misspelt("run")
-    def run(self, *, seed: int | None = None, memory: int | None = None, progress: bool = False) -> Results:
+    def run(
+        self,
+        *,
+        seed: int | None = None,
+        memory: int | None = None,
+        progress: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> Results:
         """Run the graph until it has ended, and return its results.
 
         The first Ctrl-C or SIGTERM stops the sources and lets the stages finish the items in flight. The
@@ -97,13 +125,19 @@ class Runnable(ABC):
             memory: Maximum number of bytes in all channels; see :meth:`start`.
             progress: Show the progress on a terminal, in a notebook or as plain lines. If the
                 source has a length, this includes totals and the remaining time.
+            resume: Path of a file that records which source items have left the graph (default: no file). It
+                is created if it does not exist. If the program dies, the next run with this path skips these
+                items. It processes all others, so sinks may process some items twice. The results contain
+                only the items that this run has processed. The sources must yield the same items in the same
+                order in each run; new items may follow.
 
         Returns:
             The results by stream.
 
         Raises:
-            GraphError: The graph is not valid; nothing was started.
-            RunError: A stage failed.
+            GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
+                another run, belongs to another graph or has other contents. Nothing was started.
+            RunError: A stage failed, or the disk is full.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.
 
@@ -113,6 +147,12 @@ class Runnable(ABC):
             >>> squares = graph.source(range(3)).map(lambda n: n * n).collect()
             >>> graph.run()[squares]
             [0, 1, 4]
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "squares.resume")
+            >>> graph.run(resume=path)[squares]
+            [0, 1, 4]
+            >>> graph.run(resume=path)[squares]
+            []
         """
         flag("run", "progress", progress)
         graph = self._blueprint()
@@ -125,7 +165,7 @@ class Runnable(ABC):
             run, deferral = None, DeferralBlock()
             try:
                 with interrupts_deferred() as deferral:
-                    run = self.start(seed=seed, memory=memory)
+                    run = self.start(seed=seed, memory=memory, resume=resume)
                     for out in run._ports.inputs.values():
                         out.close()  # the caller does not get the handle, so no items can be put
                     if view is not None:

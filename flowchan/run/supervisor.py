@@ -63,6 +63,11 @@ unless noted.
   outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
   that can't be started does not affect the others. (test_elastic_stages.py,
   tests/deaths/test_scaling_deaths.py)
+- R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
+  earlier runs with this path. This also holds if the program was killed at any point. The run processes all
+  other items, so a sink may process an item again that was under way. A graph that cannot be resumed is
+  refused before the start. (test_resume.py, test_resume_file.py, test_lineage.py,
+  tests/deaths/test_resume_kills.py)
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ from typing import Any
 
 from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
-from flowchan.errors import Closed, Empty, Full
+from flowchan.errors import Closed, Empty, Full, StageError
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
@@ -129,10 +134,12 @@ from flowchan.run.policy.events import (
 )
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
+from flowchan.run.policy.lineage import Marks
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.scaling import AddWorker, RemoveWorker
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.policy.transitions import first_state
+from flowchan.run.resume_file import ResumeFile
 from flowchan.run.worker.requests import Requests, answers_in
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -147,9 +154,12 @@ class Supervisor:
         plan: Plan of the run.
         crew: Crew with the workers of the run.
         channels: Channels of the run.
+        recording: File that records finished items, in a run that can be resumed.
     """
 
-    def __init__(self, plan: Plan, crew: CrewPart, channels: RunChannels) -> None:
+    def __init__(
+        self, plan: Plan, crew: CrewPart, channels: RunChannels, recording: ResumeFile | None = None
+    ) -> None:
         self.plan = plan
         self.crew, self.channels = crew, channels
         self._has_hosts = any(worker.host for worker in plan.workers)
@@ -170,6 +180,7 @@ class Supervisor:
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
         self.asking: Requests | None = None
+        self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
         self._breaks = Breaks(plan, channels.broken, channels.cause_of)
         self._due: dict[WorkerId, float] = {}  # when each replacement must be started
@@ -205,11 +216,30 @@ class Supervisor:
 
     def report(self, event: Event) -> None:
         """Record an event from a worker. This raises ``Closed`` after the run has ended."""
+        if type(event) is tuple:
+            self._record_left(*event)
+            return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
         else:
             self._events.put(event)
+
+    def _record_left(self, marks: Marks, parts: int) -> None:
+        """Record that an item has left the graph or was split. If that is impossible, the run fails."""
+        assert self.recording is not None
+        try:
+            self.recording.record(marks, parts)
+        except OSError as reason:
+            source = min(self.plan.sources)
+            error = StageError(
+                f"the finished items of source {source!r} could not be recorded in resume="
+                f"{self.recording.path!r}: {text_of(reason)}",
+                stage=source,
+                worker="",
+            )
+            error.__cause__ = reason
+            self.ask(decisions.Stuck(Failure(WorkerId(source, 0), error, None, self.pid)))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
@@ -345,8 +375,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember() | MembersTried():
-                pass  # only the crew uses these events
+            case TriesMember() | MembersTried() | tuple():
+                pass  # only the crew and the recording use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():

@@ -21,6 +21,7 @@ from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.plan import Plan, plan
+from flowchan.run.resume_file import ResumeFile
 from flowchan.run.run import Run
 from flowchan.run.runnable import Runnable
 from flowchan.run.supervisor import Supervisor
@@ -82,10 +83,10 @@ class WorkerPool(Runnable):
         before_exit(_close_all, 101)  # before active runs are aborted
         return self
 
-    def _begin(self, plan: Plan) -> Run:
+    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
         self._refuse_forked_child()
         with self._lock:
-            run = Run(plan, self._prepared(plan))
+            run = Run(plan, self._prepared(plan), recording)
             self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unreported
             return run
 

@@ -83,6 +83,17 @@ def test_arguments_after_double_dash_reach_the_function(tmp_path: Path) -> None:
     assert "7 = 7 out" in result.output
 
 
+def test_resumed_run_skips_finished_items_and_refuses_other_graphs(tmp_path: Path) -> None:
+    path = str(tmp_path / "progress")
+    assert "same    1,000 = 1,000 out" in run(tmp_path, WORKS, "--resume", path).output
+    second = run(tmp_path, WORKS, "--resume", path)
+    assert second.exit_code == 0, second.output
+    assert "same    0 = 0 out" in second.output
+    refused = run(tmp_path, FAILS, "--resume", path)
+    assert refused.exit_code == 2
+    assert "belongs to a graph with other stage names" in refused.output
+
+
 def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:
     result = run(tmp_path, FAILS, "--debug")
     assert result.exit_code == 1

@@ -103,16 +103,16 @@ class LocalPart:
 
         Workers that collect results are started later.
         """
+        if self._mail is not None and self._processes is not None:
+            mail, processes = self._mail, self._processes
+            self._start_helper(" mail", lambda: mail.deliver(self._receive))
+            self._start_helper(" watch", processes.watch)
         for worker in self._planned:
             if not worker.stage.placement.own_process and not worker.gathers and not worker.is_task:
                 self.start_thread(worker.id)
         for stage in self.plan.graph.stages:
             if is_async(stage.function) and not stage.placement.own_process:
                 self._start_loop(stage)
-        if self._mail is not None and self._processes is not None:
-            mail, processes = self._mail, self._processes
-            self._start_helper(" mail", lambda: mail.deliver(self._receive))
-            self._start_helper(" watch", processes.watch)
 
     def _start_helper(self, name: str, work: Callable[[], None]) -> None:
         self._helpers.append(self._start(name, run_helper, work, lambda: self._report))

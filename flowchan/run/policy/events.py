@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from flowchan.run.policy.lineage import Left
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerId:
@@ -264,6 +266,7 @@ Event = (
     | ProcessEnded
     | Death
     | Crashed
+    | Left
 )
 
 

@@ -17,6 +17,7 @@ from flowchan.declare.callables import class_with_state, is_async
 from flowchan.declare.placements import Placement
 from flowchan.declare.values import UNLIMITED_RESTARTS, DefaultNumber, Edge, Stage
 from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.lineage import NOTHING_FINISHED, FinishedItems
 
 Taken = Counter[tuple[Any, str]]
 """Number of workers assigned to each host so far, in total and for each placement with shares."""
@@ -64,7 +65,8 @@ class Plan:
 
     It has one channel for each of ``edges``; together they may use ``memory`` bytes. ``inputs`` maps the name
     of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
-    random numbers of the workers derive from ``seed``.
+    random numbers of the workers derive from ``seed``. ``finished`` is set in a run that can be resumed: the
+    items of each source that earlier runs have finished.
     """
 
     graph: Blueprint
@@ -73,11 +75,19 @@ class Plan:
     inputs: Mapping[str, tuple[str, ...]]
     seed: int
     memory: int
+    finished: Mapping[str, FinishedItems] | None = None
 
     @property
     def share(self) -> int:
         """Return how many bytes each channel may use."""
         return max(1, self.memory // max(1, len(self.edges)))
+
+    def finished_at(self, stage: str) -> FinishedItems | None:
+        """Return the finished items of a stage, none for other stages than sources.
+
+        The result is ``None`` in a run that cannot be resumed.
+        """
+        return None if self.finished is None else self.finished.get(stage, NOTHING_FINISHED)
 
     def limits(self) -> dict[str, int]:
         """Return how many dead workers of each stage may be replaced.
@@ -191,7 +201,9 @@ class Plan:
         return frozenset(stage.name for stage in self.graph.stages if stage.name not in read)
 
 
-def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
+def plan(
+    graph: Blueprint, seed: int, memory: int, finished: Mapping[str, FinishedItems] | None = None
+) -> Plan:
     """Plan a run of ``graph``."""
     edges = tuple(edge for edge in graph.edges if edge.reader is not None)
     workers: list[PlannedWorker] = []
@@ -202,7 +214,7 @@ def plan(graph: Blueprint, seed: int, memory: int) -> Plan:
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
             workers += _on_hosts(_workers(stage, edges), stage.placement, taken)
-    return Plan(graph, edges, tuple(workers), inputs, seed, memory)
+    return Plan(graph, edges, tuple(workers), inputs, seed, memory, finished)
 
 
 def _on_hosts(

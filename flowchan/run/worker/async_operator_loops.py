@@ -56,6 +56,8 @@ async def _put(job: OperatorJob, out: Out[Any], item: Any, output: Any) -> None:
 async def source(job: OperatorJob, *, out: Out[Any]) -> None:
     """Put each element of the async iterable that the function returns."""
     elements = _elements(job.function(*job.args, **job.kwargs))
+    if job.tracking is not None:
+        elements = job.tracking.finished.tracked_later(elements)
     try:
         async for element in elements:
             await out.aput(element)
@@ -93,7 +95,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
             try:
                 async with (
                     asyncio.timeout(job.timeout) as limit,
-                    contextlib.aclosing(_elements(job.function(item))) as elements,
+                    contextlib.aclosing(_parts(job, item)) as elements,
                 ):
                     number = 0
                     async for output in elements:
@@ -132,6 +134,11 @@ async def _put_or_end(out: Out[Any], output: Any) -> None:
         if is_end_of(out, error):
             raise OwnEnd from error
         raise
+
+
+def _parts(job: OperatorJob, item: Any) -> AsyncGenerator[Any, None]:
+    elements = _elements(job.function(item))
+    return elements if job.tracking is None else job.tracking.parts_later(item, elements)
 
 
 async def _elements(called: Any) -> AsyncGenerator[Any, None]:

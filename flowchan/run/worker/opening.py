@@ -14,6 +14,7 @@ from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.declare.values import Edge
 from flowchan.run.policy.events import WorkerId
+from flowchan.run.policy.lineage import FinishedItems
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker.pace import Pace, pace_of
 
@@ -29,6 +30,8 @@ class Ports:
     errors: Out[Any] | None
     pace: Pace | None = None
     """Times at which the workers of the stage start items, if its rate is limited."""
+    finished: FinishedItems | None = None
+    """In a run that can be resumed: the items that earlier runs have finished, for the worker of a source."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -90,7 +93,10 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
         channels[name]._leaves_host()
     inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
     paces = {stage.name: pace_of(stage) for stage in plan.graph.stages}
-    ports = {worker.id: open_ports(worker, channels, paces[worker.id.stage]) for worker in workers}
+    ports = {
+        worker.id: open_ports(worker, channels, paces[worker.id.stage], plan.finished_at(worker.id.stage))
+        for worker in workers
+    }
     return OpenedPlan(channels, ports, inputs, paces)
 
 
@@ -101,8 +107,15 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) -> Ports:
+def open_ports(
+    worker: PortNames,
+    channels: Channels,
+    pace: Pace | None = None,
+    finished: FinishedItems | None = None,
+) -> Ports:
     """Open the ports of one worker. ``pace`` limits the rate of its stage.
+
+    ``finished`` is set in a run that can be resumed.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
     conclude that its last writer or reader has gone.
@@ -117,6 +130,7 @@ def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) 
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
         pace,
+        finished,
     )
 
 

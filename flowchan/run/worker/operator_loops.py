@@ -27,6 +27,7 @@ from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
 from flowchan.run.worker.pace import Pace, wait_until
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
+from flowchan.run.worker.tracking import Tracking, unmarked
 
 SKIPPED: Any = object()
 FAILED_ITEM_INTERVAL_S = 0.5
@@ -49,6 +50,7 @@ class OperatorJob:
     pace: Pace | None = None  # for an async function; any other function itself waits for its starts
     errors: Out[Failed[Any]] | None = None
     answering: Answering | None = None  # set if items may come from ask()
+    tracking: Tracking | None = None  # set in a run that can be resumed
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_failed_item: Callable[[str], None] = lambda _: None
@@ -85,6 +87,12 @@ class OperatorJob:
         An exception in place of a result is the failure of that member. If the results cannot be matched to
         the members, the whole batch fails.
         """
+        if self.tracking is not None:
+            kept = self._without_failed(items, results[1])
+            return kept if kept is SKIPPED else self.tracking.without_failed(items, results, kept)
+        return self._without_failed(items, results)
+
+    def _without_failed(self, items: Any, results: Any) -> Any:
         if not (isinstance(items, list) and isinstance(results, list | tuple)):
             return results
         if not any(isinstance(result, Exception) for result in results):
@@ -116,19 +124,30 @@ class OperatorJob:
             if item is NOTHING:
                 return
         if self.errors is None or not isinstance(error, Exception):
-            raise ItemFailed(bare(item)) from error
+            raise ItemFailed(self.bare(item)) from error
         is_copied = self.errors.channel.transport.copies
         carried: Any = Portable(error) if is_copied else error
         if time.monotonic() > self.last_report_at + FAILED_ITEM_INTERVAL_S:
             self.last_report_at = time.monotonic()
-            self.on_failed_item(f"item {short(item, 60)}: {text_of(error)}")
+            self.on_failed_item(f"item {short(self.bare(item), 60)}: {text_of(error)}")
+        failed: Any = Failed(self.bare(item), carried, attempts)
+        if self.tracking is not None:
+            failed = self.tracking.failed(item, failed)
         try:
-            self.errors.put(Failed(item, carried, attempts))
+            self.errors.put(failed)
         except Broken:
             raise
         except Exception as refused:
             error.add_note(f"the errors stream did not accept the item: {text_of(refused)}")
-            raise ItemFailed(item) from error
+            raise ItemFailed(self.bare(item)) from error
+
+    def bare(self, item: Any) -> Any:
+        """Return the item as the user's functions know it."""
+        return bare(item) if self.tracking is None else unmarked(item)
+
+    def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
+        """Return the elements that are put instead of ``item``."""
+        return elements if self.tracking is None else self.tracking.parts(item, elements)
 
     def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
         """Handle an error from putting the output for ``item``.
@@ -185,7 +204,7 @@ class OperatorJob:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
             error = died_over(self.predecessors[-deaths:])
-            journal.blamed(short(bare(item), 120), str(error))
+            journal.blamed(short(self.bare(item), 120), str(error))
         self.give_up(item, error, deaths)
 
 
@@ -200,7 +219,7 @@ def is_end_of(out: Out[Any], error: BaseException) -> bool:
 def source(job: OperatorJob, *, out: Out[Any]) -> None:
     """Put each element of the source's iterable."""
     iterable = job.options["iterable"] if "iterable" in job.options else job.function(*job.args, **job.kwargs)
-    out.put_many(iterable)
+    out.put_many(iterable if job.tracking is None else job.tracking.finished.tracked(iterable))
 
 
 def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
@@ -245,7 +264,7 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
         def emit(item: Any) -> None:
             nonlocal emitted
-            for number, output in enumerate(_elements(function, item)):
+            for number, output in enumerate(job.parts(item, _elements(function, item))):
                 if number == emitted:
                     put_or_end(out, output)
                     emitted += 1
@@ -256,10 +275,11 @@ def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 def unbatch(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
     """Put the elements of each item one at a time."""
+    tracking = job.tracking
     for item in items:
 
         def emit(item: Any) -> None:
-            for place, element in enumerate(item):
+            for place, element in enumerate(item if tracking is None else tracking.unbatched(item)):
                 try:
                     put_or_end(out, element)
                 except OwnEnd:
@@ -314,7 +334,12 @@ def collect(job: OperatorJob, *, items: In[Any], out: Out[list[Any]] | None = No
     gathered: list[Any] = []
     with contextlib.suppress(Drained):
         while True:
-            gathered.extend(items.get_many(1024))
+            arrived = items.get_many(1024)
+            if job.tracking is None:
+                gathered.extend(arrived)
+            else:
+                gathered.extend(unmarked(arrived))
+                job.tracking.left(arrived)
     job.on_result(gathered)
     if out is not None:
         out.put(gathered)
@@ -379,11 +404,12 @@ def tee(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
     """Put each item into every branch that still has readers."""
     branches = list(outs.values())
     for item in items:
-        for out in list(branches):
+        copies = [item] * len(branches) if job.tracking is None else job.tracking.copies(item, len(branches))
+        for out, copied in zip(list(branches), copies, strict=True):
             # each branch removes requests from its own list
             own = job.answering is not None and has_requests(item)
             try:
-                out.put(list(item) if own else item)
+                out.put(list(item) if own else copied)
             except Closed:  # the readers of this branch have left, but other branches may have readers
                 branches.remove(out)
         if not branches:

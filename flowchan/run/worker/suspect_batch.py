@@ -29,7 +29,8 @@ from flowchan.run.policy.events import MembersTried, TriesMember, WorkerId
 from flowchan.run.policy.failures import Suspicion, died_over
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
-from flowchan.run.worker.requests import Dropped, bare
+from flowchan.run.worker.requests import Dropped
+from flowchan.run.worker.tracking import marks_of
 
 
 def can_try_members(stage: Stage) -> bool:
@@ -75,19 +76,24 @@ class SuspectBatch:
         killers = self._suspicion.members
         done: list[Any] = []
         results: list[Any] = []
+        tracked = self._job.tracking is not None
         for number, member in enumerate(batch):
             if number not in killers:
                 self._tell(TriesMember(self._worker, number))
                 try:
-                    results.append(self._function([member]))
+                    result = self._function([member])
                 except Dropped:
                     continue
+                results.append(result[1] if tracked else result)
                 done.append(member)
         if not (done or killers):
             raise Dropped
         self._tell(TriesMember(self._worker, None))
         joined = [result[0] for result in results if type(result) is list and len(result) == 1]
-        result = joined if len(joined) == len(done) else self._function(done)
+        if len(joined) < len(done):
+            result = self._function(done)
+        else:
+            result = (marks_of(done), joined) if tracked else joined
         self._tell(MembersTried(self._worker))
         for number, how in killers.items():
             self._give_up(batch[number], how)
@@ -101,5 +107,5 @@ class SuspectBatch:
             error: Exception = TimeoutError(f"the worker {how}")
         else:
             error = died_over([*self._suspicion.deaths[: tries - 1], how])
-            journal.blamed(short(bare(member), 120), str(error))
+            journal.blamed(short(self._job.bare(member), 120), str(error))
         self._job.give_up(member, error, tries)

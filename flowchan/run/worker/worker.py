@@ -41,6 +41,7 @@ from flowchan.run.worker.pace import paced
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
 from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
+from flowchan.run.worker.tracking import Tracking
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
 Outcome = Literal["done", "failed", "retired"]
@@ -191,6 +192,9 @@ def job_of(
     if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
+    if ports.finished is not None:
+        job.tracking = Tracking(stage, ports.finished, tell)
+        job.function = job.tracking.around(function)
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:

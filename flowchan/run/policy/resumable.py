@@ -1,0 +1,84 @@
+"""Decide whether runs of a graph can be resumed (R14), and identify the graph of earlier runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.declare.values import Stage
+from flowchan.errors import GraphError, Problem
+from flowchan.run.policy.lineage import FinishedItems
+
+
+def refuse_unless_resumable(graph: Blueprint) -> None:
+    """Raise ``GraphError`` with all stages because of which a run of ``graph`` cannot be resumed."""
+    problems = [
+        Problem("resume", stage.name, stage.where, f"resume= does not support {reason}")
+        for stage in graph.stages
+        if (reason := _reason_against(graph, stage))
+    ]
+    if problems:
+        raise GraphError(graph.name, problems)
+
+
+def _reason_against(graph: Blueprint, stage: Stage) -> str:
+    """Describe why a run with this stage cannot be resumed, and the remedy; empty if it can be resumed."""
+    if stage.operator.outside:
+        return "an input, because a later run cannot read its items again; use source()"
+    if not stage.operator.resumable:
+        return (
+            f"a {stage.kind}, because its outputs do not show which source items they come from; save the "
+            "items in a sink(), and do this step in another graph"
+        )
+    if stage.operator.gathers and any(
+        edge.writer == stage.name and edge.reader is not None for edge in graph.edges
+    ):
+        return (
+            f"a {stage.kind} that another stage reads, because its list depends on all source items; save "
+            "the items in a sink(), and read them in another graph"
+        )
+    if stage.placement.is_remote:
+        return "a stage on hosts; use on='process' or on='thread'"
+    return ""
+
+
+def sources(graph: Blueprint) -> dict[str, int]:
+    """Return the index of each source among the sources of the graph."""
+    names = (stage.name for stage in graph.stages if stage.operator.begins)
+    return {name: index for index, name in enumerate(names)}
+
+
+def shape_digest(graph: Blueprint) -> bytes:
+    """Return a digest of the names and operators of the stages, and of the streams that they read."""
+    shape = [
+        [stage.name, stage.kind, [[port, str(origin)] for port, origin in stage.read]]
+        for stage in graph.stages
+    ]
+    return hashlib.sha256(json.dumps(shape).encode()).digest()
+
+
+def finished_by_stage(graph: Blueprint, bits: bytes) -> dict[str, FinishedItems]:
+    """Return the finished items of each source, after a check that the sources have at least these items.
+
+    Raises ``GraphError`` if the last finished item of a source is beyond its end.
+    """
+    indexes = sources(graph)
+    found = {name: FinishedItems(index, len(indexes), bits) for name, index in indexes.items()}
+    problems = list(_shortened_sources(graph, found))
+    if problems:
+        raise GraphError(graph.name, problems)
+    return found
+
+
+def _shortened_sources(graph: Blueprint, found: Mapping[str, FinishedItems]) -> Iterator[Problem]:
+    for stage in graph.stages:
+        if stage.operator.begins and stage.operator.expects is not None:
+            length = stage.operator.expects(stage.options, [])
+            if length is not None and length < (least := found[stage.name].length()):
+                message = (
+                    f"the source must have at least the {least:,} items of earlier runs, got {length:,}; "
+                    "restore the items, or resume from another path"
+                )
+                yield Problem("resume", stage.name, stage.where, message)

@@ -1,0 +1,167 @@
+"""File that records which source items have left the graph, so that a later run can skip them (R14).
+
+Format. The first 48 bytes are the name of the format and a digest of the graph's shape. After them, there is
+one bit for each source item, in the order of ``lineage``; a set bit means that the item is finished. The file
+may end with unused bits.
+
+Algorithm. The program maps the file into its memory, and sets the bits there. This needs no system call, and
+the operating system keeps the bits if the program is killed. Space on the disk is reserved before it is
+mapped. The file is flushed to the disk only when the run ends.
+
+Invariants. Bits are only ever set, and each of them is valid without the others. If the machine crashes, any
+bits may be lost, and their items are processed again. The lock belongs to the process, so the workers that it
+forks do not hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Mapping
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.errors import GraphError, Problem
+from flowchan.items.text import shown
+from flowchan.run.policy.failures import text_of
+from flowchan.run.policy.lineage import FinishedItems, Lineage, Marks
+from flowchan.run.policy.resumable import finished_by_stage, refuse_unless_resumable, shape_digest
+
+FORMAT = b"flowchan resume1"
+HEADER_BYTES = 48
+
+PAGE_BYTES = 4096
+"""The length of the file is a multiple of this."""
+
+_open_files: dict[int, tuple[int, int]] = {}
+"""Device and inode of the files that this process has locked, because the lock does not exclude it."""
+_opening = threading.Lock()
+
+
+class _Refused(Exception):
+    """The file cannot be used. The message continues a sentence about the file."""
+
+
+class ResumeFile:
+    """Open and locked file of one run.
+
+    Args:
+        graph: Graph of the run.
+        path: Path of the file. It is created if it does not exist.
+
+    Attributes:
+        path: The path.
+        finished: Finished items of each source when the file was opened, by the name of the source.
+
+    Raises:
+        GraphError: A run of the graph cannot be resumed, or not from this file. The file cannot be opened,
+            has other contents, is used by another run, or belongs to another graph. Or a source is shorter
+            than in an earlier run.
+        TypeError: ``path`` is not a path.
+    """
+
+    finished: Mapping[str, FinishedItems]
+
+    def __init__(self, graph: Blueprint, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"run: resume must be a path or None, got {shown(path)}")
+        refuse_unless_resumable(graph)
+        self.path = os.fspath(path)
+        self._lineage, self._lock = Lineage(), threading.Lock()
+        try:
+            self._file = _open_alone(self.path)
+            self._release = weakref.finalize(self, _release, self._file)
+            try:
+                _begin(graph, self._file)
+                self._bytes = mmap.mmap(self._file, 0)
+                self.finished = finished_by_stage(graph, self._bytes[HEADER_BYTES:].rstrip(b"\0"))
+            except BaseException:
+                self._release()
+                raise
+        except (OSError, _Refused) as error:
+            reason = str(error) if isinstance(error, _Refused) else f"could not be used: {text_of(error)}"
+            message = f"the file at resume={os.fsdecode(self.path)!r} {reason}"
+            problem = Problem("resume", "", graph.stages[0].where, message)
+            raise GraphError(graph.name, [problem]) from None
+
+    def record(self, marks: Marks, parts: int) -> None:
+        """Take in the report that an item with these marks has left the graph, or was split into ``parts``.
+
+        Any thread may call this method. It has no effect after :meth:`close`. Raises ``OSError`` if the disk
+        is full.
+        """
+        with self._lock:
+            numbers = self._lineage.finished(marks, parts)
+            if not numbers or not self._release.alive:
+                return
+            end = HEADER_BYTES + max(numbers) // 8 + 1
+            if end > len(self._bytes):
+                self._bytes.resize(_reserve(self._file, end))
+            for number in numbers:
+                self._bytes[HEADER_BYTES + (number >> 3)] |= 1 << (number & 7)
+
+    def close(self) -> None:
+        """Flush the file to the disk and release it. Later calls have no effect."""
+        with self._lock:
+            if self._release.alive:
+                try:
+                    self._bytes.flush()
+                finally:
+                    self._bytes.close()
+                    self._release()
+
+
+def _open_alone(path: str | bytes) -> int:
+    """Open and lock the file at ``path``, and return its descriptor."""
+    in_use = _Refused("is used by another run; wait until it has ended, or resume from another path")
+    with _opening:
+        # Any descriptor of the file that is closed ends the lock of this process, so look before opening.
+        with contextlib.suppress(FileNotFoundError):
+            if _identity(os.stat(path)) in _open_files.values():
+                raise in_use
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(file)
+            raise in_use from None
+        except BaseException:
+            os.close(file)
+            raise
+        _open_files[file] = _identity(os.fstat(file))
+        return file
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _release(file: int) -> None:
+    _open_files.pop(file, None)
+    os.close(file)
+
+
+def _begin(graph: Blueprint, file: int) -> None:
+    """Check the header of the file. If the file is new or its header is incomplete, write the header."""
+    header = FORMAT + shape_digest(graph)
+    found = os.pread(file, HEADER_BYTES, 0)
+    if len(found) < HEADER_BYTES and header.startswith(found):
+        os.pwrite(file, header, 0)
+    elif not found.startswith(FORMAT):
+        raise _Refused("is not a resume file; resume from another path")
+    elif found != header:
+        raise _Refused(
+            "belongs to a graph with other stage names, operators or streams; restore that graph, or resume "
+            "from another path to begin with the first item"
+        )
+    _reserve(file, os.fstat(file).st_size)
+
+
+def _reserve(file: int, length: int) -> int:
+    """Reserve space for at least ``length`` bytes of the file, and return its new length."""
+    pages = -(-length // PAGE_BYTES)
+    os.posix_fallocate(file, 0, pages * PAGE_BYTES)
+    return pages * PAGE_BYTES
