@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import Channel, In, Out, most_bytes
+from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.values import Edge
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan, PlannedWorker
@@ -29,6 +30,8 @@ class Ports:
     errors: Out[Any] | None
     pace: Pace | None = None
     """Times at which the workers of the stage start items, if its rate is limited."""
+    broadcasts: tuple[Broadcast[Any], ...] = ()
+    """Broadcast values of the graph."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -83,14 +86,21 @@ class OpenedPlan:
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
     """Open the channels of ``plan``, the ports of this machine's ``workers``, and the inputs.
 
-    Each channel gets the same share of the run's memory. Raises ``OSError`` if there is not enough memory.
+    Each channel gets the same share of the run's memory. The broadcast values are shared if the graph has
+    worker processes. Raises ``OSError`` if there is not enough memory.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
         channels[name]._leaves_host()
     inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
     paces = {stage.name: pace_of(stage) for stage in plan.graph.stages}
-    ports = {worker.id: open_ports(worker, channels, paces[worker.id.stage]) for worker in workers}
+    broadcasts = tuple(plan.graph._broadcasts)
+    if any(stage.placement.own_process for stage in plan.graph.stages):
+        for value in broadcasts:
+            value._share()
+    ports = {
+        worker.id: open_ports(worker, channels, paces[worker.id.stage], broadcasts) for worker in workers
+    }
     return OpenedPlan(channels, ports, inputs, paces)
 
 
@@ -101,7 +111,12 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) -> Ports:
+def open_ports(
+    worker: PortNames,
+    channels: Channels,
+    pace: Pace | None = None,
+    broadcasts: tuple[Broadcast[Any], ...] = (),
+) -> Ports:
     """Open the ports of one worker. ``pace`` limits the rate of its stage.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
@@ -117,6 +132,7 @@ def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) 
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
         pace,
+        broadcasts,
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from flowchan.channel.channel import Channel, hears_aborts
+from flowchan.declare.broadcast import end_pinning, pinning
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
@@ -112,6 +113,7 @@ def work(
         return "retired"
     outcome: Outcome = "failed"
     try:
+        end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
     except BaseException as error:  # each worker must report its end, otherwise the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -191,6 +193,8 @@ def job_of(
     if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
+    if ports.broadcasts and stage.operator.calls in ("item", "fold"):
+        job.function = pinning(job.function)
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:
