@@ -99,6 +99,8 @@ class Stream(StreamHandle[T_co]):
                     fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
+                share_instance (bool): Whether all coroutines of the stage use one instance of an async class
+                    (default: False, one for each coroutine).
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
