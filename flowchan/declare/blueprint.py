@@ -168,7 +168,7 @@ class Blueprint(General):
             >>> graph.run()[small]
             [0, 1, 2]
         """
-        value = Broadcast((self.name, len(self._broadcasts) + 1), initial)
+        value = Broadcast((self.name, str(self.where), len(self._broadcasts) + 1), initial)
         self._broadcasts.append(value)
         return value
 

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar, cast
 from flowchan.items.latest_value import LatestValue, LatestValueReader, Versioned, parts_of
 
 T = TypeVar("T")
-Key = tuple[str, int]
-"""Name of the graph, and number of the value in it. They are the same if a module is imported again."""
+Key = tuple[str, str, int]
+"""Name of the graph, the line that creates it, and the value's number. A second import gives the same key."""
 
 
 class Broadcast(Generic[T]):
@@ -125,7 +125,7 @@ class Broadcast(Generic[T]):
             >>> value.set("b"), value.get()
             (1, 'b')
         """
-        if self._latest is None or _readers is not None:
+        if self._latest is None or not self._is_own():
             raise RuntimeError(
                 f"{self!r}: set must be called in the program; put the new value into a stream, and call "
                 "set in a sink on a thread"
@@ -147,17 +147,19 @@ class Broadcast(Generic[T]):
         return found
 
     def _in_force(self) -> Versioned:
-        if _readers is None:
-            if self._latest is not None:
-                return self._latest
-        else:
-            id, reader = _readers.get(self._key, (b"", None))
-            # this process has imported the module that creates the value, and so has a second object for it
-            if reader is not None and (id == self._id or self._pid == os.getpid()):
-                return reader.latest()
+        if self._latest is not None and self._is_own():
+            return self._latest
+        id, reader = (_readers or {}).get(self._key, (b"", None))
+        # this process has imported the module that creates the value, and so has a second object for it
+        if reader is not None and (id == self._id or self._pid == os.getpid()):
+            return reader.latest()
         raise RuntimeError(
             f"{self!r} must be read in the program or in a worker of its graph; this process is neither"
         )
+
+    def _is_own(self) -> bool:
+        """Return whether this process is the program of the value. A worker is one for the graphs it runs."""
+        return _readers is None or (self._pid == os.getpid() and self._key not in _readers)
 
     def _check(self) -> None:
         """Raise ``TypeError`` if the value cannot be sent to a worker process."""
@@ -179,7 +181,7 @@ class Broadcast(Generic[T]):
         return _received, (self._key, self._id, self._shared)
 
     def __repr__(self) -> str:
-        graph, number = self._key
+        graph, _, number = self._key
         return f"<Broadcast {number} of graph {graph!r}>"
 
 

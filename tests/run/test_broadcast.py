@@ -364,6 +364,23 @@ def test_value_of_another_graph_raises_in_a_worker_process() -> None:
     assert "must be read in the program or in a worker of its graph" in str(failed.value.exceptions[0])
 
 
+@everywhere
+def test_graph_that_a_worker_runs_has_its_own_values(on: str) -> None:
+    graph = Graph()
+    outer = graph.broadcast("outer")
+
+    def work(_: int) -> tuple[Any, ...]:
+        inner = Graph()
+        value = inner.broadcast("inner")
+        found = inner.source([0]).map(lambda _: value.read(), on=on).collect()
+        first = inner.run()[found]
+        value.set("new")
+        return outer.get(), first, inner.run()[found], value.get()
+
+    answers = graph.source([0]).map(work, on="process").collect()
+    assert graph.run()[answers] == [("outer", [("inner", 0)], [("new", 1)], "new")]
+
+
 def test_value_raises_in_a_process_that_is_no_worker() -> None:
     value = pickle.loads(pickle.dumps(Graph("g").broadcast(1)))
     with pytest.raises(RuntimeError, match="<Broadcast 1 of graph 'g'> must be read in the program"):
