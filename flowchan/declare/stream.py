@@ -99,7 +99,7 @@ class Stream(StreamHandle[T_co]):
                     fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
-                share_instance (bool): Whether coroutines share one instance of an async class (default: False).
+                share_instance (bool): Whether all coroutines use one instance of a class (default: False).
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
