@@ -23,12 +23,14 @@ ISOLATES = (
     "The graph has a source of ready items, one map on two worker processes, and the ordered list of "
     "results. For flowchan and pypeln, the clock includes starting and ending the workers. The pools of "
     "multiprocessing, concurrent.futures and joblib are already started and warm. flowchan always passes one "
-    "item at a time. concurrent.futures and joblib use the chunk size that was fastest in a trial just "
-    "before the measurement."
+    "item at a time. Pool.imap passes one item at a time by default. With a chunk size, it returns a result "
+    "only after its whole chunk. concurrent.futures and joblib use the fastest chunk size of a trial "
+    "just before the measurement."
 )
 
 WORKERS = 2
 CHUNKS = (1, 8, 64, 256)
+IMAP_CHUNKS = (64, 500)
 WORK = 100e-6
 
 
@@ -37,12 +39,17 @@ def measure(effort: Effort) -> Report:
     longer = replace(effort, seconds=3 * effort.seconds)
     moves: dict[str, Callable[[int], float]] = {
         "flowchan": partial(_flowchan, identity, 0),
-        "multiprocessing.Pool.imap": partial(_pool, identity, 0),
+        "multiprocessing.Pool.imap": partial(_pool, identity, 0, 1),
         "pypeln.process.map": partial(_pypeln, identity, 0),
     }
+    for chunk in IMAP_CHUNKS:
+        moves[f"multiprocessing.Pool.imap(chunksize={chunk})"] = partial(_pool, identity, 0, chunk)
     cases = [throughput(name, move, longer) for name, move in moves.items()]
-    mine, pool, pypeln_map = report.interleave("map of the identity, 2 processes", cases, effort.rounds)
+    mine, pool, pypeln_map, *chunked = report.interleave(
+        "map of the identity, 2 processes", cases, effort.rounds
+    )
     report.rows += [at_least(10, mine, pool), at_least(100, mine, pypeln_map)]
+    report.rows += [at_least(1, mine, imap) for imap in chunked]
 
     turns = calibrate(_turns, 0.1)
     per_item = int(turns * WORK / _turns(turns))
@@ -85,11 +92,11 @@ def _flowchan(function: Callable[[int], int], item: int, count: int) -> float:
     return _checked(found, count, began)
 
 
-def _pool(function: Callable[[int], int], item: int, count: int) -> float:
+def _pool(function: Callable[[int], int], item: int, chunk: int, count: int) -> float:
     with CONTEXT.Pool(WORKERS) as pool:
         pool.map(function, [item] * WORKERS)
         began = time.perf_counter()
-        took = _checked(list(pool.imap(function, repeat(item, count))), count, began)
+        took = _checked(list(pool.imap(function, repeat(item, count), chunksize=chunk)), count, began)
         pool.close()
         pool.join()
     return took

@@ -2,6 +2,7 @@
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
+from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.stream import Input, Stream
 from flowchan.errors import (
@@ -46,6 +47,7 @@ from flowchan.run import (
 from flowchan.run.policy.seeds import Worker, worker
 
 __all__ = [
+    "Broadcast",
     "Broken",
     "Cause",
     "Channel",

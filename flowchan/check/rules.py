@@ -363,6 +363,24 @@ def _hosts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("hosts", stage.name, stage.where, message)
 
 
+def _broadcasts(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Check that the broadcast values reach the workers."""
+    for index, stage in enumerate(stages):
+        if graph._broadcasts and stage.placement.is_remote:
+            message = (
+                "it runs on hosts, but the graph has a broadcast value, which only workers on this machine "
+                "can read; use on='thread' or on='process', or send the value to the stage as items"
+            )
+            yield index, Problem("hosts", stage.name, stage.where, message)
+    if any(stage.placement.own_process for stage in stages):
+        for value in graph._broadcasts:
+            try:
+                value._check()
+            except Exception as error:
+                message = f"{value!r} can't be sent to a process: {error}; use on='thread' for all stages"
+                yield -1, Problem("pickle", "", graph.where, message)
+
+
 def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.gang is not None and is_async(stage.function):
@@ -414,6 +432,7 @@ _RULES = (
     _spent,
     _daemonic,
     _hosts,
+    _broadcasts,
     _gangs,
     _addressed,
 )

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterable, Callable, Iterable
 from typing import Any, TypeVar, Unpack
 
 from flowchan.declare.annotations import element_type, returned_type
+from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.general import General
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
@@ -33,6 +34,7 @@ class Blueprint(General):
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
         self._started: set[str] = set()  # stages that a run has started, so their iterators are used up
+        self._broadcasts: list[Broadcast[Any]] = []
 
     def source(
         self,
@@ -144,6 +146,31 @@ class Blueprint(General):
         stage = self._declare("input", name=name, input_ports=(), outputs=[("out", None)], capacity=capacity)
         (out,) = stage.outputs
         return Input(self, stage.name, out.port, out.name)
+
+    @refuses_misspelt("broadcast")
+    def broadcast(self, initial: T) -> Broadcast[T]:
+        """Create a value that all workers read, and that the program changes while the graph runs.
+
+        Workers on threads and in processes of this machine can read it. A graph with such a value cannot have
+        stages on hosts.
+
+        Args:
+            initial: The first version of the value. If the graph has worker processes, it must be picklable.
+
+        Returns:
+            The value, with the methods ``get()`` and ``set(value)``.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> limit = graph.broadcast(3)
+            >>> small = graph.source(range(10)).filter(lambda n: n < limit.get()).collect()
+            >>> graph.run()[small]
+            [0, 1, 2]
+        """
+        value = Broadcast((self.name, str(self.where), len(self._broadcasts) + 1), initial)
+        self._broadcasts.append(value)
+        return value
 
     @shows(PlainOptions)
     def merge(self, *streams: Stream[T], **options: Unpack[PlainOptions]) -> Stream[T]:

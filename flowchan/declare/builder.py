@@ -148,6 +148,7 @@ class Builder:
             retry_on=errors_argument(kind, "retry_on", given.retry_on),
             timeout=seconds(kind, "timeout", given.timeout),
             rate=per_second(kind, "rate", given.rate),
+            share_instance=given.share_instance,
             restarts=given.restarts,
             max_deaths=given.max_deaths,
             restartable=given.restartable,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
-from flowchan.declare.callables import is_async
+from flowchan.declare.callables import is_async, is_callable_class
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
 from flowchan.items.arguments import callable_argument, flag, per_second, seconds, text, whole
@@ -54,6 +54,9 @@ class WorkOptions(NameOption, total=False):
     rate: float | None
     """Maximum number of items that start per second, over all workers of the stage (default: no limit). The
     starts are evenly spaced, and each retry is a start. Workers on hosts can't have a limit."""
+    share_instance: bool
+    """Whether all coroutines of the stage use one instance of an async class (default: False, one for each).
+    Processes and hosts can't share an instance."""
     restarts: int
     """Maximum number of replacements of dead worker processes within 60 seconds of work (default: 10). Deaths
     that count towards ``max_deaths`` of an item do not count here. With the default, or with 10**9 or more,
@@ -128,6 +131,7 @@ class StageSettings:
     retry_on: type[Exception] | tuple[type[Exception], ...] = Exception
     timeout: float | None = None
     rate: float | None = None
+    share_instance: bool = False
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False
@@ -154,6 +158,13 @@ class StageSettings:
             raise ValueError(
                 f"{kind}: rate={self.rate} requires on='thread' or on='process', because hosts do not share "
                 "a clock; set rate= on a stage of this machine instead"
+            )
+        if flag(kind, "share_instance", self.share_instance) and (
+            placement.own_process or not (is_callable_class(function) and is_async(function))
+        ):
+            raise ValueError(
+                f"{kind}: share_instance=True requires on='thread' and a class with an async __call__; "
+                "without it, each worker has its own instance"
             )
         if _gpus(kind, self.gpus) and not placement.own_process:
             raise ValueError(

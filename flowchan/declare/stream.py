@@ -99,11 +99,11 @@ class Stream(StreamHandle[T_co]):
                     fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
+                share_instance (bool): Whether all coroutines use one instance of a class (default: False).
                 restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
                     (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): GPUs reserved for each worker process (default: 0; workers share all GPUs). A
-                    number below 1 is a share of one.
+                gpus (float): GPUs reserved for each worker process (default: 0), or a share of one below 1.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.

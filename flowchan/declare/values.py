@@ -134,6 +134,8 @@ class Stage:
     """Time limit for one item in seconds."""
     rate: float | None = None
     """Maximum number of items that start per second."""
+    share_instance: bool = False
+    """Whether all workers of an async stage use one instance of its class."""
     restarts: int = DEFAULT_RESTARTS
     max_deaths: int = DEFAULT_MAX_DEATHS
     restartable: bool = False

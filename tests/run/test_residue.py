@@ -151,6 +151,19 @@ def stuck(on: str) -> None:
     run.wait()
 
 
+def broadcast_value_changed(on: str) -> None:
+    graph = Graph("r6")
+    value = graph.broadcast(bytes(10_000))
+    items = graph.input()
+    versions = items.map(lambda _: value.version, on=on).collect()
+    with graph.start() as run:
+        found = run.iter(versions)
+        for version in range(3):
+            run[items].put(version)
+            assert next(found) == version
+            value.set(bytes(10_000))
+
+
 ENDINGS: list[Callable[[str], None]] = [
     done,
     taken,
@@ -163,6 +176,7 @@ ENDINGS: list[Callable[[str], None]] = [
     loop_left,
     killed,
     stuck,
+    broadcast_value_changed,
 ]
 
 

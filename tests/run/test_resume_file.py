@@ -209,4 +209,4 @@ def test_r14_run_without_resume_has_plain_items() -> None:
     numbers.collect()
     with graph.start() as run:
         assert run._plan.finished is None
-        assert all(ports.finished is None for ports in run._ports.ports.values())
+        assert all(ports.shared.finished is None for ports in run._ports.ports.values())

@@ -95,6 +95,7 @@ graph.stage(split, start)[1].map(half)  # wrong: arg-type, reportArgumentType, r
 graph.merge(start, words).map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 questions: Input[str] = graph.input()
 questions.map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
+graph.broadcast(3).set("three")  # wrong: arg-type, reportArgumentType
 back: Feedback[str] = graph.feedback()
 back.feed(start)  # wrong: arg-type, reportArgumentType
 result: list[str] = graph.run()[start.collect()]  # wrong: index, reportAssignmentType

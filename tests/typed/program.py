@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, assert_type
 
 from flowchan import (
+    Broadcast,
     Channel,
     Failed,
     Feedback,
@@ -176,9 +177,14 @@ def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
         stream.sink(id)
     means = graph.stage(sums, small, workers=2)
     total = means.reduce(operator.add)
+    step = graph.broadcast(10)
+    assert_type(step, Broadcast[int])
+    assert_type(step.get(), int)
+    assert_type(step.read(), tuple[int, int])
+    assert_type(step.set(11), int)
     again: Feedback[int] = graph.feedback("again")
     work, done = graph.stage(steer, graph.source([1, 2]), again)
-    again.feed(work.map(lambda number: number * 10))
+    again.feed(work.map(lambda number: number * step.get()))
     both = graph.merge(large, done.map(str), graph.source(ticks, 2).map(str))
     return both.collect(), total
 

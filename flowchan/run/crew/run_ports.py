@@ -77,7 +77,7 @@ class RunPorts:
         self.channels: Mapping[str, Channel[Any]] = opened.channels
         self.inputs: Mapping[str, Out[Any] | Addressed] = opened.inputs
         self.ports: dict[WorkerId, Ports] = opened.ports
-        self._paces = opened.paces
+        self._shared = opened.shared
         self._workers = {worker.id: worker for worker in plan.workers}
         self._workers_of = Counter(id.stage for id in self._workers)
         self._starts: Counter[WorkerId] = Counter()
@@ -233,8 +233,7 @@ class RunPorts:
         self._workers.pop(id, None)
 
     def _open(self, id: WorkerId) -> Ports:
-        finished = self.plan.finished_at(id.stage)
-        ports = open_ports(self._workers[id], self.channels, self._paces[id.stage], finished)
+        ports = open_ports(self._workers[id], self.channels, self._shared[id.stage])
         for reader in ports.inputs.values():
             if id.stage in self._scaled:
                 reader._keep_turns()

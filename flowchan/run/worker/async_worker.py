@@ -29,7 +29,7 @@ from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, with_short_traceback
-from flowchan.run.worker.worker_callable import built_async, nothing
+from flowchan.run.worker.worker_callable import AsyncCallable, nothing
 
 ANSWER_WITHIN_S = 0.05
 """Time limit for an answer from an event loop, in seconds. A loop that does not answer in time has work."""
@@ -153,9 +153,10 @@ def work_together(
         tell_aborts(worker, ports, tell, sends=False)
         try:
             join_ports(ports, stage)
-            async with built_async(stage.function) as function:
+            made = shared if stage.share_instance else AsyncCallable(1, tasks.leave_alone)
+            async with made.built(stage.function) as function:
                 job = job_of(worker, stage, ports, function, tell, False)
-                job.timeout, job.pace = stage.timeout, ports.pace
+                job.timeout, job.pace = stage.timeout, ports.shared.pace
                 job.on_clean_up = tasks.leave_alone
                 tell(Began(worker))
                 await stage.operator.run_async()(job, **ends_of(job, stage, ports))
@@ -165,6 +166,7 @@ def work_together(
         end(worker, job, ports, release, ended_by, tell, sends=False)
         release.done()
 
+    shared = AsyncCallable(len(workers), tasks.leave_alone)
     unreported = {WorkerId(info.stage, info.number) for info in workers}
     work = tasks.run(run_worker(info, ports) for info, ports in workers.items())
     try:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import Channel, In, Out, most_bytes
+from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.values import Edge
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.lineage import FinishedItems
@@ -22,16 +23,28 @@ Channels = Mapping[str, Channel[Any]]
 
 
 @dataclass(frozen=True, slots=True)
+class SharedWithRun:
+    """Values and memory that a worker shares with the program and with other workers of its stage."""
+
+    pace: Pace | None = None
+    """Times at which the workers of the stage start items, if its rate is limited."""
+    finished: FinishedItems | None = None
+    """In a run that can be resumed: the items that earlier runs have finished, for the worker of a source."""
+    broadcasts: tuple[Broadcast[Any], ...] = ()
+    """Broadcast values of the graph."""
+
+
+SHARES_NOTHING = SharedWithRun()
+
+
+@dataclass(frozen=True, slots=True)
 class Ports:
     """Ports of one worker, by their names in the declaration of the stage."""
 
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
-    pace: Pace | None = None
-    """Times at which the workers of the stage start items, if its rate is limited."""
-    finished: FinishedItems | None = None
-    """In a run that can be resumed: the items that earlier runs have finished, for the worker of a source."""
+    shared: SharedWithRun
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -75,29 +88,34 @@ class PortNames(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlan:
-    """Open channels, ``ports`` by worker, and ``inputs`` and ``paces`` by stage name."""
+    """Open channels, ``ports`` by worker, and ``inputs`` and ``shared`` by stage name."""
 
     channels: dict[str, Channel[Any]]
     ports: dict[WorkerId, Ports]
     inputs: dict[str, Out[Any] | Addressed]
-    paces: dict[str, Pace | None]
+    shared: dict[str, SharedWithRun]
 
 
 def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
     """Open the channels of ``plan``, the ports of this machine's ``workers``, and the inputs.
 
-    Each channel gets the same share of the run's memory. Raises ``OSError`` if memory is short.
+    Each channel gets the same share of the run's memory. The broadcast values are shared if the graph has
+    worker processes. Raises ``OSError`` if memory is short.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:
         channels[name]._leaves_host()
     inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
-    paces = {stage.name: pace_of(stage) for stage in plan.graph.stages}
-    ports = {
-        worker.id: open_ports(worker, channels, paces[worker.id.stage], plan.finished_at(worker.id.stage))
-        for worker in workers
+    broadcasts = tuple(plan.graph._broadcasts)
+    if any(stage.placement.own_process for stage in plan.graph.stages):
+        for value in broadcasts:
+            value._share()
+    shared = {
+        stage.name: SharedWithRun(pace_of(stage), plan.finished_at(stage.name), broadcasts)
+        for stage in plan.graph.stages
     }
-    return OpenedPlan(channels, ports, inputs, paces)
+    ports = {worker.id: open_ports(worker, channels, shared[worker.id.stage]) for worker in workers}
+    return OpenedPlan(channels, ports, inputs, shared)
 
 
 def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[Any] | Addressed:
@@ -107,15 +125,8 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(
-    worker: PortNames,
-    channels: Channels,
-    pace: Pace | None = None,
-    finished: FinishedItems | None = None,
-) -> Ports:
-    """Open the ports of one worker. ``pace`` limits the rate of its stage.
-
-    ``finished`` is set in a run that can be resumed.
+def open_ports(worker: PortNames, channels: Channels, shared: SharedWithRun = SHARES_NOTHING) -> Ports:
+    """Open the ports of one worker.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
     conclude that its last writer or reader has gone.
@@ -129,8 +140,7 @@ def open_ports(
         {port: supervised(channels[name].reader()) for port, name in worker.inputs.items()},
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
-        pace,
-        finished,
+        shared,
     )
 
 

@@ -16,8 +16,10 @@ from typing import Any
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out
+from flowchan.declare.broadcast import begin_reading
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
+from flowchan.items.latest_value import close_inherited
 from flowchan.items.worker_globals import shared_globals, worker_globals
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, Failure, WorkerId
@@ -114,6 +116,7 @@ def pooled_main(
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
     """Prepare the process for its worker, before any user code is loaded."""
     _core._die_with(parent)
+    close_inherited()
     worker_globals.share()
     show_name(id.stage, f" {id.number}")
     see_only(devices)
@@ -156,6 +159,7 @@ class _Work:
         info, tell = order.info, order.mail.put
         self._logs.begin(info, order.levels, tell)
         forget_boards()
+        begin_reading(order.ports.shared.broadcasts)
         seeds.begin(info)
         try:
             with shared_globals():

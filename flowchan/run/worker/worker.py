@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from flowchan.channel.channel import Channel, hears_aborts
+from flowchan.declare.broadcast import end_pinning, pinning
 from flowchan.declare.callables import is_async
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken, Closed
@@ -113,6 +114,7 @@ def work(
         return "retired"
     outcome: Outcome = "failed"
     try:
+        end_pinning()
         outcome = end(worker, job, ports, release, ended_by, tell, sends)
     except BaseException as error:  # each worker must report its end, otherwise the run waits forever
         with contextlib.suppress(Closed, Broken):  # the run has ended
@@ -187,14 +189,17 @@ def job_of(
             tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
     job.on_failed_item = report_failed_item
-    if ports.pace is not None and not is_async(function):
-        function = job.function = paced(function, ports.pace, job.is_over)
+    shared = ports.shared
+    if shared.pace is not None and not is_async(function):
+        function = job.function = paced(function, shared.pace, job.is_over)
     if stage.may_get_requests and stage.operator.answers:
         job.answering = Answering(stage, worker, tell, sends)
         job.function = job.answering.around(function)
-    if ports.finished is not None:
-        job.tracking = Tracking(stage, ports.finished, tell)
+    if shared.finished is not None:
+        job.tracking = Tracking(stage, shared.finished, tell)
         job.function = job.tracking.around(function)
+    if shared.broadcasts and stage.operator.calls in ("item", "fold"):
+        job.function = pinning(job.function)
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:

@@ -1,6 +1,7 @@
 """Build the callable of a worker: the user's function, or an instance of a callable class.
 
-Each worker builds one instance and closes it when the worker ends.
+Each worker builds one instance and closes it when the worker ends. The workers of an async stage may
+share one instance.
 """
 
 from __future__ import annotations
@@ -54,15 +55,31 @@ def built(function: Function | None) -> Iterator[Function]:
         close()
 
 
-@contextlib.asynccontextmanager
-async def built_async(function: Function | None) -> AsyncIterator[Function]:
-    """Build the callable of an async worker. Its ``close`` method may be async."""
-    call, close = _made(function)
-    try:
-        yield call
-    finally:
-        if inspect.isawaitable(closing := close()):
-            await closing
+class AsyncCallable:
+    """Callable of async workers: the first one builds it, and the last one closes it.
+
+    Args:
+        workers: Number of workers that use the callable.
+        on_close: Function to call before the callable is closed.
+    """
+
+    def __init__(self, workers: int, on_close: Callable[[], None]) -> None:
+        self._workers = workers
+        self._on_close = on_close
+        self._made: tuple[Function, Callable[[], Any]] | None = None
+
+    @contextlib.asynccontextmanager
+    async def built(self, function: Function | None) -> AsyncIterator[Function]:
+        """Build the callable for one worker. Its ``close`` method may be async."""
+        try:
+            self._made = self._made or _made(function)
+            yield self._made[0]
+        finally:
+            self._workers -= 1
+            if self._workers == 0 and self._made is not None:
+                self._on_close()
+                if inspect.isawaitable(closing := self._made[1]()):
+                    await closing
 
 
 class PooledCallable:

@@ -1,0 +1,220 @@
+"""Values that the program changes while workers read them: ``graph.broadcast(initial)``.
+
+In the program, a broadcast value is an attribute. Each worker process reads it from shared memory
+(``items/latest_value.py``).
+
+Invariants. During one call of a worker's function with an item, every read of a value returns the version
+that the first read found. Each worker has its own table of these versions, which it clears when the next call
+begins. The table is in a context variable, because the workers of an async stage share one thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar, cast
+
+from flowchan.items.latest_value import LatestValue, LatestValueReader, Versioned, parts_of
+
+T = TypeVar("T")
+Key = tuple[str, str, int]
+"""Name of the graph, the line that creates it, and the value's number. A second import gives the same key."""
+
+
+class Broadcast(Generic[T]):
+    """Value that the program sets and that all workers of a graph read.
+
+    :meth:`Graph.broadcast` creates it. Refer to it in the function of a stage, or pass it as an argument.
+
+    Only the program sets the value: its own code, and its stages on threads. A stage in another process puts
+    the new value into a stream, and a ``sink`` on a thread sets it.
+
+    During one call of a stage's function with one item, all reads return the same version. The next call, or
+    a retry, reads the version that is then in force. Sources and stages with ports have no such calls, so
+    each of their reads returns the latest version.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> factor = graph.broadcast(10)
+        >>> products = graph.source([1, 2]).map(lambda n: (n * factor.get(), factor.version)).collect()
+        >>> graph.run()[products]
+        [(10, 0), (20, 0)]
+        >>> factor.set(100)
+        1
+        >>> graph.run()[products]
+        [(100, 1), (200, 1)]
+    """
+
+    def __init__(self, key: Key, initial: T) -> None:
+        self._key = key
+        self._id = os.urandom(8)
+        self._pid: int | None = os.getpid()  # None in a process that has received this object
+        self._latest: Versioned | None = Versioned(0, initial)
+        self._shared: LatestValue | LatestValueReader | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        """Return the value.
+
+        In a worker process, arrays are read-only and stay in memory that all workers share. Threads get the
+        object that was set. Do not modify the value.
+
+        Returns:
+            The value of the version in force.
+
+        Raises:
+            Broken: The program has ended.
+            RuntimeError: The caller is neither in the program nor in a worker of the value's graph.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> Graph().broadcast("a").get()
+            'a'
+        """
+        pins = _pins.get()  # as in _read(), without another call
+        found = None if pins is None else pins.get(self)
+        value: T = (self._read() if found is None else found).value
+        return value
+
+    @property
+    def version(self) -> int:
+        """Number of times that the value was set before the version in force; 0 for the initial value."""
+        return self._read().version
+
+    def read(self) -> tuple[T, int]:
+        """Return the value and its version, which belong together even if the value changes now.
+
+        Returns:
+            The value, and its version as from :attr:`version`.
+
+        Raises:
+            Broken: The program has ended.
+            RuntimeError: The caller is neither in the program nor in a worker of the value's graph.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> Graph().broadcast("a").read()
+            ('a', 0)
+        """
+        found = self._read()
+        return cast(T, found.value), found.version
+
+    def set(self, value: T) -> int:
+        """Set the value for all workers of the graph, in this run and in later ones.
+
+        The call does not wait for any worker. A call of a worker's function that has already read the value
+        keeps its version. If this method raises, the value does not change.
+
+        Args:
+            value: The new value. If the graph has worker processes, it must be picklable.
+
+        Returns:
+            The version of the new value.
+
+        Raises:
+            OSError: There is not enough memory for the value.
+            RuntimeError: The caller is not in the program.
+            TypeError: A part of the value cannot be sent to a worker process.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> value = Graph().broadcast("a")
+            >>> value.set("b"), value.get()
+            (1, 'b')
+        """
+        if self._latest is None or not self._is_own():
+            raise RuntimeError(
+                f"{self!r}: set must be called in the program; put the new value into a stream, and call "
+                "set in a sink on a thread"
+            )
+        with self._lock:
+            latest = Versioned(self._latest.version + 1, value)
+            if (shared := self._own_shared()) is not None:
+                shared.publish(latest)
+            self._latest = latest
+        return latest.version
+
+    def _read(self) -> Versioned:
+        pins = _pins.get()
+        if pins is None:
+            return self._in_force()
+        found = pins.get(self)
+        if found is None:
+            found = pins[self] = self._in_force()
+        return found
+
+    def _in_force(self) -> Versioned:
+        if self._latest is not None and self._is_own():
+            return self._latest
+        id, reader = (_readers or {}).get(self._key, (b"", None))
+        # this process has imported the module that creates the value, and so has a second object for it
+        if reader is not None and (id == self._id or self._pid == os.getpid()):
+            return reader.latest()
+        raise RuntimeError(
+            f"{self!r} must be read in the program or in a worker of its graph; this process is neither"
+        )
+
+    def _is_own(self) -> bool:
+        """Return whether this process is the program of the value. A worker is one for the graphs it runs."""
+        return _readers is None or (self._pid == os.getpid() and self._key not in _readers)
+
+    def _check(self) -> None:
+        """Raise ``TypeError`` if the value cannot be sent to a worker process."""
+        if self._latest is not None:
+            parts_of(self._latest.value)
+
+    def _share(self) -> None:
+        """Publish the value for worker processes, unless this was done before."""
+        with self._lock:
+            if self._latest is not None and self._own_shared() is None:
+                self._shared = LatestValue(self._latest)
+
+    def _own_shared(self) -> LatestValue | None:
+        """Return the shared memory of the value, unless the program's parent created it before a fork."""
+        shared = self._shared
+        return shared if isinstance(shared, LatestValue) and shared.pid == os.getpid() else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._key, self._id, self._shared)
+
+    def __repr__(self) -> str:
+        graph, _, number = self._key
+        return f"<Broadcast {number} of graph {graph!r}>"
+
+
+def _received(key: Key, id: bytes, shared: LatestValueReader | None) -> Broadcast[Any]:
+    value: Broadcast[Any] = Broadcast(key, None)
+    value._id, value._shared, value._pid, value._latest = id, shared, None, None
+    return value
+
+
+_pins: ContextVar[dict[Broadcast[Any], Versioned] | None] = ContextVar("flowchan versions", default=None)
+_readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in the program
+
+
+def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
+    """Make the values of a graph readable in this worker process, before any user code is loaded."""
+    global _readers
+    _readers = {
+        value._key: (value._id, value._shared.opened()) for value in values if value._shared is not None
+    }
+
+
+def pinning(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` for the current worker, so that each call reads one version of each value."""
+    pins: dict[Broadcast[Any], Versioned] = {}
+    _pins.set(pins)
+
+    def call(*args: Any) -> Any:
+        pins.clear()
+        return function(*args)
+
+    return call
+
+
+def end_pinning() -> None:
+    """Release the versions that the current worker has read."""
+    _pins.set(None)

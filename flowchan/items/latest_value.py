@@ -1,0 +1,211 @@
+"""Publish the latest version of a value to other processes on this machine, through shared memory.
+
+Algorithm. The program writes each version into a new in-memory file. In one step (``dup3``), it gives this
+file the descriptor number of the previous version. It then stores the version number in a word that all
+processes have mapped. A reader compares this word with the version that it holds. If they differ, the reader
+opens the file by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
+
+Invariants. A file never changes after it has its descriptor number, so a reader always gets one whole
+version. The word never names a version that is newer than the file. The program does not wait for readers.
+The kernel frees a version when the program has replaced it and no process has it mapped. Everything belongs
+to the program; a reader that is killed at any point leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan import _core
+from flowchan.errors import Broken
+from flowchan.items.codec import pack_away, unpack
+from flowchan.items.text import shown
+from flowchan.transport.interrupts import interrupts_deferred
+
+_HEADER = struct.Struct("QQ")  # version, number of parts; the sizes of the parts follow
+_SIZE = struct.Struct("Q")
+_ALIGNMENT = 64
+_MAP_NORESERVE = 0x4000  # Linux; the module mmap does not have it before Python 3.13
+
+
+@dataclass(frozen=True, slots=True)
+class Versioned:
+    """A value with the number of its version."""
+
+    version: int
+    value: Any
+
+
+class LatestValue:
+    """Latest version of one value, in the program.
+
+    Args:
+        first: The first version.
+
+    Raises:
+        TypeError: The value cannot be sent to another process.
+    """
+
+    def __init__(self, first: Versioned) -> None:
+        parts = parts_of(first.value)
+        word_fd = os.memfd_create("flowchan version")
+        self._file = os.memfd_create("flowchan value")
+        self._close = weakref.finalize(self, _close, (word_fd, self._file))
+        os.ftruncate(word_fd, _SIZE.size)
+        self._word = _mapped_word(word_fd)
+        self._paths = (_path(word_fd), _path(self._file))
+        self._inode = os.fstat(word_fd).st_ino
+        self.pid = os.getpid()
+        _live.add(self)
+        self._publish(first.version, parts)
+
+    def publish(self, latest: Versioned) -> None:
+        """Publish a new version. If that fails, the version before it stays in force.
+
+        Raises:
+            OSError: There is not enough memory.
+            TypeError: The value cannot be sent to another process.
+        """
+        self._publish(latest.version, parts_of(latest.value))
+
+    def _publish(self, version: int, parts: list[memoryview]) -> None:
+        fd = os.memfd_create("flowchan value")
+        try:
+            _write(fd, version, parts)
+            with interrupts_deferred():
+                os.dup2(fd, self._file, inheritable=False)
+                self._word[0] = version
+        finally:
+            os.close(fd)
+
+    def opened(self) -> LatestValueReader:
+        """Return a reader for this process, which is a forked child of the program."""
+        return LatestValueReader(*self._paths, self._inode)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LatestValueReader, (*self._paths, self._inode)
+
+
+_live: weakref.WeakSet[LatestValue] = weakref.WeakSet()
+
+
+def close_inherited() -> None:
+    """Close the files that this forked process has from its parent, so that they do not keep old versions."""
+    for one in list(_live):
+        if one.pid != os.getpid():
+            one._close()
+
+
+class LatestValueReader:
+    """Reader of the latest version, in another process.
+
+    Args:
+        word_path: Path of the file with the version number.
+        file_path: Path of the file with the value.
+        inode: Inode of the file with the version number.
+    """
+
+    def __init__(self, word_path: str, file_path: str, inode: int) -> None:
+        self._word_path, self._file_path, self._inode = word_path, file_path, inode
+        self._lock = threading.Lock()
+        self._word: Any = (-1,)  # until the first read, which opens the files
+        self._last: Versioned | None = None
+
+    def opened(self) -> LatestValueReader:
+        """Return this reader. :class:`LatestValue` has the same method."""
+        return self
+
+    def latest(self) -> Versioned:
+        """Return the version in force.
+
+        Raises ``Broken`` if the program has ended, and any error that unpickling the value raises.
+        """
+        last = self._last
+        return last if last is not None and last.version == self._word[0] else self._read()
+
+    def _read(self) -> Versioned:
+        with self._lock:
+            try:
+                if self._last is None:
+                    self._word = self._opened_word()
+                fd = os.open(self._file_path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError as error:
+                raise Broken("the program of this value has ended") from error
+            try:
+                self._last = _read(fd)
+            finally:
+                os.close(fd)
+            return self._last
+
+    def _opened_word(self) -> Any:
+        fd = os.open(self._word_path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
+                raise Broken("the value has been dropped")
+            return _mapped_word(fd)
+        finally:
+            os.close(fd)
+
+
+def parts_of(value: Any) -> list[memoryview]:
+    """Return the pickle of a value and its buffers, in which arrays are not copied.
+
+    Raises ``TypeError`` if the value cannot be pickled or contains a channel.
+    """
+    packed = pack_away(value)
+    parts = [packed] if isinstance(packed, bytes) else packed
+    if any(isinstance(part, _core.Channel) for part in parts):
+        raise TypeError(f"value must not contain channels, got {shown(value)}; pass channels as items")
+    return [memoryview(part).cast("B") for part in parts]
+
+
+def _path(fd: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _mapped_word(fd: int) -> memoryview:
+    return memoryview(mmap.mmap(fd, _SIZE.size)).cast("Q")
+
+
+def _places(sizes: tuple[int, ...]) -> Iterator[int]:
+    """Yield the offset of each part in the file."""
+    end = _HEADER.size + _SIZE.size * len(sizes)
+    for size in sizes:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        yield begin
+        end = begin + size
+
+
+def _write(fd: int, version: int, parts: list[memoryview]) -> None:
+    sizes = tuple(part.nbytes for part in parts)
+    os.pwrite(fd, _HEADER.pack(version, len(sizes)) + struct.pack(f"{len(sizes)}Q", *sizes), 0)
+    for begin, part in zip(_places(sizes), parts, strict=True):
+        while part:
+            written = os.pwrite(fd, part, begin)
+            part, begin = part[written:], begin + written
+
+
+def _read(fd: int) -> Versioned:
+    # private and writable, because torch has no read-only tensors; pages that are written become copies
+    memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    version, number = _HEADER.unpack_from(memory)
+    sizes = struct.unpack_from(f"{number}Q", memory, _HEADER.size)
+    (begin, *places), (size, *buffers) = _places(sizes), sizes
+    pickled = memory[begin : begin + size]
+    if not buffers:
+        return Versioned(version, unpack(pickled))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    views = [_core.View.of(address + at, size, memory) for at, size in zip(places, buffers, strict=True)]
+    return Versioned(version, unpack([pickled, *views]))
