@@ -44,7 +44,7 @@ class Ports:
     inputs: dict[str, In[Any]]
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
-    shared: SharedWithRun
+    shared: SharedWithRun = SHARES_NOTHING
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
