@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import socket
 import threading
 import time
@@ -40,8 +39,8 @@ from flowchan.hosts.agent_messages import (
     refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
+from flowchan.hosts.agent_starts import AgentStarts
 from flowchan.hosts.code import PackedStages
-from flowchan.hosts.driver_listener import DriverListener
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
@@ -73,9 +72,7 @@ from flowchan.run.policy.stats import HostStats
 from flowchan.run.worker import logs
 from flowchan.run.worker.worker import join_ports
 from flowchan.transport.interrupts import interrupts_allowed
-from flowchan.transport.listener import AuthenticatedListener
-from flowchan.transport.tcp import joined, listen
-from flowchan.transport.versions import differs, versions
+from flowchan.transport.versions import differs
 
 
 class HostsPart:
@@ -94,7 +91,7 @@ class HostsPart:
         workers: Sequence[PlannedWorker],
     ) -> None:
         self._ports = ports
-        self._provider, self._peer_timeout, self._tls = provider, peer_timeout, tls
+        self._starts = AgentStarts(provider, peer_timeout, tls, f"flowchan {ports.plan.graph.name}")
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
         self._streams: dict[WorkerId, WorkerPorts] = {}
@@ -103,10 +100,6 @@ class HostsPart:
         self._packed = PackedStages()
         self._lock = threading.RLock()
         self._report: Report = run_is_over
-        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; a missing epoch is 0
-        self._hello = {**versions(), "epochs": self._epochs}
-        self._secret = secrets.token_bytes(32)
-        self._listener: DriverListener | None = None
         self._gangs = HostGangs()
         self._closing = False
         self._questions = AgentQuestions()
@@ -121,11 +114,7 @@ class HostsPart:
         Raises ``HostError``.
         """
         self._report = report
-        listener = AuthenticatedListener(
-            listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
-        )
-        self._listener = DriverListener(listener, f"{self._name} listener", self._help, self._let_in)
-        self._gangs.listener = self._listener
+        self._gangs.listener = self._starts.listen(self._help, self._let_in)
         for stage in {worker.stage.name: worker.stage for worker in self._workers.values()}.values():
             if stage.gang is not None:
                 self._gangs.form([id for id in self._workers if id.stage == stage.name])
@@ -147,34 +136,12 @@ class HostsPart:
         """Run the function of a helper thread of this part."""
         run_helper(work, lambda: self._report)
 
-    @property
-    def _name(self) -> str:
-        return f"flowchan {self._ports.plan.graph.name}"
-
     def _start_agent(self, host: HostWorkers) -> AgentHandle:
         """Start an agent on a host."""
-        assert self._listener is not None
-        agent = AgentHandle(
-            self._provider,
-            host.number,
-            host.agents,
-            self._peer_timeout,
+        return self._starts.start(
+            host,
             AgentCallbacks(self._receive, self._finished, self._refused, self._ends, self._over, self._help),
         )
-        host.agent = agent
-        # a hello has room for only a few epochs, so epoch 0 is left out
-        self._epochs |= {str(host.number): host.agents} if host.agents else {}
-        host.agents += 1
-        host.starts.append(time.monotonic())
-        orders = {
-            "secret": self._secret.hex(),
-            "address": self._listener.address,
-            "graph": self._name,
-            "tls": self._tls,
-            "levels": logs.levels(),
-        }
-        agent.begin(self._name, orders)
-        return agent
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
         """Accept the connection of an agent."""
@@ -502,9 +469,7 @@ class HostsPart:
             agent.close(give_up)
         while self._dying:
             self._dying.pop().join()
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        self._starts.close()
         with self._lock:
             for host in self._hosts.values():
                 host.agent = None

@@ -37,7 +37,7 @@ from flowchan.remote.channel_server import server_at, server_of
 from flowchan.remote.connection import PEER_TIMEOUT_S, Connection, using
 from flowchan.remote.messages import Reply, sealed_cause
 from flowchan.remote.pending_calls import Unanswered
-from flowchan.remote.remote_ports import RemoteIn, RemoteOut, RemotePort, seconds
+from flowchan.remote.remote_ports import RemoteIn, RemoteOut, seconds
 from flowchan.transport import descriptors
 from flowchan.transport.addresses import channel_address, mark_of, number_in, place_in
 
@@ -95,9 +95,6 @@ class RemoteChannel(Channel[T]):
 
     def _two_round_trips(self) -> float:
         return 0.002 + self._connection.two_round_trips()
-
-    def _await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None:
-        return self._connection.await_used(stream, count, timeout)
 
     # --- items ---
 

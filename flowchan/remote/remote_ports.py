@@ -66,8 +66,10 @@ class OwnedElsewhere(Protocol):
     def address(self) -> str:
         """Return the address of the channel."""
 
+    @property
+    def _connection(self) -> Any: ...
+
     def _two_round_trips(self) -> float: ...
-    def _await_used(self, stream: RemotePort, count: int, timeout: float | None) -> bool | None: ...
 
 
 class _RemoteEnd(Generic[T]):
@@ -145,7 +147,7 @@ class RemoteOut(_RemoteEnd[T], Out[T]):
         """Wait until the owner has all items that were put through this port; see ``Out.flush``."""
         wait = seconds(timeout)
         count = self._stream.ring.stats().items_in
-        used = self._remote._await_used(self._stream, count, wait)
+        used = self._remote._connection.await_used(self._stream, count, wait)
         if used is None:
             raise Full(f"the channel at {self._remote.address} had no room for all items within {wait:g} s")
         if not used:

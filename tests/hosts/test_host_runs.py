@@ -15,7 +15,7 @@ from hosted import host_of
 from support.worker_latch import Gate
 
 from flowchan import Channel, Failed, Graph, In, Out, RunError, StageError, worker
-from flowchan.hosts import hosts_part, local
+from flowchan.hosts import agent_starts, local
 from flowchan.hosts.host_pool import pool_of
 from flowchan.hosts.providers.local import Local
 from flowchan.hosts.providers.provider import Launch
@@ -267,7 +267,7 @@ def test_greeting_lists_only_hosts_that_had_an_earlier_agent(monkeypatch: Any) -
         hellos.append(hello)
         return AuthenticatedListener(listener, secret, hello, tls=tls)
 
-    monkeypatch.setattr(hosts_part, "AuthenticatedListener", open_listener)
+    monkeypatch.setattr(agent_starts, "AuthenticatedListener", open_listener)
     graph = Graph("greeted")
     found = graph.source(range(4)).map(abs, on=local(2), workers=2).collect()
     assert results(graph, found) == [0, 1, 2, 3]

@@ -1,0 +1,78 @@
+"""Starts of a run's agents, and the listener to which the agents connect."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
+from flowchan.hosts.driver_listener import DriverListener
+from flowchan.hosts.providers.provider import Provider
+from flowchan.hosts.worker_ports import HostWorkers
+from flowchan.run.worker import logs
+from flowchan.transport.listener import AuthenticatedListener
+from flowchan.transport.tcp import joined, listen
+from flowchan.transport.versions import versions
+
+
+class AgentStarts:
+    """Start the agents of one run on the hosts of a pool.
+
+    Args:
+        provider: The provider of the pool.
+        peer_timeout: Seconds without a sign of life after which an agent counts as lost.
+        tls: True if the connections are encrypted.
+        name: Name of the run, for threads and agents.
+    """
+
+    def __init__(self, provider: Provider, peer_timeout: float, tls: bool, name: str) -> None:
+        self._provider, self._peer_timeout, self._tls, self._name = provider, peer_timeout, tls, name
+        self._epochs: dict[str, int] = {}  # epochs of agents by host number, as text; a missing epoch is 0
+        self._hello = {**versions(), "epochs": self._epochs}
+        self._secret = secrets.token_bytes(32)
+        self._listener: DriverListener | None = None
+
+    def listen(
+        self, run_helper: Callable[[Callable[[], None]], None], let_in: Callable[..., None]
+    ) -> DriverListener:
+        """Start to listen for agents.
+
+        Args:
+            run_helper: Runs the function of a helper thread.
+            let_in: Accepts the connection of an agent; its arguments are the socket and the agent's hello.
+
+        Returns:
+            The listener.
+        """
+        listener = AuthenticatedListener(
+            listen(joined((self._provider.listen_at(), 0))), self._secret, self._hello, tls=self._tls
+        )
+        self._listener = DriverListener(listener, f"{self._name} listener", run_helper, let_in)
+        return self._listener
+
+    def start(self, host: HostWorkers, callbacks: AgentCallbacks) -> AgentHandle:
+        """Start an agent on a host. It becomes the host's agent."""
+        assert self._listener is not None
+        agent = AgentHandle(self._provider, host.number, host.agents, self._peer_timeout, callbacks)
+        host.agent = agent
+        # a hello has room for only a few epochs, so epoch 0 is left out
+        self._epochs |= {str(host.number): host.agents} if host.agents else {}
+        host.agents += 1
+        host.starts.append(time.monotonic())
+        orders: dict[str, Any] = {
+            "secret": self._secret.hex(),
+            "address": self._listener.address,
+            "graph": self._name,
+            "tls": self._tls,
+            "levels": logs.levels(),
+        }
+        agent.begin(self._name, orders)
+        return agent
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
