@@ -2,7 +2,7 @@
 // sleeps for all of them.
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and then tries once
-// more. From then on, every event that concerns it changes the queue's word. The coroutine stays in the queue
+// more. Every event for which it waits then changes the queue's word. The coroutine stays in the queue
 // until its operation has succeeded, or until it is woken or cancelled. The watcher thread sleeps in
 // futex_waitv on the words of all its coroutines. It removes the coroutines whose word has changed from their
 // queues, and the event loop resumes them. A coroutine that leaves the queue without using its wake-up passes

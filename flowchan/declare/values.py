@@ -183,8 +183,8 @@ class Stage:
     def keeps_its_own(self) -> bool:
         """Return whether the items of a dead worker may go only to its replacement.
 
-        This is the case if a reader distinguishes the workers, because some outputs may already exist. It is
-        also the case for a gang, whose workers all restart together.
+        This is the case if a reader distinguishes the workers, because some outputs may already exist. Each
+        worker of a gang also keeps its items, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 

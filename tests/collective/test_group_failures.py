@@ -210,7 +210,7 @@ def test_timeout_names_absent_member_and_its_last_operation() -> None:
 
 
 def test_stall_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    """The stall is only logged: without ``timeout``, an operation never ends because it is slow."""
+    """The stall is only logged, because a slow operation without ``timeout`` has no time limit."""
     first, second = collective.members(2)
     with first, second, caplog.at_level(logging.WARNING, "flowchan.collective"):
         handle = first.barrier(wait=False)

@@ -199,7 +199,7 @@ def test_bools_and_ints_arrive_with_their_types(make):
 
 
 def test_object_used_twice_in_an_item_arrives_as_one(make):
-    """Identity within an item is preserved for the objects for which pickle preserves it: mutable objects."""
+    """Two references to one mutable object in an item arrive as references to one object, as with pickle."""
     shared = [1]
     ch = make()
     ch.put({"first": shared, "second": shared})

@@ -83,7 +83,7 @@ Scenario last_of(const char* name, Session::Role role) {
     return s;
 }
 
-// One of two sessions ends: the channel always stays open.
+// One of two sessions ends. The channel must stay open.
 Scenario one_of_two(const char* name, Session::Role role) {
     Scenario s{name};
     s.prepare = [=](Scene& scene) {
