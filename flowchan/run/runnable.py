@@ -73,11 +73,15 @@ class Runnable(ABC):
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
+        with terminate_as_interrupt():
+            return self._start(graph, chosen, memory)
+
+    def _start(self, graph: Blueprint, seed: int, memory: int | None) -> Run:
         run, deferral = None, DeferralBlock()
         try:
             with interrupts_deferred() as deferral:
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
-                run = self._begin(plan(graph, chosen, most))
+                run = self._begin(plan(graph, seed, most))
                 graph._started.update(stage.name for stage in graph.stages)
         except KeyboardInterrupt as interrupt:
             if run is not None:
