@@ -3,8 +3,8 @@
     python torch_suite.py FOLDER BACKEND,… [TEST…]
 
 The tests are those of ``torch.testing._internal.distributed.distributed_test`` in the installed torch. All
-tests run if none is named. Each test runs on three ranks. The last line of the output is a JSON object: for
-each backend the outcome of each test, which is "passed", "skipped: REASON" or "failed: ERROR".
+tests run if none is named. Each test runs on three ranks. The last line of the output is a JSON object. For
+each backend, it has the outcome of each test: "passed", "skipped: REASON" or "failed: ERROR".
 """
 
 from __future__ import annotations

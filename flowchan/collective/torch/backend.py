@@ -27,8 +27,8 @@ import torch.distributed as dist
 from flowchan.collective.call_arguments import parts_argument
 from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from flowchan.collective.rendezvous.store import meet_by_store
+from flowchan.collective.torch.monitored_barrier import MonitoredBarrier
 from flowchan.collective.torch.receives import Receives, Tensors
-from flowchan.collective.torch.roll import Roll
 from flowchan.collective.torch.works import Work, done, recorded, timed
 
 _LATER = 64 * 1024
@@ -273,7 +273,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._check_alone()
         limit = (self._timeout if timeout is None else timeout).total_seconds()
         self._barriers += 1
-        Roll(self._group, self._receives, self._barriers, limit).call(wait_all_ranks)
+        MonitoredBarrier(self._group, self._receives, self._barriers, limit).wait(wait_all_ranks)
 
     # --- messages, which are independent of the collectives ---
 

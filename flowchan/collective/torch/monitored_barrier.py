@@ -1,8 +1,8 @@
 """A barrier that names the ranks that do not arrive.
 
-Rank 0 waits for a message from each other rank, in rank order, and then sends its verdict to all of them: an
-empty text, or the error that all ranks raise. Messages have a tag of their own for each barrier, so they meet
-neither the messages of the program nor those of a barrier that failed.
+Rank 0 waits for a message from each other rank, in rank order. It then sends its answer to all of them: an
+empty text, or the error that all ranks raise. The tag of the messages contains the number of the barrier. So
+a rank never receives a message of the program or of an earlier barrier instead.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flowchan.collective.torch.receives import Receives
 from flowchan.errors import GroupError
 
 
-class Roll:
-    """One call of the roll by rank 0, as ``torch.distributed.monitored_barrier``.
+class MonitoredBarrier:
+    """One rank's part in ``torch.distributed.monitored_barrier``.
 
     Args:
         member: This rank's member of the group.
@@ -32,7 +32,7 @@ class Roll:
         self._tag = "monitored barrier", number
         self._give_up = time.monotonic() + limit
 
-    def call(self, wait_all_ranks: bool) -> None:
+    def wait(self, wait_all_ranks: bool) -> None:
         """Wait for all ranks, or raise ``DistBackendError`` on all ranks that arrive."""
         if self._member.rank == 0:
             self._lead(wait_all_ranks)
@@ -52,21 +52,21 @@ class Roll:
                 if not wait_all_ranks:
                     break
         ranks = f"Rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-        verdict = f"{ranks} failed to pass monitoredBarrier in {limit}" if absent else ""
+        answer = f"{ranks} failed to pass monitoredBarrier in {limit}" if absent else ""
         for rank in range(1, self._member.size):
             with contextlib.suppress(GroupError):  # that rank is gone
-                self._member.send((self._tag, verdict), rank)
-        if verdict:
-            raise dist.DistBackendError(f"[Rank 0]: {verdict}")
+                self._member.send((self._tag, answer), rank)
+        if answer:
+            raise dist.DistBackendError(f"[Rank 0]: {answer}")
 
     def _follow(self) -> None:
         try:
             self._member.send((self._tag, ""), 0, timeout=self._limit)
-            _, verdict = self._receives.next(0, self._tag, self._remaining())
+            _, answer = self._receives.next(0, self._tag, self._remaining())
         except (GroupError, TimeoutError) as error:
             raise dist.DistBackendError(self._failure(str(error))) from error
-        if verdict:
-            raise dist.DistBackendError(self._failure(verdict))
+        if answer:
+            raise dist.DistBackendError(self._failure(answer))
 
     def _failure(self, reason: str) -> str:
         return (
