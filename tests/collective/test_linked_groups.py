@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flowchan import collective
 from flowchan.collective import leader_links
 from flowchan.collective.leader_links import Links
 from flowchan.collective.rendezvous import forming
+from flowchan.collective.rendezvous.address import meet_at
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
@@ -266,6 +268,25 @@ def test_split_raises_on_all_if_one_leader_cannot_connect(monkeypatch: pytest.Mo
             return part.allgather(g.rank)
 
     assert OverHosts("aba", body).results(3) == {0: [0, 2], 1: [1], 2: [0, 2]}
+
+
+def test_group_that_cannot_connect_raises_on_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 shares memory with rank 0 and does not connect, but it must not wait for rank 0."""
+    connect, at = forming.connect, free_address()
+
+    def fail(remote: Any, *more: Any) -> Any:
+        if remote.rank == 0:
+            raise OSError("no route to the other leader")
+        return connect(remote, *more)
+
+    def member(rank: int) -> None:
+        with meet_at(at, SECRET, rank, 4, 60, host=f"host {rank % 2}") as g:
+            g.barrier()
+
+    monkeypatch.setattr(forming, "connect", fail)
+    with ThreadPoolExecutor(4) as pool:
+        errors = [future.exception() for future in [pool.submit(member, rank) for rank in range(4)]]
+    assert all(isinstance(error, OSError | GroupError) for error in errors), errors
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:

@@ -132,7 +132,7 @@ def within(
     try:
         keys = parent._gathered(key, remaining())
         try:
-            made = _within(parent, part, [other == key for other in keys], connector, name, remaining)
+            made = _connected(parent, part, [other == key for other in keys], connector, name, remaining)
         except Exception as error:
             failed = error
         errors = parent._gathered(failed and f"rank {parent.rank}: {failed}", remaining())
@@ -145,7 +145,7 @@ def within(
     return made
 
 
-def _within(
+def _connected(
     parent: LinkedGroup,
     part: SharedGroup | None,
     belongs: Sequence[bool],

@@ -123,8 +123,11 @@ class Receives:
     def _of(self, source: int | None, tag: Hashable) -> tuple[int, Any] | None:
         """Return the next received message with this tag, or None."""
         for (sender, its_tag), waiting in self._other.items():
-            if waiting and its_tag == tag and source in (None, sender):
-                return sender, waiting.popleft()
+            if its_tag == tag and source in (None, sender):
+                found = waiting.popleft()
+                if not waiting:
+                    del self._other[sender, its_tag]
+                return sender, found
         return None
 
     def close(self) -> None:

@@ -21,7 +21,8 @@ _is_profiling: Any = torch._C._autograd._profiler_enabled
 class OperationTimeout(TimeoutError, dist.DistBackendError):
     """An operation of a process group took longer than the group's timeout.
 
-    The group cannot be used after that. As in other backends, this error is a ``RuntimeError``.
+    After the timeout of a collective, the group cannot be used. As in other backends, this error is a
+    ``RuntimeError``.
 
     Example:
         >>> from flowchan.collective.torch.works import OperationTimeout
