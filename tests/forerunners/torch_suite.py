@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed
 
+import flowchan.collective.torch.backend  # noqa: F401 - once, before the ranks are forked
+
 RANKS = 3
 SECONDS = 120
 """Time limit of one test."""
