@@ -286,7 +286,7 @@ def test_sigterm_handler_is_restored_after_the_run() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_sigterm_handler_is_restored_after_each_call_of_a_started_run() -> None:
+def test_sigterm_handler_is_restored_after_calls_of_started_run() -> None:
     graph = Graph("r5")
     listed = graph.source([1]).collect()
     before = signal.getsignal(signal.SIGTERM)
