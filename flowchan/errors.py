@@ -386,7 +386,7 @@ def _stage_error(
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C (or SIGTERM in ``graph.run()``) ended a run.
+    """Ctrl-C or SIGTERM ended a run.
 
     Attributes:
         results: The results that are complete, in the form that ``run.wait()`` returns, with the items that

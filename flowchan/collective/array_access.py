@@ -263,11 +263,16 @@ def empty_like(x: Any) -> Any:
 
 
 def divide(x: Any, by: int) -> None:
-    """Divide the elements of ``x`` in place."""
+    """Divide the elements of the contiguous array ``x`` in place.
+
+    The parts of a complex number are divided separately, as in the core. NumPy and torch would multiply them
+    by ``1 / by``, which rounds twice.
+    """
     if is_tensor(x):
-        x.div_(by)
+        (sys.modules["torch"].view_as_real(x) if x.is_complex() else x).div_(by)
     else:
-        x /= by
+        real = x.view(x.real.dtype) if x.dtype.kind == "c" else x
+        real /= by
 
 
 def like(x: Any) -> tuple[str, Any, tuple[int, ...]]:

@@ -270,6 +270,12 @@ class Group(Collectives):
             This process's member of its new group, or None if ``key`` is None. On rank 0 of each new group,
             ``leaders`` is a group of the first members of all new groups.
 
+        Raises:
+            MemberDied: A member died during the call. If a survivor already has its part, the part raises
+                this error at its first use.
+            GroupError: A member cannot connect to another host. All members raise this error, which names
+                that member. They may call ``split`` again.
+
         Example:
             >>> from concurrent.futures import ThreadPoolExecutor
             >>> from flowchan.collective import members
@@ -283,7 +289,12 @@ class Group(Collectives):
         remaining = countdown(self._settle(timeout))
         part = self._part(key, name, remaining())
         leads = part is not None and part.rank == 0
-        leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", remaining())
+        try:
+            leaders = self._part(leads or None, f"leaders of {name}" if name else "leaders", remaining())
+        except BaseException:
+            if part is not None:
+                part._abandon()
+            raise
         if part is not None:
             part.leaders = leaders
         return part

@@ -54,18 +54,21 @@ class Interruption:
         outcome = self.results, render(self._supervisor.stats())
         raise self._error(lambda _: outcome, number) from self.failure()
 
-    def error(self) -> Interrupted:
-        """Return the error to raise after Ctrl-C. Reading its results ends the run if it is still active."""
-        return self._error(self._tell)
+    def error(self, number: int) -> Interrupted:
+        """Return the error to raise after a signal.
 
-    def _error(self, tell: Callable[[Interrupted], Outcome], number: int = signal.SIGINT) -> Interrupted:
+        Reading the results of the error ends the run if it is still active.
+        """
+        return self._error(self._tell, number)
+
+    def _error(self, tell: Callable[[Interrupted], Outcome], number: int) -> Interrupted:
         how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         message = f"the run of graph {self._plan.graph.name!r} was {how}"
         return Interrupted(f"{message}; .results and .report cover the finished items", tell, number)
 
     def _tell(self, error: Interrupted) -> Outcome:
         if self.results is None:
-            self.finish()
+            self.finish(error.signal)
             error.__cause__ = self.failure()
         assert self.results is not None
         return self.results, render(self._supervisor.stats())

@@ -18,7 +18,7 @@ from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
 from flowchan.run.supervisor import Supervisor
-from flowchan.transport.interrupts import signal_of
+from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 
 @methods_end_at_caller
@@ -164,10 +164,11 @@ class ObservedRun(ABC):
             True
         """
         limit = pause("ready", "timeout", timeout)
-        try:
-            ready = wait_until_ready(self._supervisor, limit)
-        except KeyboardInterrupt as interrupt:
-            self._interruption.end(signal_of(interrupt))
+        with terminate_as_interrupt():
+            try:
+                ready = wait_until_ready(self._supervisor, limit)
+            except KeyboardInterrupt as interrupt:
+                self._interruption.end(signal_of(interrupt))
         if self._supervisor.ended.is_set() and self._interruption.failure() is not None:
             self.wait()
         return ready

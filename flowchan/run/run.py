@@ -32,7 +32,12 @@ from flowchan.run.supervisor import Supervisor
 from flowchan.run.unfinished_runs import end_at_exit
 from flowchan.run.worker.item_timeout import set_message
 from flowchan.run.worker.requests import NOTHING, Requests, answering_ends
-from flowchan.transport.interrupts import InterruptWatch, interrupts_deferred, signal_of
+from flowchan.transport.interrupts import (
+    InterruptWatch,
+    interrupts_deferred,
+    signal_of,
+    terminate_as_interrupt,
+)
 
 T = TypeVar("T")
 
@@ -70,7 +75,9 @@ class Run(ObservedRun):
         self._interruption = Interruption(plan, self._supervisor, self._ports, self._gathering)
         # weak, so that a run is freed without a garbage collection
         interrupted = weakref.WeakMethod(self._interrupted)
-        self._interrupts = InterruptWatch(lambda: method() if (method := interrupted()) is not None else None)
+        self._interrupts = InterruptWatch(
+            lambda number: method(number) if (method := interrupted()) is not None else None
+        )
         self._in_block = False
         self._answering: set[str] = set()  # inputs that ask() has used
         take_in = weakref.WeakMethod(self._gathering.take_in)
@@ -283,7 +290,7 @@ class Run(ObservedRun):
                 if self._interrupts.seen:
                     gathering.keep(stage)
             elif error := self._interrupts.still_raised():  # the interrupt is now leaving the loop
-                self._interruption.finish()
+                self._interruption.finish(signal_of(error))
                 error.__cause__ = self._interruption.failure()
             raise
         finally:
@@ -318,6 +325,20 @@ class Run(ObservedRun):
             >>> run.wait(timeout=60)[total]
             10
         """
+        with terminate_as_interrupt():
+            self._wait_until_ended(timeout)
+        failure = self._interruption.failure()
+        self._supervisor.unreported.clear()
+        try:
+            if failure is not None:
+                self._gathering.end_recording()
+                raise failure
+        finally:
+            # a frame that refers to its own exception keeps it alive, and the whole run with it
+            failure = None
+        return self._gathering.results()
+
+    def _wait_until_ended(self, timeout: float | None) -> None:
         try:
             with interrupts_deferred():
                 if self._interruption.results is None:
@@ -330,16 +351,6 @@ class Run(ObservedRun):
                 )
         except KeyboardInterrupt as interrupt:
             self._interruption.end(signal_of(interrupt))
-        failure = self._interruption.failure()
-        self._supervisor.unreported.clear()
-        try:
-            if failure is not None:
-                self._gathering.end_recording()
-                raise failure
-        finally:
-            # a frame that refers to its own exception keeps it alive, and the whole run with it
-            failure = None
-        return self._gathering.results()
 
     def __await__(self) -> Generator[Any, None, Results]:
         """Wait for the run without blocking the event loop, and return its results: ``results = await run``.
@@ -439,13 +450,13 @@ class Run(ObservedRun):
             )
         self._supervisor.ask(Scale(name, workers))
 
-    def _interrupted(self) -> Interrupted | None:
-        """Return the error to raise for Ctrl-C in the body of a loop over items, outside of a ``with`` block.
+    def _interrupted(self, number: int) -> Interrupted | None:
+        """Return the error for a signal in the body of a loop over items, outside of a ``with`` block.
 
         The run is ended when the exception leaves the loop, or when the program reads the results from the
         exception.
         """
-        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption.error()
+        return None if self._in_block or self._supervisor.ended.is_set() else self._interruption.error(number)
 
     def __enter__(self) -> Run:
         self._interrupts.open()
@@ -455,8 +466,12 @@ class Run(ObservedRun):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        self._interrupts.close()
-        self._in_block = False
+        with terminate_as_interrupt():  # also during the wait, which the watch does not cover
+            self._interrupts.close()
+            self._in_block = False
+            self._leave_block(error)
+
+    def _leave_block(self, error: BaseException | None) -> None:
         if isinstance(error, KeyboardInterrupt):
             own = self._interruption.results
             if own is None or not isinstance(error, Interrupted) or error.results is not own:

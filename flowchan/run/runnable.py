@@ -82,11 +82,15 @@ class Runnable(ABC):
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
+        with terminate_as_interrupt():
+            return self._start(graph, chosen, memory)
+
+    def _start(self, graph: Blueprint, seed: int, memory: int | None) -> Run:
         run, deferral = None, DeferralBlock()
         try:
             with interrupts_deferred() as deferral:
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
-                run = self._begin_run(graph, chosen, most, resume)
+                run = self._begin_run(graph, seed, most, resume)
                 graph._started.update(stage.name for stage in graph.stages)
         except KeyboardInterrupt as interrupt:
             if run is not None:

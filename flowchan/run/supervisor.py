@@ -26,10 +26,11 @@ unless noted.
   however long it takes. ``run.stop(finish_queued=False)`` discards the items that are waiting in channels for
   a stage. ``run.stop(timeout=…)`` aborts the run if it has not ended within this time. After half a minute,
   the run warns. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded
-  time. The user gets the finished results. Ctrl-C in ``graph.run()``, in ``wait()``, in a loop over
-  ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. The command prints one
-  line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py, test_stop_signals.py,
-  test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+  time. The user gets the finished results. Ctrl-C or SIGTERM in ``graph.run()``, in ``wait()``, in a loop
+  over ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. SIGTERM does so
+  only in the main thread, without an event loop, and if the program has no handler of its own. The command
+  prints one line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py,
+  test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. However a run ends, no process, thread, segment or descriptor of the run is left.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.

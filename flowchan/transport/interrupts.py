@@ -10,7 +10,7 @@ point. Only this file contains the means that keep code correct in that case:
 - ``unless_interrupted(OSError)``: in an ``except`` clause, matches errors that the call itself raises,
   but not those of a signal handler that ran during the call. ``is_interrupt(error)`` makes the same test
   outside an ``except`` clause.
-- ``InterruptWatch``: notices a Ctrl-C, and may replace the exception that it raises.
+- ``InterruptWatch``: notices Ctrl-C and SIGTERM, and may replace the exception that they raise.
 - ``terminate_as_interrupt()``: a block in which SIGTERM has the same effect as Ctrl-C.
 
 Algorithm. While a block defers or a watch is open, a ``_Layer`` is the handler of the signal. It calls the
@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -100,27 +101,52 @@ def terminate_as_interrupt() -> Iterator[None]:
 
     Do nothing if the program has its own handler or this is not the main thread.
     """
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or not _in_main_thread():
+    if not _in_main_thread():
         yield
         return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise Termination
-
-    signal.signal(signal.SIGTERM, interrupt)
+    _begin_termination()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _end_termination()
 
 
 class Termination(KeyboardInterrupt):
     """SIGTERM was received where it has the same effect as Ctrl-C."""
 
+    signal = signal.SIGTERM
+
 
 def signal_of(error: KeyboardInterrupt) -> int:
     """Return the number of the signal that raised an interrupt."""
-    return signal.SIGTERM if isinstance(error, Termination) else signal.SIGINT
+    return getattr(error, "signal", signal.SIGINT)
+
+
+def _begin_termination() -> None:
+    """Install the handler of SIGTERM, unless an event loop or the program handles the signal."""
+    _terminating.append(os.getpid())
+    asyncio: Any = sys.modules.get("asyncio")
+    on_loop = asyncio is not None and asyncio._get_running_loop() is not None
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and not on_loop:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _end_termination() -> None:
+    """Remove the handler of SIGTERM with the last block that needs it."""
+    _terminating.pop()
+    _restore(signal.SIGTERM)
+
+
+def _terminate(number: int, frame: Any) -> None:
+    if os.getpid() in _terminating:
+        raise Termination
+    # The program forked in a block, or installed this handler again after the last block.
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+_terminating: list[int] = []
+"""The process of each block and watch that makes SIGTERM raise ``Termination``."""
 
 
 # --- Errors of signal handlers ---
@@ -184,40 +210,47 @@ def _code(handler: Any) -> CodeType | None:
 
 
 class InterruptWatch:
-    """Notice a Ctrl-C while the watch is open.
+    """Notice a Ctrl-C while the watch is open, and make SIGTERM raise :class:`Termination`.
 
     A generator that is closed because its loop was interrupted has no other way to notice the Ctrl-C. The
     watch may be opened several times, and ends after the same number of closes.
 
     Attributes:
-        seen: A Ctrl-C has raised ``KeyboardInterrupt``.
+        seen: Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
         handled: A Ctrl-C was received, and the program's own handler dealt with it, as asyncio's does.
     """
 
-    def __init__(self, instead: Callable[[], KeyboardInterrupt | None]) -> None:
+    def __init__(self, instead: Callable[[int], KeyboardInterrupt | None]) -> None:
         """Create a watch.
 
-        ``instead`` returns the exception to raise in place of ``KeyboardInterrupt``, or None.
+        ``instead`` returns the exception to raise in place of ``KeyboardInterrupt`` for a signal, or None.
         """
         self.seen = self.handled = False
         self._instead = instead
         self._raised: Callable[[], KeyboardInterrupt | None] = lambda: None
         self._opened = 0
-        self._layer: _Layer | None = None
+        self._layers: dict[int, _Layer] = {}
+        self._terminates = False
 
     def open(self) -> None:
         self._opened += 1
         if self._opened == 1 and _in_main_thread():
-            self._layer = _install(signal.SIGINT)
-            if self._layer is not None:
-                self._layer.watches.append(self)
+            self._terminates = True
+            _begin_termination()
+            numbers = [signal.SIGINT, *([signal.SIGTERM] if _handler(signal.SIGTERM) is _terminate else [])]
+            self._layers = {number: layer for number in numbers if (layer := _install(number)) is not None}
+            for layer in self._layers.values():
+                layer.watches.append(self)
 
     def close(self) -> None:
         self._opened -= 1
-        if self._opened == 0 and self._layer is not None:
-            self._layer.watches.remove(self)
-            self._layer = None
+        if self._opened == 0 and self._terminates:
+            self._terminates = False
+            for layer in self._layers.values():
+                layer.watches.remove(self)
+            self._layers = {}
             _restore(signal.SIGINT)
+            _end_termination()
 
     def still_raised(self) -> KeyboardInterrupt | None:
         """Return the exception raised in place of ``KeyboardInterrupt``.
@@ -229,8 +262,8 @@ class InterruptWatch:
     def _replace(self, error: KeyboardInterrupt) -> KeyboardInterrupt:
         """Return the exception to raise for this error: a watch's replacement, or the error itself."""
         self.seen = True
-        if type(error) is KeyboardInterrupt:
-            error = self._instead() or error
+        if type(error) in (KeyboardInterrupt, Termination):
+            error = self._instead(signal_of(error)) or error
         if type(error) is not KeyboardInterrupt:  # a KeyboardInterrupt cannot be weakly referenced
             self._raised = weakref.ref(error)
         return error
@@ -322,10 +355,12 @@ def _install(number: int) -> _Layer | None:
 
 
 def _restore(number: int) -> None:
-    """Remove the top layer if nothing uses it."""
+    """Remove the top layer if nothing uses it, and then the handler of SIGTERM if nothing needs it."""
     layer = signal.getsignal(number)
     if isinstance(layer, _Layer) and not layer.watches and not _blocks and _in_main_thread():
         signal.signal(number, layer.below)
+    if signal.getsignal(number) is _terminate and not _terminating and _in_main_thread():
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _in_main_thread() -> bool:

@@ -10,17 +10,19 @@ import os
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
-from support.group_members import SECRET, OverHosts, free_address, over_hosts, raised
+from support.group_members import SECRET, OverHosts, die, free_address, over_hosts, raised
 from support.waiting import wait_until
 
 from flowchan import collective
 from flowchan.collective import leader_links
 from flowchan.collective.leader_links import Links
 from flowchan.collective.rendezvous import forming
+from flowchan.collective.rendezvous.address import meet_at
 from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
@@ -226,15 +228,65 @@ def test_death_while_subgroups_connect_raises(victim: int, monkeypatch: pytest.M
     """The victim may be a leader that dials or is dialled, or another member."""
 
     def body(g: Any) -> Any:
-        def die(*_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
         if g.rank == victim:
             monkeypatch.setattr(forming, "RemotePeers" if victim == 3 else "connect", die)
         with pytest.raises(MemberDied), g.split("all") as part:
             part.barrier()
 
     assert OverHosts("aabb", body).results(3) == dict.fromkeys({0, 1, 2, 3} - {victim})
+
+
+def test_split_that_fails_on_one_leader_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 dies while the leaders connect. Rank 2 is on the host of rank 0, and does not connect."""
+
+    def body(g: Any) -> Any:
+        if g.rank == 1:
+            monkeypatch.setattr(forming, "connect", die)
+        with pytest.raises(MemberDied) as raised:
+            g.split(g.rank % 2)
+        new = g.shrink(timeout=20)
+        return new.size, new.allreduce(1), raised.value.ranks  # the error keeps the frames of ``split`` alive
+
+    assert OverHosts("aba", body).results(2) == dict.fromkeys([0, 2], (2, 2, (1,)))
+
+
+def test_split_raises_on_all_if_one_leader_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members can try again, because none of them has died."""
+    connect = forming.connect
+
+    def fail(remote: Any, hosts: Any, *more: Any) -> Any:
+        if remote.rank == 0:
+            raise OSError("no route to the other leader")
+        return connect(remote, hosts, *more)
+
+    def body(g: Any) -> Any:
+        monkeypatch.setattr(forming, "connect", fail)
+        with pytest.raises(GroupError, match="rank 0: no route to the other leader"):
+            g.split(g.rank % 2)
+        monkeypatch.undo()
+        with g.split(g.rank % 2) as part:
+            return part.allgather(g.rank)
+
+    assert OverHosts("aba", body).results(3) == {0: [0, 2], 1: [1], 2: [0, 2]}
+
+
+def test_group_that_cannot_connect_raises_on_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 shares memory with rank 0 and does not connect, but it must not wait for rank 0."""
+    connect, at = forming.connect, free_address()
+
+    def fail(remote: Any, *more: Any) -> Any:
+        if remote.rank == 0:
+            raise OSError("no route to the other leader")
+        return connect(remote, *more)
+
+    def member(rank: int) -> None:
+        with meet_at(at, SECRET, rank, 4, 60, host=f"host {rank % 2}") as g:
+            g.barrier()
+
+    monkeypatch.setattr(forming, "connect", fail)
+    with ThreadPoolExecutor(4) as pool:
+        errors = [future.exception() for future in [pool.submit(member, rank) for rank in range(4)]]
+    assert all(isinstance(error, OSError | GroupError) for error in errors), errors
 
 
 def test_death_on_another_host_loses_no_sent_message() -> None:

@@ -92,6 +92,32 @@ def test_mean_of_floats_divides_by_the_number_of_members(run: Any) -> None:
         assert found == [right] * size
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_mean_has_equal_bits_on_one_and_several_hosts(run: Any, dtype: Any) -> None:
+    """The expected bits do not depend on ``run``: each part is divided, and no reciprocal is rounded."""
+    parts = [
+        np.random.default_rng(rank).standard_normal(2000).astype(dtype(0).real.dtype) for rank in range(3)
+    ]
+
+    def body(g: Any) -> Any:
+        return g.allreduce(parts[g.rank].view(dtype), op="mean").tobytes()
+
+    mean = (parts[0] + parts[1] + parts[2]) / parts[0].dtype.type(3)
+    assert run(3, body) == [mean.tobytes()] * 3
+
+
+def test_float16_products_are_rounded_once(run: Any) -> None:
+    parts = [1 + np.random.default_rng(rank).random(2000).astype(np.float16) for rank in range(3)]
+
+    def body(g: Any) -> Any:
+        return g.allreduce(parts[g.rank].copy(), op="prod").tobytes()
+
+    wide = [part.astype(np.float32) for part in parts]
+    product = (wide[0] * wide[1] * wide[2]).astype(np.float16)
+    assert (product != parts[0] * parts[1] * parts[2]).any()  # if each step rounds
+    assert run(3, body) == [product.tobytes()] * 3
+
+
 def test_allreduce_with_out_keeps_the_input(run: Any) -> None:
     def body(g: Any, length: int) -> Any:
         x, out = given(g.rank, length), np.empty(length, np.float32)

@@ -41,6 +41,16 @@ def test_float16_values_are_summed_in_float32_and_rounded_once(run: Any) -> None
                 assert (found[f"{dtype} {length}"] == total.to(dtype).float().numpy()).all()
 
 
+def test_complex_tensor_mean_has_equal_bits_on_one_and_several_hosts(run: Any) -> None:
+    parts = [np.random.default_rng(rank).standard_normal(2000) for rank in range(3)]
+
+    def body(g: Any) -> Any:
+        x = torch.view_as_complex(torch.from_numpy(parts[g.rank].reshape(-1, 2)))
+        return torch.view_as_real(g.allreduce(x, op="mean")).numpy().tobytes()
+
+    assert run(3, body) == [((parts[0] + parts[1] + parts[2]) / 3).tobytes()] * 3
+
+
 def test_noncontiguous_tensors_are_reduced_in_place(run: Any) -> None:
 
     def body(g: Any) -> Any:

@@ -114,15 +114,20 @@ def interrupted(
     return process.returncode, out, err
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_ctrl_c_returns_the_finished_results(variant: str, tmp_path: Path) -> None:
+def test_stop_signal_returns_the_finished_results(
+    variant: str, signum: signal.Signals, tmp_path: Path
+) -> None:
     # the variants with "body" sum fewer items, because nothing reads during that block
     text = SUM.replace("WAY", variant).replace("ENOUGH", "20" if "body" in variant else "500")
     with start(script(tmp_path, text)) as process:
-        code, out, err = interrupted(process)
-    assert (code, out) == (-signal.SIGINT, "results\n"), err
+        code, out, err = interrupted(process, signum)
+    assert (code, out) == (-signum, "results\n"), err
     assert err.count("flowchan: stopping") == 1
-    assert "flowchan.Interrupted: the run of graph 'sum' was interrupted" in err
+    key, how = ("Ctrl-C", "interrupted") if signum == signal.SIGINT else ("SIGTERM", "ended by SIGTERM")
+    assert f"press {key} again to discard them" in err
+    assert f"flowchan.Interrupted: the run of graph 'sum' was {how}" in err
 
 
 def test_ctrl_c_interrupts_a_waiting_iteration_outside_a_with_block(tmp_path: Path) -> None:
@@ -152,14 +157,6 @@ def test_ctrl_c_interrupts_a_waiting_iteration_outside_a_with_block(tmp_path: Pa
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process)
     assert (code, out) == (0, "[1, 2, 3] [] stopped\n"), err
-
-
-def test_sigterm_in_run_returns_the_finished_results(tmp_path: Path) -> None:
-    with start(script(tmp_path, SUM.replace("WAY", "graph.run()").replace("ENOUGH", "500"))) as process:
-        code, out, err = interrupted(process, signal.SIGTERM)
-    assert (code, out) == (-signal.SIGTERM, "results\n"), err
-    assert "press SIGTERM again to discard them" in err
-    assert "flowchan.Interrupted: the run of graph 'sum' was ended by SIGTERM" in err
 
 
 def test_second_ctrl_c_returns_partial_results_and_reports_discarded_items(tmp_path: Path) -> None:
@@ -281,12 +278,12 @@ def test_ctrl_c_handler_is_restored_after_an_iteration() -> None:
 def test_ctrl_c_handler_is_restored_after_many_overlapping_iterations() -> None:
     """A ``zip`` of two datasets does this: each starts its next epoch during the epoch of the other."""
     before = signal.getsignal(signal.SIGINT)
-    one, other = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
+    one, other = InterruptWatch(lambda _: None), InterruptWatch(lambda _: None)
     one.open()
     for _ in range(1000):
         other.open()
         one.close()
-        one, other = other, InterruptWatch(lambda: None)
+        one, other = other, InterruptWatch(lambda _: None)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     one.close()

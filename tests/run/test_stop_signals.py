@@ -6,9 +6,11 @@ once. An interrupted program prints one line.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -282,3 +284,76 @@ def test_sigterm_handler_is_restored_after_the_run() -> None:
     before = signal.getsignal(signal.SIGTERM)
     graph.run()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_handler_is_restored_after_calls_of_started_run() -> None:
+    graph = Graph("r5")
+    listed = graph.source([1]).collect()
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL
+    run = graph.start()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert run.ready(60)
+    assert list(run.iter(listed)) == [1]
+    run.wait()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with graph.start() as run:
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_handler_set_in_the_block_stays() -> None:
+    graph = Graph("r5")
+    graph.source([1]).sink(id)
+
+    def own(*_: object) -> None: ...
+
+    try:
+        with graph.start():
+            signal.signal(signal.SIGTERM, own)
+        assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_sigterm_kills_a_process_that_the_block_forks() -> None:
+    graph = Graph("r5")
+    graph.source([1]).sink(id)
+    with graph.start():
+        child = multiprocessing.get_context("fork").Process(target=threading.Event().wait)
+        child.start()
+        child.terminate()
+        child.join()
+    assert child.exitcode == -signal.SIGTERM
+
+
+def test_second_sigterm_aborts_a_started_run(tmp_path: Path) -> None:
+    with start(script(tmp_path, STUBBORN.replace("graph.run()", "graph.start().wait()"))) as process:
+        going(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        assert "stopping" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        code, _, err = ended(process)
+    assert code == -signal.SIGTERM, err
+    assert "aborted: items in flight were discarded" in err
+
+
+def test_sigterm_ends_an_event_loop_as_before(tmp_path: Path) -> None:
+    """An exception in the middle of the event loop could not drain the run."""
+    text = """
+        import asyncio, os, signal
+        from flowchan import Graph
+
+        async def main():
+            graph = Graph("loop")
+            graph.input().sink(id)
+            with graph.start():
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(1000)
+
+        asyncio.run(main())
+    """
+    with start(script(tmp_path, text)) as process:
+        code, out, err = ended(process)
+    assert (code, out, err) == (-signal.SIGTERM, "", "")

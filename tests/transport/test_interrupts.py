@@ -95,7 +95,7 @@ def test_deferring_blocks_outside_the_main_thread_have_no_effect() -> None:
 
 def test_all_watches_report_the_exception_of_the_first_watch() -> None:
     first, second = Replaced(), Replaced()
-    watches = [InterruptWatch(lambda: first), InterruptWatch(lambda: second)]
+    watches = [InterruptWatch(lambda _: first), InterruptWatch(lambda _: second)]
     for watch in watches:
         watch.open()
     try:
@@ -125,7 +125,7 @@ def test_watch_forgets_a_caught_exception() -> None:
 
 
 def test_watch_opened_in_a_deferring_block_outlives_the_block() -> None:
-    watch = InterruptWatch(lambda: None)
+    watch = InterruptWatch(lambda _: None)
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012
         watch.open()
         interrupt()
@@ -136,7 +136,7 @@ def test_watch_opened_in_a_deferring_block_outlives_the_block() -> None:
 
 def test_signal_handler_installed_while_watches_are_open_is_kept() -> None:
     before = signal.getsignal(signal.SIGINT)
-    outer, inner = InterruptWatch(lambda: None), InterruptWatch(lambda: None)
+    outer, inner = InterruptWatch(lambda _: None), InterruptWatch(lambda _: None)
     outer.open()
     ours = signal.getsignal(signal.SIGINT)
     called = []
@@ -170,7 +170,7 @@ def test_handler_exception_is_not_caught_as_the_calls_error(deferred: bool) -> N
                 interrupt()
         interrupt()
 
-    watch = InterruptWatch(lambda: None)
+    watch = InterruptWatch(lambda _: None)
     before = signal.signal(signal.SIGINT, too_late)
     watch.open()
     try:

@@ -42,7 +42,11 @@ def meet_by(
     title = name if len(hosts) == 1 else name or f"of {size} over {len(hosts)} hosts"
     node = share(gather, rank, hosts[own_host], title)
     assert node is not None
-    return linked(node, hosts, own_host, gather, connector, remaining, name)
+    try:
+        return linked(node, hosts, own_host, gather, connector, remaining, name)
+    except BaseException:
+        node._abandon()
+        raise
 
 
 def linked(
@@ -121,18 +125,49 @@ def within(
 ) -> Group | None:
     """Return the group of all members of ``parent`` whose key equals ``key``.
 
-    ``part`` is the part of that group on this host.
+    ``part`` is the part of that group on this host. If a member cannot connect, its error is raised on all
+    members of ``parent``, and all members close their parts.
     """
-    keys = parent._gathered(key, remaining())
-    members = [rank for rank, other in enumerate(keys) if other == key]
+    made: Group | None = part
+    failed: Exception | None = None
+    try:
+        keys = parent._gathered(key, remaining())
+        try:
+            made = _connected(parent, part, [other == key for other in keys], connector, name, remaining)
+        except Exception as error:
+            failed = error
+        errors = parent._gathered(failed and f"rank {parent.rank}: {failed}", remaining())
+        if texts := [text for text in errors if text]:
+            raise GroupError(f"split: {'; '.join(texts)}") from failed
+    except BaseException:
+        if made is not None:
+            made._abandon()
+        raise
+    return made
+
+
+def _connected(
+    parent: LinkedGroup,
+    part: SharedGroup | None,
+    belongs: Sequence[bool],
+    connector: Connector,
+    name: str,
+    remaining: RemainingTime,
+) -> Group | None:
+    """Connect ``part`` to the parts on the other hosts.
+
+    ``belongs`` has a flag for each member of ``parent``: whether it joins.
+    """
 
     def gather(value: Any) -> list[Any]:
-        gathered = parent._gathered(value, remaining())
-        return [gathered[rank] for rank in members]
+        return [
+            found for found, joins in zip(parent._gathered(value, remaining()), belongs, strict=True) if joins
+        ]
 
     if part is None:
         gather(None)
         return None
+    members = [rank for rank, joins in enumerate(belongs) if joins]
     hosts = [[members.index(rank) for rank in of_host if rank in members] for of_host in parent._hosts]
     host = sum(map(bool, hosts[: parent._host]))
     return linked(part, [ranks for ranks in hosts if ranks], host, gather, connector, remaining, name)

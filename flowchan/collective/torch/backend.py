@@ -6,7 +6,8 @@ This call is enough from torch 2.5 on; in earlier versions, import this module f
 
 CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
 member dies, all survivors raise :class:`flowchan.MemberDied`; calls that do not match raise
-:class:`flowchan.Mismatch`. torch's own timeout has no effect.
+:class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits each operation, which then raises
+:class:`~flowchan.collective.torch.works.OperationTimeout`.
 
 A process group has only this backend, because torch ignores other backends that are named with it. The first
 operation of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is
@@ -15,37 +16,30 @@ equivalent to ``"flowchan"``.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, defaultdict, deque
+import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flowchan.collective.array_access import described
 from flowchan.collective.call_arguments import parts_argument
-from flowchan.collective.group import Group
-from flowchan.collective.handles import end_before_threads
 from flowchan.collective.operations import ALLREDUCE, ALLTOALL, GATHER, REDUCE, REDUCE_SCATTER, SCATTER
 from flowchan.collective.rendezvous.store import meet_by_store
-from flowchan.errors import GroupError, Mismatch
+from flowchan.collective.torch.monitored_barrier import MonitoredBarrier
+from flowchan.collective.torch.receives import Receives, Tensors
+from flowchan.collective.torch.works import Work, done, recorded, timed
 
 _LATER = 64 * 1024
 """Size in bytes from which a thread runs an operation while its caller continues."""
-_TURN = 0.02
-"""Seconds after which a receiving thread lets another thread receive."""
 
 _FORGETS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 """Whether this version of torch drops a :class:`Work` from this module while torch's C++ code waits for it.
 If so, operations run at once and return torch's own work objects."""
 
 # The types of these objects differ between versions of torch.
-_c10d: Any = torch._C._distributed_c10d
 _c10d_python: Any = dist.distributed_c10d
-_Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
 _Reduce: Any = dist.ReduceOp.RedOpType
 _OPS = {
@@ -59,150 +53,6 @@ _OPS = {
     _Reduce.BXOR: "xor",
 }
 
-Tensors = Sequence[torch.Tensor]
-
-
-class Work(_Work):  # type: ignore[misc]
-    """A finished operation, or one that is running in the group's thread."""
-
-    def __init__(self, result: Any, going_on: Future[Any] | None = None) -> None:
-        super().__init__()
-        self._result = result
-        self._going_on = going_on
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if self._going_on is not None:
-            self._going_on.result(timeout.total_seconds() or None)
-        return True
-
-    def is_completed(self) -> bool:
-        return self._going_on is None or self._going_on.done()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> Any:
-        return None if self._going_on is None else self._going_on.exception()
-
-    def result(self) -> Any:
-        self.wait()
-        return self._result
-
-    def _source_rank(self) -> int:
-        """Return the rank of the sender, for a receive from any rank."""
-        assert self._going_on is not None
-        return int(self._going_on.result())
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        promise: torch.futures.Future[Any] = torch.futures.Future()
-        if self._going_on is None:
-            promise.set_result(self._result)
-            return promise
-        self._going_on.add_done_callback(lambda _: promise.set_result(None))
-        # DDP waits in C++, which handles an error from a callback but not one from ``set_exception``.
-        return promise.then(lambda _: self.result())
-
-
-class Receives:
-    """Receives that run while their caller sends.
-
-    Receives from one source run one at a time, and so do receives from any source. A receive from any source
-    may get a message that a receive from its sender is waiting for. The two kinds of receive therefore take
-    turns, and each first looks at the messages that the other kind has received. This keeps each sender's
-    messages in order.
-    """
-
-    def __init__(self, member: Group) -> None:
-        self._member = member
-        self._threads: dict[int | None, ThreadPoolExecutor] = {}
-        self._changed = threading.Condition()  # guards the following attributes
-        self._other: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._waiting: Counter[int | None] = Counter()  # number of receives that are waiting, by source
-        self._receiving: set[int | None] = set()  # sources from which a thread is receiving
-        self._has_received_from_any = self._closed = False
-        end_before_threads(self, Receives.close)
-
-    def start(self, tensors: Tensors, source: int | None, tag: int) -> Work:
-        if source not in self._threads:
-            self._threads[source] = ThreadPoolExecutor(1, thread_name_prefix=f"flowchan-receive-{source}")
-        return Work(list(tensors), self._threads[source].submit(self._receive, tensors, source, tag))
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> int:
-        """Receive tensors and return the rank of their sender; all must come from the sender of the first."""
-        for x in tensors:
-            source, found = self._next(source, tag)
-            if found.dtype != x.dtype or found.numel() != x.numel():
-                raise Mismatch(
-                    f"rank {source} sent {described(found)}, but the receiver's tensor is {described(x)}"
-                )
-            with torch.no_grad():
-                x.copy_(found.reshape(x.shape))
-
-        assert source is not None
-        return source
-
-    def _next(self, source: int | None, tag: int) -> tuple[int, torch.Tensor]:
-        """Return the next message with this tag, and its sender."""
-        with self._changed:
-            self._waiting[source] += 1
-            try:
-                while (came := self._of(source, tag)) is None:
-                    if self._closed:
-                        raise GroupError(f"receive failed: {self._member!r} is closed")
-                    if self._may_receive(source):
-                        self._receive_next(source)
-                    else:
-                        self._changed.wait()
-                return came
-            finally:
-                self._waiting[source] -= 1
-                self._changed.notify_all()
-
-    def _may_receive(self, source: int | None) -> bool:
-        others = sum(self._waiting.values()) - self._waiting[None]
-        if source is None:
-            return not self._receiving and not (self._has_received_from_any and others)
-        return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
-
-    def _receive_next(self, source: int | None) -> None:
-        """Receive one message for any waiting receive, unless no message arrives during this turn."""
-        self._receiving.add(source)
-        self._changed.release()
-        received: Any = None
-        try:
-            if source is None:
-                received = self._member.receive_any(timeout=_TURN)
-            else:
-                received = self._member.receive(source, timeout=_TURN), source
-        except TimeoutError:
-            pass
-        finally:
-            self._changed.acquire()
-            if received is not None:
-                (its_tag, found), sender = received
-                self._other[sender, its_tag].append(found)
-            self._receiving.remove(source)
-            self._has_received_from_any = source is None
-            self._changed.notify_all()
-
-    def _of(self, source: int | None, tag: int) -> tuple[int, torch.Tensor] | None:
-        """Return the next received message with this tag, or None."""
-        for (sender, its_tag), waiting in self._other.items():
-            if waiting and its_tag == tag and source in (None, sender):
-                return sender, waiting.popleft()
-        return None
-
-    def close(self) -> None:
-        """End receives that are waiting, before the member leaves."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        for thread in self._threads.values():
-            thread.shutdown(wait=True, cancel_futures=True)
-
 
 class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group with the interface of torch's process group.
@@ -214,6 +64,9 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._group = meet_by_store(store, rank, size, timeout.total_seconds())
+        self._timeout = timeout
+        self._limit = None if timeout == dist.default_pg_timeout else timeout.total_seconds()
+        self._barriers = 0
         self._receives = Receives(self._group)
         self._name = self._description = ""
         self._is_alone = False  # true once the check has passed
@@ -262,22 +115,50 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
         op, tensors = _op(opts), _listed(tensors)
-        return self._do(
-            tensors, lambda: [self._group._reduced(ALLREDUCE, x, op, None, -1, None) for x in tensors]
+        is_sparse = any(x.layout == torch.sparse_coo for x in tensors)
+
+        def run() -> None:
+            for x in tensors:
+                if is_sparse:
+                    self._sum_sparse(x, op)
+                else:
+                    self._group._reduced(ALLREDUCE, x, op, None, -1, self._limit)
+
+        if is_sparse:
+            return self._do("sparse_all_reduce", [], run, tensors)
+        return self._do("all_reduce", tensors, run)
+
+    def _sum_sparse(self, x: torch.Tensor, op: str) -> None:
+        if op != "sum":
+            raise ValueError(f"all_reduce: the reduction of sparse tensors must be sum, got {op}")
+        own = x.detach().coalesce()
+        parts = self._group.allgather((own.indices(), own.values()), timeout=self._limit)
+        total = functools.reduce(
+            torch.add, [torch.sparse_coo_tensor(indices, values, x.shape) for indices, values in parts]
         )
+        with torch.no_grad():
+            x.copy_(total.coalesce())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any) -> Work:
         root, tensors = _root(opts), _listed(tensors)
-        return self._do(tensors, lambda: [self._group._spread_any(x, root, None) for x in tensors])
+
+        def run() -> None:
+            for x in tensors:
+                self._group._spread_any(x, root, self._limit)
+
+        return self._do("broadcast", tensors, run)
 
     def reduce(self, tensors: Tensors | torch.Tensor, opts: Any, op: Any = None) -> Work:
         root, op, tensors = _root(opts), _op(op or opts), _listed(tensors)
-        return self._do(
-            tensors, lambda: [self._group._reduced(REDUCE, x, op, None, root, None) for x in tensors]
-        )
+
+        def run() -> None:
+            for x in tensors:
+                self._group._reduced(REDUCE, x, op, None, root, self._limit)
+
+        return self._do("reduce", tensors, run)
 
     def allgather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any = None) -> Work:
         outputs, inputs = _alike(outputs, inputs), _listed(inputs)
@@ -286,7 +167,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             for out, x in zip(outputs, inputs, strict=True):
                 self._gather_into(x, list(out))
 
-        return self._do(inputs, run, outputs)
+        return self._do("all_gather", inputs, run, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Gather several tensors.
@@ -301,17 +182,17 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
                     f"{len(inputs)} inputs, got {len(parts)}"
                 )
         self.allgather(list(zip(*outputs, strict=True)), inputs).wait()
-        return _done([list(parts) for parts in outputs])
+        return done([list(parts) for parts in outputs])
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
-        return self._do([x], lambda: self._gather_into(x, output), [output])
+        return self._do("all_gather", [x], lambda: self._gather_into(x, output), [output])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         def run() -> None:
             for out, x in zip(outputs, inputs, strict=True):
                 self._gather_into(x, out)
 
-        return self._do(inputs, run, outputs)
+        return self._do("all_gather", inputs, run, outputs)
 
     def reduce_scatter(self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any = None) -> Work:
         op, inputs, outputs = _op(opts), _alike(inputs, outputs), _listed(outputs)
@@ -321,22 +202,21 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 for root, part in enumerate(parts):
-                    self._group._reduced(REDUCE_SCATTER, part, op, out, root, None)
+                    self._group._reduced(REDUCE_SCATTER, part, op, out, root, self._limit)
 
-        return self._do(outputs, run)
+        return self._do("reduce_scatter", outputs, run)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
-        op = _op(opts)
-        return self._do([x], lambda: self._group._part_reduced(x, output, op, None), [output])
+        return self.reduce_scatter_single_coalesced([output], [x], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         op = _op(opts)
 
         def run() -> None:
             for out, x in zip(outputs, inputs, strict=True):
-                self._group._part_reduced(x, out, op, None)
+                self._group._part_reduced(x, out, op, self._limit)
 
-        return self._do(inputs, run, outputs)
+        return self._do("reduce_scatter", inputs, run, outputs)
 
     def gather(self, outputs: Any, inputs: Tensors | torch.Tensor, opts: Any) -> Work:
         outputs, inputs, root = _alike(outputs, inputs), _listed(inputs), _root(opts)
@@ -344,7 +224,7 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         nothing = x.new_empty(0)
         ins = [x if rank == root else nothing for rank in range(self._group.size)]
         outs = list(outputs[0]) if self._group.rank == root else [nothing] * self._group.size
-        return self._do(inputs, lambda: self._group._swap_arrays(GATHER, ins, outs, None, root), outputs)
+        return self._do("gather", inputs, lambda: self._swap(GATHER, ins, outs, root), outputs)
 
     def scatter(self, outputs: Tensors | torch.Tensor, inputs: Any, opts: Any) -> Work:
         inputs, outputs, root = _alike(inputs, outputs), _listed(outputs), _root(opts)
@@ -352,10 +232,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         nothing = out.new_empty(0)
         ins = list(inputs[0]) if self._group.rank == root else [nothing] * self._group.size
         outs = [out if rank == root else nothing for rank in range(self._group.size)]
-        return self._do(outputs, lambda: self._group._swap_arrays(SCATTER, ins, outs, None, root))
+        return self._do("scatter", outputs, lambda: self._swap(SCATTER, ins, outs, root))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        return self._do(inputs, lambda: self._group._swap_arrays(ALLTOALL, inputs, outputs, None), outputs)
+        return self._do("all_to_all", inputs, lambda: self._swap(ALLTOALL, inputs, outputs), outputs)
 
     def all_to_all_single(
         self,
@@ -372,28 +252,48 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
             ins = [x] * size
         if not output.shape[0]:
             outs = [output] * size
-        return self._do([x], lambda: self._group._swap_arrays(ALLTOALL, ins, outs, None), [output])
+        return self._do("all_to_all", [x], lambda: self._swap(ALLTOALL, ins, outs), [output])
 
     def barrier(self, opts: Any = None) -> Work:
+        return self._do("barrier", [], lambda: self._group.barrier(timeout=self._limit))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks; if some do not call this method in time, name them in an error on all ranks.
+
+        ``torch.distributed.monitored_barrier`` calls this method. Unlike after the timeout of another
+        operation, the group can still be used.
+
+        Args:
+            timeout: Time limit (default: the timeout of the process group).
+            wait_all_ranks: Whether to name all absent ranks (default: only the lowest).
+
+        Raises:
+            DistBackendError: A rank did not call this method in time.
+        """
         self._check_alone()
-        self._group.barrier()
-        return _done([])
+        limit = (self._timeout if timeout is None else timeout).total_seconds()
+        self._barriers += 1
+        MonitoredBarrier(self._group, self._receives, self._barriers, limit).wait(wait_all_ranks)
 
     # --- messages, which are independent of the collectives ---
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> Work:
+        def start() -> Work:
+            with timed(self._limit):
+                for x in tensors:
+                    self._group.send((tag, x.detach().contiguous()), to, timeout=self._limit)
+            return Work(tensors)
+
         self._check_alone()
-        for x in tensors:
-            self._group.send((tag, x.detach().contiguous()), to)
-        return Work(tensors)
+        return recorded("send", start)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         self._check_alone()
-        return self._receives.start(tensors, source, tag)
+        return recorded("recv", lambda: self._receives.start(tensors, source, tag, self._limit))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         self._check_alone()
-        return self._receives.start(tensors, None, tag)
+        return recorded("recv", lambda: self._receives.start(tensors, None, tag, self._limit))
 
     # torch 2.4 calls these methods only by their Python names
     _set_group_name = setGroupName
@@ -406,17 +306,28 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def _gather_into(self, x: torch.Tensor, out: Any) -> None:
-        self._group._gather_into(x, out, None)
+        self._group._gather_into(x, out, self._limit)
 
-    def _do(self, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
+    def _swap(self, doing: int, xs: Tensors, outs: Tensors, root: int | None = None) -> None:
+        self._group._swap_arrays(doing, xs, outs, self._limit, root)
+
+    def _do(self, name: str, tensors: Tensors, run: Callable[[], Any], result: Any = None) -> Work:
         """Run a small operation now, and a large one in the thread, so that torch's autograd continues."""
         self._check_alone()
         result = list(tensors) if result is None else result
-        if _FORGETS or sum(x.numel() * x.element_size() for x in tensors) < _LATER:
-            self._group._settle()
-            run()
-            return _done(result)
-        return Work(result, self._group._start(run, *tensors)._future)
+
+        def within_limit() -> None:
+            with timed(self._limit):
+                run()
+
+        def start() -> Work:
+            if _FORGETS or sum(x.numel() * x.element_size() for x in tensors) < _LATER:
+                self._group._settle()
+                within_limit()
+                return done(result)
+            return Work(result, self._group._start(within_limit, *tensors)._future)
+
+        return recorded(name, start)
 
     def _check_alone(self) -> None:
         """Raise ``ValueError`` if the process group names other backends, which torch ignores silently."""
@@ -431,18 +342,6 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 "backend"
             )
         self._is_alone = True
-
-
-def _done(result: Any) -> Work:
-    """Return a completed torch ``Work`` object.
-
-    DDP's ``join`` passes it to C++ without keeping a Python reference to it. A :class:`Work` from this module
-    would lose its Python part, and the remaining C++ base would wait forever.
-    """
-    promise: torch.futures.Future[Any] = torch.futures.Future()
-    promise.set_result(result)
-    work: Work = _c10d._create_work_from_future(promise)
-    return work
 
 
 def _listed(tensors: Tensors | torch.Tensor) -> Tensors:
@@ -468,4 +367,19 @@ def _op(opts: Any) -> str:
     return _OPS[op]
 
 
+_monitored_barrier_of_torch = dist.monitored_barrier
+
+
+@functools.wraps(_monitored_barrier_of_torch)
+def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    member = dist.group.WORLD if group is None else group
+    if not isinstance(member, ProcessGroup):
+        _monitored_barrier_of_torch(group, timeout, wait_all_ranks)
+        return
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    member.monitored_barrier(limit, wait_all_ranks)
+
+
+# torch's function rejects every backend except gloo
+dist.monitored_barrier = _c10d_python.monitored_barrier = _monitored_barrier
 dist.Backend.register_backend("flowchan", ProcessGroup, devices=["cpu"])
