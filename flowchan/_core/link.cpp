@@ -145,24 +145,30 @@ void Link::leave_connection(int fd, const std::string& why) {
     changed_.notify_all();
 }
 
-// Start the clock of stuck_for() if a connection ends that carried nothing although there were items to carry.
+// Count a connection that ends without progress, and start the clock of stuck_for() if there were items to carry.
 void Link::note_break() {
     breaks.fetch_add(1, std::memory_order_relaxed);
-    const auto is_stuck = [](const auto& pair) {
+    const auto carries = [](const auto& pair) {
         const LinkStream& stream = *pair.second;
         return std::ranges::any_of(stream.sources, &Source::owes) ||
                std::ranges::any_of(stream.sinks, [](const Sink& sink) { return !sink.part.empty(); });
     };
-    if (progress_at_.load(std::memory_order_relaxed) > connected_at_ ||
-        !std::ranges::any_of(streams_, is_stuck))
-        stuck_breaks_ = 0;
-    else if (++stuck_breaks_ == 1)
+    const bool progressed = progress_at_.load(std::memory_order_relaxed) > connected_at_;
+    breaks_in_vain_ = progressed ? 0 : breaks_in_vain_ + 1;
+    if (progressed || !std::ranges::any_of(streams_, carries))
+        stuck_since_ = 0;
+    else if (!stuck_since_)
         stuck_since_ = now_ns();
+}
+
+uint64_t Link::breaks_in_vain() {
+    std::lock_guard lock(mutex_);
+    return breaks_in_vain_;
 }
 
 int64_t Link::stuck_for() {
     std::lock_guard lock(mutex_);
-    return stuck_breaks_ > 1 ? now_ns() - stuck_since_ : 0;
+    return stuck_since_ && breaks_in_vain_ > 1 ? now_ns() - stuck_since_ : 0;
 }
 
 void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,

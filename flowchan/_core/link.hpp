@@ -141,6 +141,7 @@ class Link {
     // The time in ns since connections began to break with items in transit and none arriving; 0 unless at
     // least two in a row did.
     int64_t stuck_for();
+    uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
@@ -256,7 +257,7 @@ class Link {
     bool closed_ = false;
     int64_t connected_at_ = 0;
     int64_t stuck_since_ = 0;  // see stuck_for()
-    uint64_t stuck_breaks_ = 0;
+    uint64_t breaks_in_vain_ = 0;
     bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
     uint32_t last_served_ = 0;  // the stream after which the next round begins
 

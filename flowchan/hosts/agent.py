@@ -268,10 +268,10 @@ class Agent:
                     self._refused(stream, port)
                 case link_events.ItemTooLarge(stream, port, size):
                     self._too_large(stream, port, size)
-                case link_events.LinkBroken(why, stuck):
+                case link_events.LinkBroken(why, stuck, in_vain):
                     if stuck > peer_timeout:
                         self._give_up(f"lost the driver: {link_events.STUCK.format(stuck, why)}")
-                    backoff.wait_after_break(stuck)
+                    backoff.wait_after_break(in_vain)
                     silent = self._link.state()["heard_ago"]
                     why = f"lost the connection to the driver ({why})"
                     self._link.attach(self._dial(why, silent, stuck).detach())

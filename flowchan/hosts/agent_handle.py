@@ -20,7 +20,6 @@ from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
 from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
-from flowchan.run.policy import decisions
 from flowchan.transport import link_events
 from flowchan.transport.dial import LONGEST
 
@@ -198,12 +197,11 @@ class AgentHandle:
             f"its agent did not connect to {self._address} within {START:g} s; open that address to the "
             "host, or set address= to another address of this machine"
         )
-        wait = min(self._peer_timeout / 4, decisions.GRACE / 2)
-        for event in link_events.watch(self.link, wait, POLL_INTERVAL_S):
+        for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
             if self.why or self._closed:
                 return
             if self._callbacks.late(self):
-                self.end(f"it did not kill a worker within {decisions.GRACE:g} s")
+                self.end(f"it did not kill a worker within {1.5 * self._peer_timeout:g} s")
                 return
             match event:
                 case link_events.StreamFinished(stream):
@@ -226,8 +224,8 @@ class AgentHandle:
                     if not self.has_connected and self._started.waits():
                         since = time.monotonic() + START
                     if ended is not None or time.monotonic() > since:
-                        stuck = f"; {self._stuck_reason()}" if self.is_stuck() else ""
-                        self.end((ended or why) + stuck)
+                        reason = f"; {self._stuck_reason()}" if self.is_stuck() else ""
+                        self.end((ended or why) + reason)
 
     def is_stuck(self) -> bool:
         """Return whether the last connection broke before any item arrived."""

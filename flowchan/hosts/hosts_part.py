@@ -401,7 +401,7 @@ class HostsPart:
         with self._lock:
             stream = self._streams.get(id)
             if stream is not None and force:
-                stream.kill_by = time.monotonic() + decisions.GRACE
+                stream.kill_by = time.monotonic() + 1.5 * self._peer_timeout
         if stream is not None:
             stream.agent.hint(Terminate(id, force))
 

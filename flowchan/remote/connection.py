@@ -341,7 +341,7 @@ class Connection(Calls):
                         f"the owner at {self.address} was lost: {STUCK.format(event.stuck, event.why)}"
                     )
                     break
-                backoff.wait_after_break(event.stuck)
+                backoff.wait_after_break(event.in_vain)
                 try:
                     sock, _ = self._dial(self._peer_timeout, f"lost the owner of the channels ({event.why})")
                 except HostError as error:

@@ -21,7 +21,7 @@ _jitter = random.SystemRandom()  # leaves the random numbers of user code alone
 class Backoff:
     """Pauses that double from one attempt to the next, up to ``LONGEST`` seconds.
 
-    Each pause is shortened by a random part of up to one half, so that the peers of a listener do not all
+    A random part of up to one half is taken off each pause. The peers of one listener therefore do not all
     dial at the same moment.
     """
 
@@ -32,13 +32,13 @@ class Backoff:
         """Begin again with the shortest pause."""
         self._next = SHORTEST
 
-    def wait_after_break(self, stuck: float) -> None:
+    def wait_after_break(self, in_vain: int) -> None:
         """Wait before dialling again after a broken connection.
 
         Args:
-            stuck: See :class:`~flowchan.transport.link_events.LinkBroken`. If it is 0, do not wait.
+            in_vain: Number of connections in a row in which nothing arrived. The first one causes no wait.
         """
-        if stuck:
+        if in_vain > 1:
             threading.Event().wait(self.pause())
         else:
             self.reset()

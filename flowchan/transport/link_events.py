@@ -28,10 +28,12 @@ class LinkBroken:
         stuck: Seconds since connections began to break with items in transit and none arriving. It is 0
             unless at least two connections in a row did. A part of an item, or an acknowledgement, counts as
             an arrival.
+        in_vain: Number of connections in a row in which nothing arrived.
     """
 
     why: str
     stuck: float = 0.0
+    in_vain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
         elif isinstance(event, LinkClosed):
             return
         elif isinstance(event, LinkBroken):
-            yield LinkBroken(event.why, link.state()["stuck_for"])
+            state = link.state()
+            yield LinkBroken(event.why, state["stuck_for"], state["breaks_in_vain"])
         else:
             yield event

@@ -1,8 +1,9 @@
 """Listener that accepts only peers that know the secret. SECURITY.md lists how far other peers can delay it.
 
 One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it refuses
-one from the address with the most handshakes: a random one of those that have sent the fewest messages. A
-peer that has proved the secret is never refused for this reason.
+one peer from the address with the most handshakes. Among the peers of that address, it chooses a random one
+of those that have sent the fewest messages. A peer that has proved the secret is never refused for this
+reason.
 """
 
 from __future__ import annotations

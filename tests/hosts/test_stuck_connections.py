@@ -27,7 +27,7 @@ def doubled(item: bytes) -> bytes:
     return item + item
 
 
-def test_item_larger_than_what_a_connection_carries_arrives() -> None:
+def test_large_item_arrives_over_several_short_connections() -> None:
     wire = Wire(limit=1_000_000)
     given = [bytes([number]) * 2_500_000 for number in range(3)]
     with wired(1, wire) as pool:
@@ -61,7 +61,7 @@ def test_host_is_given_up_when_connections_break_before_an_item(
     assert wire.connections < 30 * MAX_UNCONNECTED
 
 
-def test_abort_ends_a_run_whose_connections_break_before_an_item() -> None:
+def test_abort_ends_a_run_with_stuck_connections() -> None:
     wire = Wire(limit=30_000)
     with wired(1, wire) as pool:
         graph = Graph("stuck")
@@ -74,7 +74,7 @@ def test_abort_ends_a_run_whose_connections_break_before_an_item() -> None:
     assert not agents()
 
 
-def test_abort_ends_a_run_whose_agent_ignores_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_ends_a_run_if_the_agent_ignores_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver kills an agent that does not kill its workers after an abort (R5)."""
     hint = AgentHandle.hint
 
@@ -85,7 +85,7 @@ def test_abort_ends_a_run_whose_agent_ignores_commands(monkeypatch: pytest.Monke
     monkeypatch.setattr(AgentHandle, "hint", hint_without_ends)
     gate = Gate()
     graph = Graph("deaf")
-    graph.source([1]).map(gate.wait, on=local(1)).collect()
+    graph.source([1]).map(gate.wait, on=local(1, peer_timeout=1.0)).collect()
     run = graph.start()
     gate.wait_held(1)
     processes = [one for agent in agents() for one in (agent, *workers_of(agent))]
@@ -130,7 +130,7 @@ def test_invalid_report_ends_the_agent_and_not_the_run(
     assert run.stats().hosts[0].agents == 2
 
 
-def test_stopped_agent_and_its_workers_are_killed_when_the_run_ends() -> None:
+def test_end_of_a_run_kills_a_stopped_agent_and_workers() -> None:
     gate = Gate()
     graph = Graph("paused")
     graph.source([1]).map(gate.wait, on=local(1)).collect()

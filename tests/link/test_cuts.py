@@ -173,7 +173,7 @@ def test_link_reports_for_how_long_its_connections_carried_nothing() -> None:
         wait_until(lambda: not linked.owner_side.state()["streams"][1]["ahead"])
 
 
-def test_idle_link_whose_connections_break_is_not_stuck() -> None:
+def test_idle_link_with_breaking_connections_is_not_stuck() -> None:
     with Linked() as linked:
         for _ in range(5):
             linked.connect()

@@ -113,7 +113,7 @@ def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
                 one.close()
 
 
-def test_peer_is_refused_for_too_many_handshakes_even_if_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_handshakes_refuse_a_readable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "_chooser", First())
     with opened() as listener, contextlib.ExitStack() as open_ones:
         silent = []
@@ -142,7 +142,7 @@ def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, coun
             listener.accept(0)
 
 
-def test_flood_of_silent_peers_leaves_a_peer_that_sent_its_greeting() -> None:
+def test_flood_of_silent_peers_leaves_a_peer_with_a_greeting() -> None:
     """The peer is the oldest one, and would have been refused by its age."""
     with opened() as listener, contextlib.ExitStack() as open_ones:
         steps = authentication.handshake(SECRET, {}, dialled=True)
