@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
+#include <algorithm>
 #include <cstring>
 #include <unordered_set>
 
@@ -102,7 +103,7 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     while (fd_ >= 0 && !closed_) {
         if (!std::exchange(lost_, true)) {
             shutdown(fd_, SHUT_RDWR);
-            breaks.fetch_add(1, std::memory_order_relaxed);
+            note_break();
         }
         if (users_ == 0)
             ::close(std::exchange(fd_, -1));
@@ -121,9 +122,10 @@ void Link::take_over(std::unique_lock<std::mutex>& lock, int fd) {
     for (auto& [number, stream] : streams_) {
         stream->announced = false;
         for (Source& source : stream->sources) source.connect();
-        for (Sink& sink : stream->sinks) sink.dirty = true;
+        for (Sink& sink : stream->sinks) sink.dirty = true, sink.part_reported = false;
     }
-    last_byte_at_.store(now_ns(), std::memory_order_relaxed);
+    connected_at_ = now_ns();
+    last_byte_at_.store(connected_at_, std::memory_order_relaxed);
     changed_.notify_all();
     ring_doorbell();
 }
@@ -136,11 +138,37 @@ void Link::leave_connection(int fd, const std::string& why) {
     if (fd == fd_ && !why.empty() && !lost_) {
         lost_ = true;
         shutdown(fd, SHUT_RDWR);
-        breaks.fetch_add(1, std::memory_order_relaxed);
+        note_break();
         if (!closed_) report({.kind = LinkEvent::Kind::Broken, .why = why});
     }
     if (fd == fd_ && lost_ && users_ == 0 && !closed_) ::close(std::exchange(fd_, -1));
     changed_.notify_all();
+}
+
+// Count a connection that ends without progress, and start the clock of stuck_for() if there were items to carry.
+void Link::note_break() {
+    breaks.fetch_add(1, std::memory_order_relaxed);
+    const auto carries = [](const auto& pair) {
+        const LinkStream& stream = *pair.second;
+        return std::ranges::any_of(stream.sources, &Source::owes) ||
+               std::ranges::any_of(stream.sinks, [](const Sink& sink) { return !sink.part.empty(); });
+    };
+    const bool progressed = progress_at_.load(std::memory_order_relaxed) > connected_at_;
+    breaks_in_vain_ = progressed ? 0 : breaks_in_vain_ + 1;
+    if (progressed || !std::ranges::any_of(streams_, carries))
+        stuck_since_ = 0;
+    else if (!stuck_since_)
+        stuck_since_ = now_ns();
+}
+
+uint64_t Link::breaks_in_vain() {
+    std::lock_guard lock(mutex_);
+    return breaks_in_vain_;
+}
+
+int64_t Link::stuck_for() {
+    std::lock_guard lock(mutex_);
+    return stuck_since_ && breaks_in_vain_ > 1 ? now_ns() - stuck_since_ : 0;
 }
 
 void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,

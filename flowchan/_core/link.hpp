@@ -138,6 +138,10 @@ class Link {
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
+    // The time in ns since connections began to break with items in transit and none arriving; 0 unless at
+    // least two in a row did.
+    int64_t stuck_for();
+    uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
@@ -156,6 +160,7 @@ class Link {
     bool add_outputs(LinkStream& stream);
     bool add_end(LinkStream& stream, Source& source, uint16_t port);
     void report_want(LinkStream& stream, Source& source, uint16_t port);
+    void report_part(const LinkStream& stream, Sink& sink, uint16_t port);
     bool handle_want(Sink& sink, bool wanted);
     uint64_t allowed(const Source& source) const {
         return owner_side_ ? source.allowed_ahead() : source.allowance.most();
@@ -201,14 +206,23 @@ class Link {
         Slot* slot = nullptr;  // null: the item has no room yet
         bool skips = false;    // a worker that has died had already put the item
         std::vector<char> buffer;
-        bool is_to_be_staged() const { return sink && !slot && !skips; }
+        std::vector<char> part;  // what has arrived over earlier connections
+        // a skipped item also gets a buffer, so that a break does not lose what has arrived
+        bool is_to_be_staged() const { return sink && !slot; }
     };
     bool begin_large(const Head& head, Large& large);
     bool end_large(Large& large, bool whole);
     void pass_over(const Head& head);
+    bool handle_part(Source& source, const Head& head);
+    void note_acknowledged(Source& source, uint64_t got);
+    void note_progress() {
+        progress_at_.store(last_byte_at_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    }
     bool receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                        Following& following);
-    bool read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size, Following& following);
+    std::vector<char> with_part(Sink& sink, const char* rest, uint64_t size);
+    uint64_t read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
+                        Following& following);
     bool is_settled(LinkStream& stream, const Sink& sink, uint64_t key);
     Source* numbering(LinkStream& stream, const Sink& sink) {
         return owner_side_ && sink.follows && stream.sources.size() == 1 ? &stream.sources[0] : nullptr;
@@ -221,6 +235,7 @@ class Link {
         if (std::exchange(has_news_, false)) ring_doorbell();
     }
     void leave_connection(int fd, const std::string& why);
+    void note_break();
     void report(LinkEvent event);
     void take_over(std::unique_lock<std::mutex>& lock, int fd);
 
@@ -240,6 +255,9 @@ class Link {
     int users_ = 0;  // threads that send or receive over fd_
     uint64_t connection_ = 0;
     bool closed_ = false;
+    int64_t connected_at_ = 0;
+    int64_t stuck_since_ = 0;  // see stuck_for()
+    uint64_t breaks_in_vain_ = 0;
     bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
     uint32_t last_served_ = 0;  // the stream after which the next round begins
 
@@ -258,7 +276,8 @@ class Link {
 
     std::atomic<uint32_t> doorbell_{0};
     std::atomic<bool> asleep_{false};
-    std::atomic<int64_t> last_byte_at_{0}, round_trip_{200'000};
+    // when the last byte arrived, and when an item, a part of one or an acknowledgement last arrived
+    std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
     // allocated separately, like `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;

@@ -129,6 +129,8 @@ nb::dict state_of(PyLink& link) {
     }
     nb::dict all;
     all["connected"] = connected;
+    all["breaks_in_vain"] = link.breaks_in_vain();
+    all["stuck_for"] = double(link.stuck_for()) / 1e9;
     all["heard_ago"] = double(link.silent_for()) / 1e9;
     all["round_trip"] = double(link.round_trip()) / 1e9;
     all["bytes_in"] = link.bytes_in.load();

@@ -195,6 +195,8 @@ void Source::handle_recalled(uint64_t got) {
     for (uint64_t i = kept; i < entries.size(); ++i) bytes -= entries[i].size;
     entries.drop_newest(n);
     sent = base + kept;
+    part = {};
+    acknowledged = std::min(acknowledged, sent);
     window.shrink();
     RingLock holding(*ring);
     ring->give_back_newest(reader.session, n, holding.wakes);
@@ -203,6 +205,14 @@ void Source::handle_recalled(uint64_t got) {
 void Source::resume_after(uint64_t got) {
     if (std::exchange(known, true)) return;
     sent = std::clamp(got, base, base + entries.size());
+}
+
+bool Source::set_part(uint64_t item, uint64_t size) {
+    if (left) return true;
+    if (known || item < base || item - base >= entries.size() || size >= entries[item - base].size)
+        return false;
+    part = {item, size};
+    return true;
 }
 
 uint64_t Source::first_key() {
@@ -293,6 +303,7 @@ Step Sink::done_with(uint64_t number, Wakes& wakes) {
 void Sink::recall() {
     got -= staged.size();
     forget_staged();
+    part = {};
     if (!over) {
         RingLock holding(*ring);
         got -= ring->take_back(holding.wakes);

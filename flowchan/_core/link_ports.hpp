@@ -170,6 +170,7 @@ class Source {
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
         sent = base;
+        part = {};
     }
     void resume_after(uint64_t got);  // on a new connection, the items after `got` are sent again
     bool has_unsent() const { return known && !recalling && sent < base + entries.size(); }
@@ -209,6 +210,14 @@ class Source {
     Allowance allowance;  // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
+    // the first bytes of an item that the other side has from an earlier connection
+    struct Part {
+        uint64_t item = 0, size = 0;
+        auto operator<=>(const Part&) const = default;
+    } part, largest_part;                         // in this connection, and ever
+    bool set_part(uint64_t item, uint64_t size);  // false: the other side cannot have received this
+    uint64_t acknowledged = 0;                    // number of items that the other side has reported
+    bool owes() const { return !left && acknowledged < base + entries.size(); }
     bool known = false;  // whether the other side has reported on this connection what it has received
     bool left = false;
     // whether an item was found that cannot be sent to another host
@@ -287,7 +296,10 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    bool over = false;      // its session or its channel has ended
+    // The bytes of item `got` that arrived before a connection broke. The rest follows over the next one.
+    std::vector<char> part;
+    bool part_reported = false;  // over this connection
+    bool over = false;           // its session or its channel has ended
     bool refuses = false;   // an item arrived that the ring cannot accept; its channel is about to be broken
     bool recalled = false;  // worker side: the recall must be acknowledged
     void recall();

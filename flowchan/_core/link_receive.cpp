@@ -125,7 +125,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
         owner_side_ || head.type != FrameType::ITEM || head.size > SMALL ? nullptr : find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return 0;
     Sink& sink = stream->sinks[head.port];
-    if (sink.drops_items() || !sink.staged.empty()) return 0;
+    if (sink.drops_items() || !sink.staged.empty() || !sink.part.empty()) return 0;
     const Head first = head;
     Ring::Small run[Redo::MOST];
     uint64_t n = 0;
@@ -141,6 +141,7 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     n = sink.ring->put_run(run, n, held_->wakes);
     sink.got += n;
     sink.used += n;
+    note_progress();
     uint64_t handled = n * Head::SHORT;
     for (uint64_t i = 0; i < n; ++i) handled += run[i].size;
     return handled;
@@ -182,15 +183,28 @@ bool Link::handle(const Head& head, const char* payload) {
         for (Sink& sink : stream->sinks) sink.dirty = true, sink.wanted = false;
         return true;
     }
-    const bool of_source = head.type == FrameType::INPUT || head.type == FrameType::OUTPUT;
+    const bool of_source =
+        head.type == FrameType::INPUT || head.type == FrameType::OUTPUT || head.type == FrameType::PART;
     if (head.port >= (of_source ? stream->sources.size() : stream->sinks.size())) return false;
     if (head.type == FrameType::INPUT) return handle_input(*stream, head, payload);
     if (head.type == FrameType::OUTPUT) return handle_output(*stream, head, payload);
+    if (head.type == FrameType::PART) return handle_part(stream->sources[head.port], head);
     Sink& sink = stream->sinks[head.port];
     if (head.type == FrameType::RECALL) return sink.recall(), true;
     if (head.type == FrameType::WANT) return handle_want(sink, head.n != 0);
     if (head.type == FrameType::END) return handle_end(*stream, sink, head, payload);
-    return handle_item(*stream, sink, {head.n, head.kind(), head.deaths(), head.size, payload});
+    const std::vector<char> whole = with_part(sink, payload, head.size);
+    if (!whole.empty()) payload = whole.data();
+    return handle_item(
+        *stream, sink,
+        {head.n, head.kind(), head.deaths(), whole.empty() ? head.size : whole.size(), payload});
+}
+
+// Return the whole item whose last bytes are `rest`, or nothing if no part of it arrived earlier.
+std::vector<char> Link::with_part(Sink& sink, const char* rest, uint64_t size) {
+    std::vector<char> whole = std::exchange(sink.part, {});
+    if (!whole.empty()) whole.insert(whole.end(), rest, rest + size);
+    return whole;
 }
 
 // --- items ---
@@ -227,6 +241,7 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
         sink.got += 1;
         sink.used += 1;
+        note_progress();
         return true;
     }
     if (!is_valid_key(stream, sink, item.key)) return false;
@@ -254,6 +269,7 @@ bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
 // progress.
 void Link::count_arrival(Sink& sink, bool is_news) {
     sink.got += 1;
+    note_progress();
     sink.dirty = sink.dirty || is_news;
     has_news_ = has_news_ || is_news;
 }
@@ -269,8 +285,8 @@ void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
             .size = size});
 }
 
-// Receive a large item of which `size` bytes have already arrived. If there is room, it goes into the ring
-// without a copy.
+// Receive a large item, or the rest of one. `size` bytes of it are in `begun`. If there is room, the item goes
+// into the ring without a copy.
 bool Link::receive_large(int fd, uint64_t connection, const Head& head, const char* begun, uint64_t size,
                          Following& following) {
     std::unique_lock lock(mutex_);
@@ -281,13 +297,19 @@ bool Link::receive_large(int fd, uint64_t connection, const Head& head, const ch
     bool whole = true;
     if (large.is_to_be_staged()) {
         try {
-            large.buffer.resize(head.size);
+            large.buffer.resize(large.item.size);
             to = large.buffer.data();
         } catch (const std::bad_alloc&) {  // the item will be sent again over another connection
             whole = false;
         }
     }
-    whole = whole && read_large(fd, to, begun, size, head.size, following);
+    const uint64_t before = large.part.size();
+    if (to && before) memcpy(to, large.part.data(), before);
+    const uint64_t came =
+        whole ? read_large(fd, to ? to + before : nullptr, begun, size, head.size, following) : 0;
+    whole = whole && came == head.size;
+    if (came) note_progress();
+    if (to && !whole) large.part.assign(to, to + before + came);
     lock.lock();
     if (large.sink) return end_large(large, whole && connection == connection_);
     if (whole && large.stream) pass_over(head);
@@ -302,8 +324,10 @@ bool Link::begin_large(const Head& head, Large& large) {
     Sink* sink = stream ? &stream->sinks[head.port] : nullptr;
     if (!sink || sink->drops_items()) return true;
     if (!is_valid_key(*stream, *sink, head.n)) return false;
-    if (!sink->ring->fits(head.size)) {
-        refuse(*stream, *sink, head.size);
+    large.item.size += sink->part.size();
+    large.part = std::exchange(sink->part, {});
+    if (!sink->ring->fits(large.item.size)) {
+        refuse(*stream, *sink, large.item.size);
         return true;
     }
     large.sink = sink;
@@ -318,10 +342,11 @@ void Link::pass_over(const Head& head) {
     if (!stream || head.port >= stream->sinks.size()) return;
     stream->sinks[head.port].got += 1;
     stream->sinks[head.port].used += 1;
+    note_progress();
 }
 
-// Finish a large item, or discard an incomplete one. Return false if the item must be sent again, or if the
-// other side sent invalid data.
+// Finish a large item, or keep the part that has arrived. Return false if the rest must be sent over another
+// connection, or if the other side sent invalid data.
 bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
     large.stream->filling -= 1;
@@ -337,6 +362,7 @@ bool Link::end_large(Large& large, bool whole) {
     if (!whole) {
         // the item will be sent again, and must then be skipped again
         if (large.skips) sink.writer.count -= 1;
+        if (large.part.size() < large.item.size) sink.part = std::move(large.part);
         return false;
     }
     const bool put = large.slot || large.skips;
@@ -387,9 +413,10 @@ class LowWaterMark {
 
 }  // namespace
 
-// If `to` is null, the item has no receiver.
-bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
-                      Following& following) {
+// Return how many of `size` bytes have arrived, including `have` bytes at `begun`. If `to` is null, the item
+// has no receiver.
+uint64_t Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64_t size,
+                          Following& following) {
     std::vector<char> nowhere(to ? 0 : GATHER);
     if (to) memcpy(to, begun, have);
     LowWaterMark mark(fd);
@@ -404,17 +431,28 @@ bool Link::read_large(int fd, char* to, const char* begun, uint64_t have, uint64
         if (waits) mark.await(std::min(left, WORTH_WAKING));
         const ssize_t n = recvmsg(fd, &message, waits ? MSG_DONTWAIT : 0);
         if (n < 0 && (errno == EINTR || (waits && errno == EAGAIN))) continue;
-        if (n <= 0) return false;
+        if (n <= 0) return have;
         const uint64_t part = std::min(uint64_t(n), most);
         have += part;
         following.have = uint64_t(n) - part;
         bytes_in.fetch_add(uint64_t(n), std::memory_order_relaxed);
         last_byte_at_.store(now_ns(), std::memory_order_relaxed);
     }
-    return true;
+    return have;
 }
 
 // --- states ---
+
+bool Link::handle_part(Source& source, const Head& head) {
+    if (!source.set_part(head.n, head.a)) return false;
+    if (source.part > source.largest_part) note_progress();
+    source.largest_part = std::max(source.largest_part, source.part);
+    return true;
+}
+
+void Link::note_acknowledged(Source& source, uint64_t got) {
+    if (got > std::exchange(source.acknowledged, got)) note_progress();
+}
 
 bool Link::handle_input(LinkStream& stream, const Head& head, const char* payload) {
     Source& source = stream.sources[head.port];
@@ -422,6 +460,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
     source.resume_after(head.a);
     if (source.left) return true;
     if (head.b > source.sent) return false;
+    note_acknowledged(source, head.a);
     if (head.b > source.done) source.progress_at = now_ns();
     if (head.flags & RECALLED) {
         for (const Sink& sink : stream.sinks)
@@ -457,6 +496,7 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     if (source.left) return true;
     if (head.a > source.base + source.entries.size() || head.b < source.base) return false;
     source.resume_after(head.a);
+    note_acknowledged(source, head.a);
     source.free_oldest(head.b - source.base);
     source.allowance.update(head.b, round_trip());
     source.update_byte_window(least_trip_);

@@ -97,6 +97,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
             if (broken) cause = sink.ring->cause();
         }
         head.size = cause.size();
+        report_part(stream, sink, port);
         add_frame(head, cause);
     }
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
@@ -203,21 +204,34 @@ void Link::add_progress(LinkStream& stream) {
             cause = sink.ring->cause();
         }
         head.size = cause.size();
+        report_part(stream, sink, port);
         add_frame(head, cause);
     }
 }
 
+// Report the bytes of an item that arrived over an earlier connection, so that only the rest is sent.
+void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
+    if (std::exchange(sink.part_reported, true) || sink.part.empty()) return;
+    add_frame({.n = sink.got,
+               .stream = stream.number,
+               .port = port,
+               .type = FrameType::PART,
+               .a = sink.part.size()});
+}
+
 void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
-    Head head{.size = entry.size,
+    const uint64_t skipped = source.part.item == source.sent ? source.part.size : 0;
+    const char* at = entry.at + skipped;
+    Head head{.size = entry.size - skipped,
               .n = owner_side_ ? source.sent : entry.key,
               .stream = stream.number,
               .port = port};
     head.type = owner_side_ ? FrameType::ITEM : FrameType::OUT;
     head.flags = uint8_t(entry.kind | entry.deaths << 3);
-    const bool copied = entry.size < IN_PLACE;
-    out_.add(&head, Head::SHORT, entry.at, copied ? entry.size : 0);
-    if (!copied) out_.add_in_place(source.ring, entry.at, entry.size);
+    const bool copied = head.size < IN_PLACE;
+    out_.add(&head, Head::SHORT, at, copied ? head.size : 0);
+    if (!copied) out_.add_in_place(source.ring, at, head.size);
     queued_items_ += 1;
     source.sent += 1;
 }

@@ -31,6 +31,9 @@ enum class FrameType : uint8_t {
     RECALL = 9,
     // worker side -> owner side, of an output port: n = 1 while a writer is waiting for more room, else 0
     WANT = 10,
+    // from the items' receiver to their sender, once a connection, before its first INPUT or OUTPUT for the port:
+    // the first `a` bytes of item n arrived over an earlier connection; the next frame has only the rest
+    PART = 11,
 };
 
 enum Flag : uint8_t {
@@ -82,6 +85,7 @@ inline bool is_valid(const Head& head) {
         case FrameType::PONG:
         case FrameType::RECALL:
         case FrameType::WANT:
+        case FrameType::PART:
             return head.size == 0;
     }
     return false;

@@ -58,7 +58,7 @@ from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
 from flowchan.run.worker.gang_membership import Memberships
 from flowchan.run.worker.opening import Ports, open_ports
 from flowchan.transport import link_events
-from flowchan.transport.dial import reach
+from flowchan.transport.dial import Backoff, reach
 from flowchan.transport.link_events import AHEAD, BEHIND
 from flowchan.transport.versions import versions
 
@@ -261,18 +261,20 @@ class Agent:
 
         Everything that had not arrived is then sent again over the new connection.
         """
-        peer_timeout = self._orders.peer_timeout
+        peer_timeout, backoff = self._orders.peer_timeout, Backoff()
         for event in link_events.watch(self._link, peer_timeout / 4):
             match event:
                 case link_events.ItemRefused(stream, port):
                     self._refused(stream, port)
                 case link_events.ItemTooLarge(stream, port, size):
                     self._too_large(stream, port, size)
-                case link_events.LinkBroken(why):
+                case link_events.LinkBroken(why, stuck, in_vain):
+                    if stuck > peer_timeout:
+                        self._give_up(f"lost the driver: {link_events.STUCK.format(stuck, why)}")
+                    backoff.wait_after_break(in_vain)
                     silent = self._link.state()["heard_ago"]
-                    self._link.attach(
-                        self._dial(f"lost the connection to the driver ({why})", silent).detach()
-                    )
+                    why = f"lost the connection to the driver ({why})"
+                    self._link.attach(self._dial(why, silent, stuck).detach())
                 case link_events.LinkIdle(silent=silent) if silent > peer_timeout:
                     self._give_up(f"received nothing from the driver for {silent:.1f} s")
 
@@ -290,14 +292,15 @@ class Agent:
             assert channel.max_bytes is not None
             channel.abort(too_large(channel._name, worker.start.info.host, size, channel.max_bytes))
 
-    def _dial(self, why: str, silent: float = 0.0) -> socket.socket:
+    def _dial(self, why: str, silent: float = 0.0, stuck: float = 0.0) -> socket.socket:
         """Connect to the driver, and authenticate both sides.
 
         If this does not succeed within the peer timeout, the agent ends. ``silent`` is the number of seconds
-        that have already passed without a message from the driver.
+        that have already passed without a message from the driver. The hello tells the driver for how many
+        seconds the connections have been ``stuck``.
         """
         orders = self._orders
-        hello = {**versions(), "number": orders.number, "epoch": orders.epoch}
+        hello = {**versions(), "number": orders.number, "epoch": orders.epoch, "stuck": stuck}
         within = max(0.0, orders.peer_timeout - silent)
         try:
             sock, answer = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import socket
 import threading
 import time
@@ -20,6 +21,9 @@ from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
 from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
 from flowchan.transport import link_events
+from flowchan.transport.dial import LONGEST
+
+log = logging.getLogger("flowchan.hosts")
 
 START = 60.0
 """Seconds that an agent has to dial after the provider has placed it."""
@@ -38,6 +42,7 @@ class AgentCallbacks(NamedTuple):
             machine.
         ends: Reports workers that have ended and whose outputs have all arrived. Returns whether more workers
             are ending.
+        late: Returns whether the agent has not killed a worker in time.
         over: Called once when the agent is dead, unless the handle was already closed.
         help: Runs the thread functions of the handle within the run.
     """
@@ -46,6 +51,7 @@ class AgentCallbacks(NamedTuple):
     finished: Callable[[AgentHandle, int], None]
     refused: Callable[[AgentHandle, int, int], None]
     ends: Callable[[AgentHandle], bool]
+    late: Callable[[AgentHandle], bool]
     over: Callable[[AgentHandle], None]
     help: Callable[[Callable[[], None]], None]
 
@@ -72,6 +78,10 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
+        # Seconds for which items from here and from the agent have been stuck, at the last break.
+        self._stuck_here = self._stuck_there = 0.0
+        self._why_broken = ""
+        self._has_warned = False  # about connections that break before any item arrives
         self._closed = False  # true if the run is over, so that reports and failures of the agent are ignored
         self._refuses_connections = False
         self._lock = threading.Lock()
@@ -96,12 +106,16 @@ class AgentHandle:
             thread.start()
             self._threads.append(thread)
 
-    def meet(self, sock: socket.socket) -> None:
-        """Attach an authenticated connection from the agent, after its start or after a lost connection."""
+    def meet(self, sock: socket.socket, stuck: float = 0.0) -> None:
+        """Attach an authenticated connection from the agent, after its start or after a lost connection.
+
+        ``stuck``: seconds for which the agent's connections have broken before any of its items arrived.
+        """
         with self._lock:
             if self.why or self._refuses_connections:
                 sock.close()
                 return
+            self._note_stuck(self._stuck_here, stuck)
             self.link.attach(sock.detach())
             self.has_connected = True
         self.is_decided.set()
@@ -137,7 +151,7 @@ class AgentHandle:
         """Ask the agent to end, because the run is over."""
         with self._lock:
             self._closed = True
-        self.send(Leave())
+        self.hint(Leave())  # an agent that does not get this is killed
 
     def close(self, give_up: float) -> None:
         """Wait until ``give_up`` for the agent to end, and release everything.
@@ -186,6 +200,9 @@ class AgentHandle:
         for event in link_events.watch(self.link, self._peer_timeout / 4, POLL_INTERVAL_S):
             if self.why or self._closed:
                 return
+            if self._callbacks.late(self):
+                self.end(f"it did not kill a worker within {1.5 * self._peer_timeout:g} s")
+                return
             match event:
                 case link_events.StreamFinished(stream):
                     self._callbacks.finished(self, stream)
@@ -193,8 +210,12 @@ class AgentHandle:
                     self._callbacks.refused(self, stream, port)
                 case link_events.ItemTooLarge():
                     self.end("it sent an item larger than the channel's max_bytes")
-                case link_events.LinkBroken(why):
+                case link_events.LinkBroken(why, stuck):
                     since = time.monotonic() + 1.5 * self._peer_timeout
+                    self._why_broken = why
+                    self._note_stuck(stuck, self._stuck_there)
+                    if stuck > self._peer_timeout:
+                        self.end(self._stuck_reason())
                 case link_events.LinkIdle(connected=True, silent=silent):
                     if silent > 1.5 * self._peer_timeout:
                         self.end(f"it sent nothing for {silent:.1f} s")
@@ -203,15 +224,40 @@ class AgentHandle:
                     if not self.has_connected and self._started.waits():
                         since = time.monotonic() + START
                     if ended is not None or time.monotonic() > since:
-                        self.end(ended or why)
+                        reason = f"; {self._stuck_reason()}" if self.is_stuck() else ""
+                        self.end((ended or why) + reason)
+
+    def is_stuck(self) -> bool:
+        """Return whether the last connection broke before any item arrived."""
+        return max(self._stuck_here, self._stuck_there) > 0
+
+    def _stuck_reason(self) -> str:
+        return link_events.STUCK.format(max(self._stuck_here, self._stuck_there), self._why_broken)
+
+    def _note_stuck(self, here: float, there: float) -> None:
+        """Log the first of several connections that break before any item arrives."""
+        self._stuck_here, self._stuck_there = here, there
+        if self.is_stuck() and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "host %s: the connection broke before any item arrived (%s); the agent dials again, with "
+                "pauses of up to %g s, until nothing has arrived for %g s",
+                self.host, self._why_broken, LONGEST, self._peer_timeout,
+            )  # fmt: skip
 
     def _listen(self) -> None:
         more = False
         with contextlib.suppress(Closed, Broken):  # the last message has been delivered, or the run is over
             while True:
                 report = None
-                with contextlib.suppress(Empty):
+                try:
                     report = self._reports.get(timeout=POLL_INTERVAL_S if more else None)
+                except Empty:
+                    pass
+                except (Closed, Broken):
+                    raise
+                except Exception as error:
+                    self.end(f"it sent a report that can't be unpickled: {error!r}")
                 if report is not None:
                     self._callbacks.report(self, report)
                     del report

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import socket
 import threading
@@ -44,6 +45,7 @@ from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.providers.provider import Provider
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
+from flowchan.items.text import shown
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.mail import run_helper, run_is_over
 from flowchan.run.crew.part import Report
@@ -140,7 +142,15 @@ class HostsPart:
         """Start an agent on a host."""
         return self._starts.start(
             host,
-            AgentCallbacks(self._receive, self._finished, self._refused, self._ends, self._over, self._help),
+            AgentCallbacks(
+                self._receive,
+                self._finished,
+                self._refused,
+                self._ends,
+                self._is_late,
+                self._over,
+                self._help,
+            ),
         )
 
     def _let_in(self, sock: socket.socket, hello: dict[str, Any]) -> None:
@@ -152,7 +162,7 @@ class HostsPart:
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
-            agent.meet(sock)
+            agent.meet(sock, float(hello.get("stuck", 0.0)))
             return
         sock.close()
 
@@ -195,6 +205,9 @@ class HostsPart:
 
     def _receive(self, agent: AgentHandle, message: AgentReport) -> None:
         """Handle a report from an agent or one of its workers."""
+        if not self._is_valid(message):
+            agent.end(f"it sent an invalid report: {shown(message)}")
+            return
         match message:
             case Echo(number):
                 agent.echoed = number
@@ -220,6 +233,14 @@ class HostsPart:
                 self._report(dataclasses.replace(message, host=agent.host, at=time.monotonic_ns()))
             case _:
                 self._report(message)
+
+    def _is_valid(self, message: object) -> bool:
+        """Return whether a message is a report about a worker of this part, or about none."""
+        worker = getattr(message, "worker", None)
+        is_known = worker is None or (
+            isinstance(worker, WorkerId) and (worker in self._workers or worker.number == 0)
+        )
+        return isinstance(message, AgentReport) and is_known
 
     def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
         """Handle the report that a worker or its process has ended, or that modules are missing."""
@@ -289,6 +310,12 @@ class HostsPart:
             self._report(stream.ended)
         return len(ending) > len(done)
 
+    def _is_late(self, agent: AgentHandle) -> bool:
+        """Return whether an agent has not killed a worker in time."""
+        now = time.monotonic()
+        with self._lock:
+            return any(stream.agent is agent and stream.kill_by < now for stream in self._streams.values())
+
     def _is_done(self, id: WorkerId) -> bool:
         """Return whether all outputs of a worker have arrived, or are useless because a channel is broken."""
         broken = any(port.channel.broken for port in self._ports.ports[id].everything())
@@ -340,8 +367,10 @@ class HostsPart:
         self._gangs.dismiss([id], if_meeting=True)
         with self._lock:
             stream = self._streams.get(id)
+            if stream is not None and force:
+                stream.kill_by = time.monotonic() + 1.5 * self._peer_timeout
         if stream is not None:
-            stream.agent.send(Terminate(id, force))
+            stream.agent.hint(Terminate(id, force))
 
     def kill(self) -> None:
         """See :class:`CrewPart`."""
@@ -411,6 +440,7 @@ class HostsPart:
             self._send(id, host_for(self._workers[id], self._hosts, self._streams.values()))
         else:
             stream.process_ended, stream.failed, stream.blame = False, False, True
+            stream.kill_by = math.inf
             stream.info = self._started(id, stream.agent)
             self._order_start(id, stream)
 

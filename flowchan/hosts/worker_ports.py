@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +31,7 @@ class WorkerPorts:
         blame: True if the item that it held may have killed it.
         ended: Its report that it has ended; its last outputs may still be in transit until ``finished``.
         finished: True if all its outputs have arrived.
+        kill_by: Time by which its agent must have killed it.
     """
 
     number: int
@@ -40,11 +42,12 @@ class WorkerPorts:
     blame: bool = True
     ended: Ended | None = None
     finished: bool = False
+    kill_by: float = math.inf
 
 
 MOST_AGENTS, WITHIN_S, MAX_UNCONNECTED = 10, 60.0, 3
 """Limits at which the driver gives up on a host: the number of agents started on the host within WITHIN_S
-seconds, and the number of agents in a row that never dialled."""
+seconds, and the number of agents in a row that never dialled or through whose connections nothing came."""
 
 COUNTS = ("breaks", "bytes_out", "bytes_in")  # counters in a link's state
 
@@ -58,7 +61,8 @@ class HostWorkers:
     agent: AgentHandle | None = None
     agents: int = 0  # number of agents that have been started
     starts: list[float] = field(default_factory=list)  # times of the most recent starts
-    unconnected: int = 0  # number of agents in a row that never dialled
+    # number of agents in a row that never dialled or through whose connections nothing came
+    unconnected: int = 0
     deaths: list[str] = field(default_factory=list)
     lacking: set[str] = field(default_factory=set)  # modules that the host lacks
     given_up: str = ""  # why the driver gave up on the host; empty if it did not
@@ -69,7 +73,8 @@ class HostWorkers:
     def agent_died(self, agent: AgentHandle) -> None:
         """Record the death of the agent, and give up on the host if too many agents have died."""
         self.deaths.append(agent.why)
-        self.unconnected = 0 if agent.has_connected else self.unconnected + 1
+        is_useful = agent.has_connected and not agent.is_stuck()
+        self.unconnected = 0 if is_useful else self.unconnected + 1
         self.starts = [start for start in self.starts if start > time.monotonic() - WITHIN_S]
         if self.unconnected >= MAX_UNCONNECTED or len(self.starts) >= MOST_AGENTS:
             self.given_up = agent.why

@@ -27,8 +27,8 @@ from flowchan.remote.messages import Finished, Reply, ServerClosed, cause_in, co
 from flowchan.remote.pending_calls import CLOSED_HERE, Calls, Unanswered
 from flowchan.remote.remote_ports import RemotePort
 from flowchan.run.crew.at_exit import before_exit
-from flowchan.transport.dial import reach
-from flowchan.transport.link_events import LinkBroken, LinkIdle, watch
+from flowchan.transport.dial import Backoff, reach
+from flowchan.transport.link_events import STUCK, LinkBroken, LinkIdle, watch
 from flowchan.transport.local_peers import card
 from flowchan.transport.versions import differs, versions
 
@@ -292,9 +292,16 @@ class Connection(Calls):
 
     def _keep_connected(self) -> None:
         """Reconnect whenever the connection breaks."""
+        backoff = Backoff()
         for event in watch(self.link, self._peer_timeout / 4):
             # A process that is leaving also reconnects, because the owner must get its notices first.
             if isinstance(event, LinkBroken) and not self._has_left.is_set():
+                if event.stuck > self._peer_timeout:
+                    self._lose(
+                        f"the owner at {self.address} was lost: {STUCK.format(event.stuck, event.why)}"
+                    )
+                    break
+                backoff.wait_after_break(event.in_vain)
                 try:
                     sock, _ = self._dial(self._peer_timeout, f"lost the owner of the channels ({event.why})")
                 except HostError as error:

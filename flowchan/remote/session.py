@@ -28,7 +28,7 @@ from flowchan.remote.messages import (
 )
 from flowchan.transport.addresses import number_in
 from flowchan.transport.descriptors import lacks
-from flowchan.transport.link_events import LinkIdle, StreamFinished, watch
+from flowchan.transport.link_events import LinkBroken, LinkIdle, StreamFinished, watch
 from flowchan.transport.local_peers import LocalPeer
 
 if TYPE_CHECKING:
@@ -141,6 +141,9 @@ class ClientSession:
                 if event.silent > limit or (not event.connected and self._has_ended()):
                     self._call_soon(self._give_up)
                     break
+            elif isinstance(event, LinkBroken) and event.stuck > self._server.peer_timeout:
+                self._call_soon(self._give_up)
+                break
             elif self._left:
                 self._call_soon(self._give_up)
         if self._process is not None:

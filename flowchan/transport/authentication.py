@@ -119,6 +119,7 @@ class PendingHandshake:
     def __init__(self, sock: socket.socket, steps: Handshake, timeout: float) -> None:
         self.sock = sock
         self.hello: Hello | None = None
+        self.messages = 0  # number of messages that the peer has sent completely
         self.give_up = time.monotonic() + timeout
         self._timeout = timeout
         self._steps = steps
@@ -127,9 +128,10 @@ class PendingHandshake:
         self._proxy: TlsProxy | None = None
         self._last: Last | None = None
         self._sent: list[int] = []
-        self.peer = "a peer that has left"
+        self.peer, self.host = "a peer that has left", ""
         with contextlib.suppress(OSError):
             self.peer = joined(sock.getpeername())
+            self.host = self.peer.rpartition(":")[0]
         sock.setblocking(False)
         self._proceed(None)
 
@@ -154,6 +156,7 @@ class PendingHandshake:
             message = bytes(self._received)
             self._received.clear()
             self._proceed(message)
+            self.messages += 1
 
     def _why_it_ended(self, error: OSError | None = None) -> str:
         if self._proxy and (reason := self._proxy.reason()):
@@ -203,6 +206,10 @@ class PendingHandshake:
             self.hello = done.value
         except Refused as refused:
             self._refuse(str(refused))
+
+    def knows_secret(self) -> bool:
+        """Return whether the peer's proof was right: its greeting and its proof have been checked."""
+        return self.messages >= 2
 
     def has_proved(self) -> bool:
         """Return whether the peer is accepted. Finishing may still take another :meth:`receive_step`."""

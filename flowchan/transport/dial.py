@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -13,6 +14,39 @@ from flowchan.transport.tcp import dial
 
 SHORTEST, LONGEST = 0.002, 1.0
 """Shortest and longest pause between two attempts, in seconds."""
+
+_jitter = random.SystemRandom()  # leaves the random numbers of user code alone
+
+
+class Backoff:
+    """Pauses that double from one attempt to the next, up to ``LONGEST`` seconds.
+
+    A random part of up to one half is taken off each pause. The peers of one listener therefore do not all
+    dial at the same moment.
+    """
+
+    def __init__(self) -> None:
+        self._next = SHORTEST
+
+    def reset(self) -> None:
+        """Begin again with the shortest pause."""
+        self._next = SHORTEST
+
+    def wait_after_break(self, in_vain: int) -> None:
+        """Wait before dialling again after a broken connection.
+
+        Args:
+            in_vain: Number of connections in a row in which nothing arrived. The first one causes no wait.
+        """
+        if in_vain > 1:
+            threading.Event().wait(self.pause())
+        else:
+            self.reset()
+
+    def pause(self) -> float:
+        """Return the number of seconds to wait before the next attempt."""
+        pause, self._next = self._next, min(2 * self._next, LONGEST)
+        return pause * _jitter.uniform(0.5, 1.0)
 
 
 def reach(
@@ -44,7 +78,7 @@ def reach(
             not cut short.
     """
     give_up = time.monotonic() + within
-    pause, wait = SHORTEST, threading.Event()
+    backoff, wait, absent = Backoff(), threading.Event(), False
     failed: OSError | None = None
     while True:
         remaining = give_up - time.monotonic()
@@ -53,12 +87,14 @@ def reach(
             last = reason and ": " + reason.removeprefix(f"can't reach {address}: ")
             raise OSError(f"{why}{last} at {address} for {within:.3g} s") from failed
         try:
+            absent, was_absent = True, absent
             sock = dial(address, remaining)
-            pause = SHORTEST  # the peer is present, so the next retry may come soon
+            absent = False
+            if was_absent:
+                backoff.reset()  # the peer has just come, so the next retry may come soon
             remaining = max(0.0, give_up - time.monotonic())
             return meet(sock, secret, dialled=True, hello=hello, timeout=remaining, tls=tls)
         except unless_interrupted(OSError) as error:
             if failed is None or time.monotonic() < give_up:
                 failed = error
-            wait.wait(min(pause, max(0.0, give_up - time.monotonic())))
-            pause = min(2 * pause, LONGEST)
+            wait.wait(min(backoff.pause(), max(0.0, give_up - time.monotonic())))

@@ -11,6 +11,9 @@ PEER_TIMEOUT_S = 10.0
 """Seconds without a message after which an agent gives up on the driver and ends, and a process gives up on
 the owner of a channel."""
 
+STUCK = "its connections broke for {:.1f} s before any item arrived ({})"
+"""Reason for giving up on a peer, from the attributes of :class:`LinkBroken`."""
+
 AHEAD, BEHIND = 1 << 16, 1024
 """Capacities of an agent's rings: for a worker's inputs, which hold the items that the link has sent ahead,
 and for its outputs."""
@@ -18,9 +21,19 @@ and for its outputs."""
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. This event occurs once for each connection."""
+    """A connection has ended. This event occurs once for each connection.
+
+    Attributes:
+        why: Why it ended.
+        stuck: Seconds since connections began to break with items in transit and none arriving. It is 0
+            unless at least two connections in a row did. A part of an item, or an acknowledgement, counts as
+            an arrival.
+        in_vain: Number of connections in a row in which nothing arrived.
+    """
 
     why: str
+    stuck: float = 0.0
+    in_vain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,5 +115,8 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
             yield LinkIdle(connected, silent)
         elif isinstance(event, LinkClosed):
             return
+        elif isinstance(event, LinkBroken):
+            state = link.state()
+            yield LinkBroken(event.why, state["stuck_for"], state["breaks_in_vain"])
         else:
             yield event

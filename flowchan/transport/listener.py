@@ -1,15 +1,19 @@
-"""Listener that accepts only peers that know the secret, and that other peers cannot delay.
+"""Listener that accepts only peers that know the secret. SECURITY.md lists how far other peers can delay it.
 
-One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If too many handshakes are
-unfinished, the oldest one is refused, because a peer that knows the secret needs only a few round trips.
+One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it refuses
+one peer from the address with the most handshakes. Among the peers of that address, it chooses a random one
+of those that have sent the fewest messages. A peer that has proved the secret is never refused for this
+reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from flowchan.errors import Refused
@@ -18,8 +22,9 @@ from flowchan.transport.descriptors import lacks
 from flowchan.transport.tcp import Listener
 from flowchan.transport.tls import certificate
 
-AT_ONCE = 64
+AT_ONCE = 128
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds that a handshake may take
+_chooser = random.SystemRandom()  # a peer can't predict its choices
 PAUSE = 0.1  # seconds without accepting connections when this process lacks descriptors
 
 
@@ -126,7 +131,19 @@ class AuthenticatedListener:
         self._ready.register(pending.sock, selectors.EVENT_READ, pending)
         self._pending.append(pending)
         if len(self._pending) > AT_ONCE:
-            self._drop_peer(self._pending[0], f"there were more than {AT_ONCE} handshakes at the same time")
+            self._drop_one_peer()
+
+    def _drop_one_peer(self) -> None:
+        """Refuse a peer because there are too many handshakes; see the module docstring."""
+        unproved = [pending for pending in self._pending if not pending.knows_secret()]
+        if not unproved:
+            return
+        by_address = Counter(pending.host for pending in unproved)
+        most = max(by_address.values())
+        crowd = [pending for pending in unproved if by_address[pending.host] == most]
+        fewest = min(pending.messages for pending in crowd)
+        dropped = _chooser.choice([pending for pending in crowd if pending.messages == fewest])
+        self._drop_peer(dropped, f"there were more than {AT_ONCE} handshakes at the same time")
 
     def _continue(self, pending: PendingHandshake) -> bool:
         """Continue a handshake, and return whether the peer has proved the secret."""

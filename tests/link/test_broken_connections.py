@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import socket
 import threading
 from typing import Any
@@ -27,10 +28,13 @@ class Cut(Linked):
     Args:
         cuts: for each connection, the number of bytes to the owner side before it is cut; the last connection
             is not cut
+        both_ways: whether bytes to the worker side are counted and cut in the same way
     """
 
-    def __init__(self, *cuts: int) -> None:
+    def __init__(self, *cuts: int, both_ways: bool = False) -> None:
         super().__init__()
+        self.both_ways = both_ways
+        self.stuck: list[float] = []
         self._relays: list[threading.Thread] = []
         self._again = threading.Thread(target=self._redial, args=(cuts,))
 
@@ -48,6 +52,8 @@ class Cut(Linked):
             while not isinstance(event := next_event(self.owner_side, WAIT_LIMIT_S), LinkBroken):
                 if isinstance(event, LinkClosed):  # all bytes arrived without a cut
                     return
+            wait_until(lambda: not self.worker_side.state()["connected"])
+            self.stuck.append(self.worker_side.state()["stuck_for"])
             for relay in self._relays:
                 relay.join(WAIT_LIMIT_S)
         self.connect()
@@ -56,7 +62,9 @@ class Cut(Linked):
         owner_end, proxy_owner_end = socket.socketpair()
         proxy_worker_end, worker_end = socket.socketpair()
         self._relays = [
-            threading.Thread(target=pass_on, args=(proxy_owner_end, proxy_worker_end, None)),
+            threading.Thread(
+                target=pass_on, args=(proxy_owner_end, proxy_worker_end, cut if self.both_ways else None)
+            ),
             threading.Thread(target=pass_on, args=(proxy_worker_end, proxy_owner_end, cut)),
         ]
         attaching = threading.Thread(target=self.owner_side.attach, args=(owner_end.detach(),))
@@ -124,3 +132,49 @@ def test_outputs_already_put_are_skipped_once_after_broken_connections(times: in
             thread.join(WAIT_LIMIT_S)
             feeder.join(WAIT_LIMIT_S)
     assert sorted(outputs) == EVERYTHING
+
+
+def test_output_continues_after_the_bytes_that_arrived_before_a_break() -> None:
+    size, cut = 1_000_000, 150_000
+    with Cut(*[cut] * 20) as linked:
+        source, results = channel(4), channel(4)
+        thread = RemoteWorker(linked, 1, source, results).start(lambda item: [(0, bytes(size))])
+        feeding(source, range(2)).join(WAIT_LIMIT_S)
+        assert [len(output) for output in results] == [size, size]
+        thread.join(WAIT_LIMIT_S)
+        # at most 64 KB of an item, and the frames about states, are sent again over each connection
+        assert linked.owner_side.state()["bytes_in"] < 2 * size + 20 * 64_000
+        assert max(linked.stuck) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_items_and_outputs_are_exact_over_connections_cut_anywhere(seed: int) -> None:
+    draw = random.Random(seed)
+    cuts = [int(2 ** draw.uniform(14, 20)) for _ in range(60)]
+    items = [(n, draw.randbytes(int(2 ** draw.uniform(4, 20.5)))) for n in range(30)]
+    with Cut(*cuts, both_ways=True) as linked:
+        source, results = channel(draw.choice([1, 4, 100])), channel(draw.choice([1, 4, 100]))
+        worker = RemoteWorker(linked, 1, source, results, ordered=draw.random() < 0.5)
+        thread = worker.start(lambda item: [(0, item), (0, item[1][::-1])])
+        feeder = feeding(source, items)
+        assert [*results] == [output for item in items for output in (item, item[1][::-1])]
+        feeder.join(WAIT_LIMIT_S)
+        thread.join(WAIT_LIMIT_S)
+
+
+def test_link_reports_for_how_long_its_connections_carried_nothing() -> None:
+    with Cut(*[20_000] * 6) as linked:
+        source, results = channel(4), channel(4)
+        thread = RemoteWorker(linked, 1, source, results).start(lambda item: [(0, bytes(60_000))])
+        feeding(source, range(1)).join(WAIT_LIMIT_S)
+        assert [len(output) for output in results] == [60_000]
+        thread.join(WAIT_LIMIT_S)
+        assert linked.stuck[-1] > linked.stuck[-2] > 0
+        wait_until(lambda: not linked.owner_side.state()["streams"][1]["ahead"])
+
+
+def test_idle_link_with_breaking_connections_is_not_stuck() -> None:
+    with Linked() as linked:
+        for _ in range(5):
+            linked.connect()
+        assert linked.owner_side.state()["stuck_for"] == linked.worker_side.state()["stuck_for"] == 0

@@ -28,11 +28,14 @@ class Wire:
     """Connection that delays each byte by ``delay`` seconds and passes at most ``rate`` bytes/s in each
     direction.
 
+    If ``limit`` is set, the wire resets each connection once ``limit`` bytes have passed in one direction.
+
     A peer that dials the address that ``to`` returns reaches ``target`` over this connection.
     """
 
-    def __init__(self, delay: float = 0.0, rate: float = float("inf")) -> None:
-        self.delay, self.rate = delay, rate
+    def __init__(self, delay: float = 0.0, rate: float = float("inf"), limit: int | None = None) -> None:
+        self.delay, self.rate, self.limit = delay, rate, limit
+        self.connections = 0
         self.passed = 0  # bytes
         self._listeners: list[socket.socket] = []
         self._over = threading.Event()
@@ -60,10 +63,7 @@ class Wire:
 
         ``close`` with a linger of 0 has the same effect, but not while another thread polls.
         """
-        for sock in list(self._socks):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
+        self._reset(*self._socks)
 
     def close(self) -> None:
         self._over.set()
@@ -83,12 +83,19 @@ class Wire:
                 other = socket.create_connection((host, int(port)))
             except OSError:
                 continue
+            self.connections += 1
             for sock in (one, other):
                 sock.settimeout(LONG)  # lets the threads poll, so that a reset is possible during a send
             self._socks += [one, other]
             for source, target in ((one, other), (other, one)):
                 source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._pump(source, target)
+
+    def _reset(self, *socks: socket.socket) -> None:
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            ctypes.CDLL(None).connect(sock.fileno(), NOWHERE, len(NOWHERE))
 
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         """Copy bytes in two threads: one receives them and notes when each is due, and the other sends
@@ -110,6 +117,7 @@ class Wire:
                 arrived.release()
 
         def give() -> None:
+            left = self.limit
             while True:
                 arrived.acquire()
                 due, data = pieces.popleft()
@@ -119,8 +127,13 @@ class Wire:
                     remaining
                 ):
                     pass
+                if left is not None:
+                    data, left = data[:left], left - len(data)
                 with contextlib.suppress(OSError):
                     target.sendall(data) if data else target.shutdown(socket.SHUT_WR)
+                if left is not None and left <= 0:
+                    self._reset(source, target)
+                    return
                 self.passed += len(data)
                 if not data:
                     return

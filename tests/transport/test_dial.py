@@ -32,3 +32,14 @@ def test_dial_reports_earlier_error_if_last_attempt_times_out(
     ):
         dial.reach(listener.address, SECRET, {}, why="no way", within=0.3, tls=False)
     assert len(tries) > 1
+
+
+def test_backoff_pauses_double_with_jitter_up_to_a_limit() -> None:
+    backoff = dial.Backoff()
+    pauses = [backoff.pause() for _ in range(20)]
+    for n, pause in enumerate(pauses):
+        most = min(dial.SHORTEST * 2**n, dial.LONGEST)
+        assert most / 2 <= pause <= most
+    assert len({*pauses[-8:]}) > 1
+    backoff.reset()
+    assert backoff.pause() <= dial.SHORTEST

@@ -17,6 +17,7 @@ from support.waiting import wait_until
 
 import flowchan
 from flowchan.transport import authentication, tcp
+from flowchan.transport import listener as listener_module
 from flowchan.transport.listener import AT_ONCE, AuthenticatedListener
 
 
@@ -112,7 +113,8 @@ def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
                 one.close()
 
 
-def test_oldest_pending_peer_is_refused_even_if_readable() -> None:
+def test_too_many_handshakes_refuse_a_readable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_chooser", First())
     with opened() as listener, contextlib.ExitStack() as open_ones:
         silent = []
         for _ in range(AT_ONCE):
@@ -125,6 +127,48 @@ def test_oldest_pending_peer_is_refused_even_if_readable() -> None:
             with pytest.raises(TimeoutError):
                 listener.accept(0)
         assert f"there were more than {AT_ONCE} handshakes at the same time" in listener.last_refused
+
+
+class First:
+    def choice(self, candidates: list[Any]) -> Any:
+        return candidates[0]
+
+
+def crowd(listener: AuthenticatedListener, open_ones: contextlib.ExitStack, count: int) -> None:
+    """Open silent connections, one after another, until the listener has refused ``count`` peers."""
+    while listener.refused < count:
+        open_ones.enter_context(tcp.dial(listener.address, 30))
+        with pytest.raises(TimeoutError):
+            listener.accept(0)
+
+
+def test_flood_of_silent_peers_leaves_a_peer_with_a_greeting() -> None:
+    """The peer is the oldest one, and would have been refused by its age."""
+    with opened() as listener, contextlib.ExitStack() as open_ones:
+        steps = authentication.handshake(SECRET, {}, dialled=True)
+        peer = authentication.PendingHandshake(tcp.dial(listener.address, 30), steps, 30)
+        while not listener._pending or not listener._pending[0].messages:
+            with pytest.raises(TimeoutError):
+                listener.accept(0)
+        crowd(listener, open_ones, 3 * AT_ONCE)
+        accepted = ThreadPeer(lambda: listener.accept(30))
+        while peer.hello is None:
+            select.select([peer.sock], [], [], 30)
+            peer.receive_step()
+        accepted.result()[0].close()
+        peer.close()
+
+
+def test_flood_from_one_address_leaves_the_peers_of_other_addresses() -> None:
+    with opened() as listener, contextlib.ExitStack() as open_ones:
+        host, port = listener.address.rsplit(":", 1)
+        sock = socket.create_connection((host, int(port)), 30, source_address=("127.0.0.2", 0))
+        open_ones.enter_context(sock)
+        while not listener._pending:
+            with pytest.raises(TimeoutError):
+                listener.accept(0)
+        crowd(listener, open_ones, 3 * AT_ONCE)
+        assert [pending.host for pending in listener._pending].count("127.0.0.2") == 1
 
 
 def test_silent_peers_are_refused_after_the_timeout() -> None:
