@@ -17,6 +17,7 @@ from flowchan.errors import (
     GroupError,
     HostError,
     Interrupted,
+    LateItem,
     MemberDied,
     MemberLeft,
     Mismatch,
@@ -28,6 +29,8 @@ from flowchan.errors import (
 )
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
+from flowchan.items.keyed_state import KeyedState
+from flowchan.items.window import Window
 from flowchan.run import (
     Cause,
     EdgeStats,
@@ -70,6 +73,8 @@ __all__ = [
     "In",
     "Input",
     "Interrupted",
+    "KeyedState",
+    "LateItem",
     "MemberDied",
     "MemberLeft",
     "Mismatch",
@@ -87,6 +92,7 @@ __all__ = [
     "StageStats",
     "Stream",
     "Unreadable",
+    "Window",
     "WorkSeconds",
     "Worker",
     "WorkerDied",

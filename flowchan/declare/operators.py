@@ -6,6 +6,7 @@ None of them compares operator names. To add an operator, add a row here, a body
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
 
 Role = Literal["source", "stage", "sink"]
 
+_WINDOWS = "flowchan.run.worker.window_loops"
 _BODIES, _ASYNC_BODIES = "flowchan.run.worker.operator_loops", "flowchan.run.worker.async_operator_loops"
 
 
@@ -72,6 +74,8 @@ class Operator:
     """Whether requests sent with ``ask()`` can pass through, because the output for each item is known."""
     groups: bool = False
     """Whether each output is a list of several items."""
+    routes: bool = False
+    """Whether the operator chooses the worker for each item, which keeps its number."""
     repeats: bool = False
     """Whether every output gets every item, so that the report counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
@@ -126,6 +130,19 @@ def _batches(options: Mapping[str, Any], into: list[int]) -> int | None:
 def _batch_size(options: Mapping[str, Any]) -> str:
     waits = options["timeout"]
     return f"{options['size']:,} items" + (f" or {waits:g} s" if waits is not None else "")
+
+
+def _window(options: Mapping[str, Any]) -> str:
+    in_seconds = options["seconds"] is not None
+    length, unit = (options["seconds"], "s") if in_seconds else (options["size"], "items")
+    if length == math.inf:
+        return ""
+    slides = f", every {options['every']:,g}" if options["every"] != length else ""
+    return f"{length:,g} {unit}{slides}"
+
+
+def _within(options: Mapping[str, Any]) -> str:
+    return f"within {options['within']:g} s"
 
 
 def _taken(options: Mapping[str, Any], into: list[int]) -> int:
@@ -187,6 +204,15 @@ _ROWS = (
         name="partition", answers=True, body=f"{_BODIES}:partition", calls="item", per_item=True, owes=True
     ),
     Operator(
+        name="route",
+        answers=True,
+        body=f"{_BODIES}:route",
+        calls="item",
+        routes=True,
+        owes=True,
+        expects=_as_many,
+    ),
+    Operator(
         name="sink",
         answers=True,
         body=f"{_BODIES}:sink",
@@ -206,6 +232,8 @@ _ROWS = (
         expects=_batches,
         describe=_batch_size,
     ),
+    Operator(name="window", body=f"{_WINDOWS}:window", describe=_window),
+    Operator(name="join", body=f"{_WINDOWS}:join", describe=_within),
     Operator(name="unbatch", answers=True, body=f"{_BODIES}:unbatch"),
     Operator(
         name="take",

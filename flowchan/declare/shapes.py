@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from flowchan.items.keyed_state import KeyedState
+
 A = TypeVar("A")
 B = TypeVar("B")
+S = TypeVar("S")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 
@@ -70,6 +73,9 @@ Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
 """Function that takes an item. Its result is ignored or tested for truth."""
+
+WithState: TypeAlias = Callable[[A, KeyedState[S]], B]
+"""Function that takes an item and the state of its key."""
 
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
 """Function that takes the result so far and an item."""

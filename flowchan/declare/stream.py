@@ -7,28 +7,38 @@ handle of the stage's output. An invalid argument raises ``TypeError`` or ``Valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
 from flowchan.declare.annotations import element_type, returned_type
 from flowchan.declare.builder import Builder
+from flowchan.declare.keyed import keyed, keyed_stage
 from flowchan.declare.options import (
     ItemOptions,
+    KeyedOptions,
+    KeyedSettings,
+    KeyedSinkOptions,
     NameOption,
-    OrderedOptions,
     PlainOptions,
-    WorkOptions,
     allreduce_options,
     shows,
 )
-from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
+from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many, WithState
 from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
 from flowchan.declare.values import Stage
+from flowchan.declare.window_options import (
+    JOIN_ARGUMENTS,
+    WINDOW_ARGUMENTS,
+    group_options,
+    join_options,
+    window_options,
+)
 from flowchan.items.arguments import callable_argument, known_options, seconds, whole
 from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.items.window import Window, window_type
 
 _MISSING: Any = object()
 
@@ -70,13 +80,31 @@ class Stream(StreamHandle[T_co]):
     __slots__ = ()
 
     @overload
-    def map(self, function: Awaited[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
+    def map(self, function: Awaited[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(self, function: Built[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
+    def map(self, function: Built[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(self, function: Callable[[T_co], B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
-    @shows(OrderedOptions)
-    def map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    def map(self, function: Callable[[T_co], B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @overload
+    def map(
+        self,
+        function: WithState[T_co, T, Coroutine[Any, Any, B]],
+        *,
+        state: Callable[[], T],
+        **options: Unpack[KeyedOptions],
+    ) -> Tried[B, T_co]: ...
+    @overload
+    def map(
+        self, function: WithState[T_co, T, B], *, state: Callable[[], T], **options: Unpack[KeyedOptions]
+    ) -> Tried[B, T_co]: ...
+    @shows(KeyedOptions, KeyedSettings)
+    def map(
+        self,
+        function: AnyFunction,
+        *,
+        state: Callable[[], Any] | None = None,
+        **options: Unpack[KeyedOptions],
+    ) -> Stream[Any]:
         """Declare a stage that emits ``function(item)`` for each item.
 
         Args:
@@ -84,6 +112,9 @@ class Stream(StreamHandle[T_co]):
                 called. If a worker process dies, its replacement creates a new instance.
                 After :meth:`batch`, the function may return a list as long as the batch. An exception in that
                 list makes only the item with the same index fail.
+            state: Function that returns the first state of a key (default: no state). The stage then calls
+                ``function(item, state)`` with the :class:`KeyedState` of the item's key. The state outlives
+                the death of a worker. This needs ``key``.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
@@ -104,6 +135,11 @@ class Stream(StreamHandle[T_co]):
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (float): GPUs reserved for each worker process (default: 0; workers share all GPUs). A
                     number below 1 is a share of one.
+                key (function): Function that returns the key of an item (default: none). Items with equal
+                    keys go to the same worker, which processes them one after another in the order of the
+                    stream. Workers on hosts can't have a key.
+                concurrency_per_key (int): Maximum number of items with equal keys that are processed at the
+                    same time (default: 1).
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
@@ -124,24 +160,42 @@ class Stream(StreamHandle[T_co]):
             >>> answers = graph.source(["a", "b"]).map(str.upper, workers=8, rate=100).collect()
             >>> graph.run()[answers]
             ['A', 'B']
+            >>> graph = Graph()
+            >>> events = graph.source([("ada", 1), ("bob", 2), ("ada", 3)])
+            >>> names = events.map(lambda event: event[0], workers=2, key=lambda event: event[0]).collect()
+            >>> graph.run()[names]
+            ['ada', 'bob', 'ada']
         """
-        return self._one("map", function, returned_type, options)
+        return self._one("map", function, returned_type, options, state)
 
     @overload
+    def flat_map(self, function: Built[T_co, Many[B]], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @overload
     def flat_map(
-        self, function: Built[T_co, Many[B]], **options: Unpack[OrderedOptions]
+        self, function: Callable[[T_co], Many[B]], **options: Unpack[KeyedOptions]
     ) -> Tried[B, T_co]: ...
     @overload
     def flat_map(
-        self, function: Callable[[T_co], Many[B]], **options: Unpack[OrderedOptions]
+        self,
+        function: WithState[T_co, T, Iterable[B]],
+        *,
+        state: Callable[[], T],
+        **options: Unpack[KeyedOptions],
     ) -> Tried[B, T_co]: ...
-    @shows(OrderedOptions)
-    def flat_map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    @shows(KeyedOptions, KeyedSettings)
+    def flat_map(
+        self,
+        function: AnyFunction,
+        *,
+        state: Callable[[], Any] | None = None,
+        **options: Unpack[KeyedOptions],
+    ) -> Stream[Any]:
         """Declare a stage that emits each element of the iterable ``function(item)``.
 
         Args:
             function: Function that returns an iterable, an async generator function, or a class whose
                 instances are called.
+            state: As in :meth:`map`.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -158,15 +212,30 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[words]
             ['a', 'b', 'c']
         """
-        return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
+        return self._one(
+            "flat_map", function, lambda called: element_type(returned_type(called)), options, state
+        )
 
-    @shows(OrderedOptions)
-    def filter(self, function: Effect[T_co], **options: Unpack[OrderedOptions]) -> Tried[T_co, T_co]:
+    @overload
+    def filter(self, function: Effect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]: ...
+    @overload
+    def filter(
+        self, function: WithState[T_co, T, object], *, state: Callable[[], T], **options: Unpack[KeyedOptions]
+    ) -> Tried[T_co, T_co]: ...
+    @shows(KeyedOptions, KeyedSettings)
+    def filter(
+        self,
+        function: AnyFunction,
+        *,
+        state: Callable[[], Any] | None = None,
+        **options: Unpack[KeyedOptions],
+    ) -> Tried[T_co, T_co]:
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
             function: Function with one parameter; its result is tested for truth. It may be an ``async def``
                 function or a class whose instances are called.
+            state: As in :meth:`map`.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -183,10 +252,26 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[even]
             [0, 2, 4]
         """
-        return self._one("filter", function, lambda _: self.item, options)
+        return self._one("filter", function, lambda _: self.item, options, state)
 
-    @shows(WorkOptions)
-    def sink(self, function: Effect[T_co], **options: Unpack[WorkOptions]) -> None:
+    @overload
+    def sink(self, function: Effect[T_co], **options: Unpack[KeyedSinkOptions]) -> None: ...
+    @overload
+    def sink(
+        self,
+        function: WithState[T_co, T, object],
+        *,
+        state: Callable[[], T],
+        **options: Unpack[KeyedSinkOptions],
+    ) -> None: ...
+    @shows(KeyedSinkOptions, KeyedSettings)
+    def sink(
+        self,
+        function: AnyFunction,
+        *,
+        state: Callable[[], Any] | None = None,
+        **options: Unpack[KeyedSinkOptions],
+    ) -> None:
         """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
 
         If a worker dies, the side effect may happen twice for the item that it was processing.
@@ -194,6 +279,7 @@ class Stream(StreamHandle[T_co]):
         Args:
             function: Function with one parameter; its result is ignored. It may be an ``async def`` function
                 or a class whose instances are called.
+            state: As in :meth:`map`.
             **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
 
         Raises:
@@ -209,8 +295,8 @@ class Stream(StreamHandle[T_co]):
             b
         """
         callable_argument("sink", "function", function)
-        known_options("sink", options, WorkOptions.__annotations__)
-        self._next("sink", (), options, function=function)
+        known_options("sink", options, ("state", *KeyedSinkOptions.__annotations__))
+        self._by_key("sink", function, (), options, state, {})
 
     @shows(ItemOptions)
     def partition(
@@ -335,6 +421,152 @@ class Stream(StreamHandle[T_co]):
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
         return self._next("batch", [("out", _listed(self.item))], options, own=own)[0]
+
+    @shows(PlainOptions)
+    def group_by(
+        self, key: Callable[[T_co], Hashable], **options: Unpack[PlainOptions]
+    ) -> Tried[Window[T_co], T_co]:
+        """Declare a stage that groups all items by a key, and emits the groups when the stream ends.
+
+        The items are held in the memory of the program. For a total per key, ``map`` with ``state=`` needs
+        less memory.
+
+        Args:
+            key: Function that returns the key of an item.
+            **options: ``name`` (str) and ``capacity`` (groups, default: 64) of the stage.
+
+        Returns:
+            The stream of groups, each a :class:`Window` with ``key`` and ``items``.
+
+        Raises:
+            TypeError: ``key`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> words = graph.source(["apple", "bee", "ant"])
+            >>> groups = words.group_by(lambda word: word[0])
+            >>> result = groups.map(lambda group: (group.key, group.items), workers=2).collect()
+            >>> graph.run()[result]
+            [('a', ['apple', 'ant']), ('b', ['bee'])]
+        """
+        known_options("group_by", options, PlainOptions.__annotations__)
+        return self._windows(group_options(key), {"name": "group_by", **options})
+
+    @shows(PlainOptions)
+    def window(
+        self,
+        size: int | None = None,
+        *,
+        seconds: float | None = None,
+        every: float | None = None,
+        key: Callable[[T_co], Hashable] | None = None,
+        time: Callable[[T_co], float] | None = None,
+        allowed_lateness: float = 0.0,
+        **options: Unpack[PlainOptions],
+    ) -> Tried[Window[T_co], T_co]:
+        """Declare a stage that groups items into windows, by count or by time.
+
+        A window by time begins at a multiple of ``every``. It is emitted when its time has passed: with
+        ``time``, when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
+        items that were in no window are emitted in shorter windows. Every item is in a window, or is late.
+
+        Args:
+            size: Number of items in a window, at least 1. Either ``size`` or ``seconds`` must be passed.
+            seconds: Length of a window in seconds.
+            every: Items or seconds from the beginning of a window to the beginning of the next one (default:
+                the length of a window, so that windows do not overlap). It must not exceed this length.
+            key: Function that returns the key of an item. Each key has its own windows (default: one key for
+                all items).
+            time: Function that returns the time of an item in seconds (default: the time of its arrival).
+            allowed_lateness: How many seconds an item may be behind the latest one (default: 0). An item
+                whose windows have all been emitted is late: it fails with :class:`LateItem`.
+            **options: ``name`` (str) and ``capacity`` (windows, default: 64) of the stage.
+
+        Returns:
+            The stream of :class:`Window` values. Failed and late items go to its stream :attr:`errors`, if a
+            stage reads that stream. Otherwise the first one ends the run.
+
+        Raises:
+            TypeError: Neither or both of ``size`` and ``seconds`` were passed, or an argument has the wrong
+                type or an unknown name.
+            ValueError: An argument is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> visits = graph.source([("ada", 1.0), ("bob", 3.0), ("ada", 12.0)])
+            >>> windows = visits.window(seconds=10, key=lambda visit: visit[0], time=lambda visit: visit[1])
+            >>> counts = windows.map(lambda window: (window.key, window.start, len(window.items))).collect()
+            >>> graph.run()[counts]
+            [('ada', 0, 1), ('bob', 0, 1), ('ada', 10, 1)]
+        """
+        own = window_options(size, seconds, every, key, time, allowed_lateness)
+        known_options("window", options, (*WINDOW_ARGUMENTS, *PlainOptions.__annotations__))
+        return self._windows(own, options)
+
+    def _windows(self, own: dict[str, Any], options: PlainOptions) -> Tried[Window[T_co], T_co]:
+        return self._next("window", [("out", window_type(self.item))], options, own=own, errors=True)[0]
+
+    @shows(PlainOptions)
+    def join(
+        self,
+        other: Stream[A],
+        *,
+        key: Callable[[T_co], Hashable],
+        within: float,
+        time: Callable[[T_co], float] | None = None,
+        other_key: Callable[[A], Hashable] | None = None,
+        other_time: Callable[[A], float] | None = None,
+        allowed_lateness: float = 0.0,
+        **options: Unpack[PlainOptions],
+    ) -> Tried[tuple[T_co, A], T_co | A]:
+        """Declare a stage that emits pairs of items from two streams with equal keys and near times.
+
+        An item without a partner is in no pair. The order of the pairs depends on the order in which the two
+        streams arrive. Flink calls this an interval join.
+
+        Args:
+            other: Stream to join with this one.
+            key: Function that returns the key of an item of this stream.
+            within: Maximum difference between the times of two items of a pair, in seconds.
+            time: Function that returns the time of an item of this stream in seconds (default: the time of
+                its arrival).
+            other_key: Key function for the other stream (default: ``key``).
+            other_time: Time function for the other stream (default: ``time``).
+            allowed_lateness: How many seconds an item may be behind the latest one of the stream that is
+                behind the other (default: 0). A later item fails with :class:`LateItem`, because its partners
+                may already have been dropped.
+            **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
+
+        Returns:
+            The stream of pairs, with the item of this stream first. Failed and late items go to its stream
+            :attr:`errors`, if a stage reads that stream. Otherwise the first one ends the run.
+
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: An argument is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> orders, payments = graph.source([("a", 1), ("b", 2)]), graph.source([("b", 4), ("a", 99)])
+            >>> paid = orders.join(payments, key=lambda pair: pair[0], within=10, time=lambda pair: pair[1])
+            >>> result = paid.collect()
+            >>> graph.run()[result]
+            [(('b', 2), ('b', 4))]
+        """
+        streams = streams_argument("join", (self, other))
+        own = join_options(within, key, other_key, time, other_time, allowed_lateness)
+        known_options("join", options, (*JOIN_ARGUMENTS, *PlainOptions.__annotations__))
+        item = GenericAlias(tuple, tuple(Any if one.item is None else one.item for one in streams))
+        stage = self.graph._declare(
+            "join", inputs=origins(self.graph, *streams), input_ports=("left", "right"),
+            outputs=[("out", item)], options=own, errors=True, **options,
+        )  # fmt: skip
+        joined: Any = streams_of(self.graph, stage)[0]
+        return joined
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
@@ -536,13 +768,35 @@ class Stream(StreamHandle[T_co]):
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
     def _one(
-        self, kind: str, function: Any, item_of: Callable[[Any], Any], options: OrderedOptions
+        self,
+        kind: str,
+        function: Any,
+        item_of: Callable[[Any], Any],
+        options: KeyedOptions,
+        state: Callable[[], Any] | None,
     ) -> Tried[Any, Any]:
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
-        known_options(kind, options, OrderedOptions.__annotations__)
-        own = {"members": True} if self.graph._gives_lists(self._origin) else None
-        return self._next(kind, [("out", item)], options, function=function, own=own, errors=True)[0]
+        known_options(kind, options, ("state", *KeyedOptions.__annotations__))
+        own = {"members": True} if self.graph._gives_lists(self._origin) else {}
+        return self._by_key(kind, function, [("out", item)], options, state, own)[0]
+
+    def _by_key(
+        self,
+        kind: str,
+        function: Any,
+        outputs: Sequence[tuple[str, Any]],
+        options: KeyedOptions | KeyedSinkOptions,
+        state: Callable[[], Any] | None,
+        own: dict[str, Any],
+    ) -> tuple[Tried[Any, Any], ...]:
+        """Declare a stage that may process items by key. Return the streams of its outputs."""
+        by_key, (origin,) = keyed(kind, function, options, state), origins(self.graph, self)
+        stage = keyed_stage(
+            self.graph, kind, function, origin, self.item, by_key, own, outputs, errors=bool(outputs)
+        )
+        outs: tuple[Any, ...] = streams_of(self.graph, stage)
+        return outs
 
     def _next(
         self,

@@ -16,6 +16,9 @@ from flowchan.declare.values import Edge
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker.pace import Pace, pace_of
+from flowchan.run.worker.state_log import StateLog, log_of
+
+_NUMBER_BITS = 48
 
 Channels = Mapping[str, Channel[Any]]
 
@@ -29,6 +32,8 @@ class Ports:
     errors: Out[Any] | None
     pace: Pace | None = None
     """Times at which the workers of the stage start items, if its rate is limited."""
+    states: StateLog | None = None
+    """Log of the states by key, if the stage has them."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -90,7 +95,10 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
         channels[name]._leaves_host()
     inputs = {stage: _open_input(plan, names, channels) for stage, names in plan.inputs.items()}
     paces = {stage.name: pace_of(stage) for stage in plan.graph.stages}
-    ports = {worker.id: open_ports(worker, channels, paces[worker.id.stage]) for worker in workers}
+    ports = {
+        worker.id: open_ports(worker, channels, paces[worker.id.stage], log_of(worker.stage))
+        for worker in workers
+    }
     return OpenedPlan(channels, ports, inputs, paces)
 
 
@@ -101,8 +109,10 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) -> Ports:
-    """Open the ports of one worker. ``pace`` limits the rate of its stage.
+def open_ports(
+    worker: PortNames, channels: Channels, pace: Pace | None = None, states: StateLog | None = None
+) -> Ports:
+    """Open the ports of one worker. ``pace`` limits the rate of its stage; ``states`` is its log.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
     conclude that its last writer or reader has gone.
@@ -117,6 +127,7 @@ def open_ports(worker: PortNames, channels: Channels, pace: Pace | None = None) 
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
         pace,
+        states,
     )
 
 
@@ -124,5 +135,11 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
     most = min(plan.memory, most_bytes()) if edge.transport.copies else None
     channel: Channel[Any] = Channel(edge.capacity, across=edge.transport.name, max_bytes=most)
     channel._name = edge.name
+    if edge.to_worker:
+        if edge.routed:
+            channel._keep_numbers()
+        elif edge.transport.copies:
+            # No two workers may number items alike, because an output is attributed to an item by its number.
+            channel._number_from(edge.to_worker << _NUMBER_BITS)
     channel._share = plan.share
     return channel

@@ -40,6 +40,7 @@ from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.pace import paced
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
+from flowchan.run.worker.state_log import KeyedStates, with_key
 from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.worker_callable import Function, built, nothing
 
@@ -186,6 +187,10 @@ def job_of(
             tell(ErrorSent(worker, f"worker {worker}, {text}"))
 
     job.on_failed_item = report_failed_item
+    if "key" in stage.options:
+        if ports.states is not None:
+            job.states = KeyedStates(stage, ports.states, ports.inputs["items"])
+        function = job.function = with_key(function, stage, job.states)
     if ports.pace is not None and not is_async(function):
         function = job.function = paced(function, ports.pace, job.is_over)
     if stage.may_get_requests and stage.operator.answers:
