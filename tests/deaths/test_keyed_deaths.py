@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Hashable
 
 import pytest
 from kill_points import Deaths, stage_of
@@ -135,11 +136,12 @@ GRAPH = Graph()
 GRAPH.source([(0, 0)]).map(add, key=lambda item: item[0], state=int).sink(print)
 
 
-def add_at(keyed: KeyedStates, number: int, key: object) -> int:
+def add_at(keyed: KeyedStates, number: int, key: Hashable) -> int:
     keyed._reader._number = number  # type: ignore[misc]
-    with keyed.of(key) as state:  # type: ignore[arg-type]
-        state.value += 1
-        return state.value  # type: ignore[no-any-return]
+    state = keyed.begin(key)
+    state.value += 1
+    keyed.commit(state)
+    return int(state.value)
 
 
 def test_replacement_removes_the_record_of_its_first_item() -> None:
@@ -156,7 +158,7 @@ def test_replacement_ignores_a_record_that_was_cut_off() -> None:
     add_at(keyed, 0, "a")
     complete = keyed._end
     add_at(keyed, 1, "a")
-    data = os.pread(keyed._file, keyed._end, 0)
+    data = os.pread(whole.files[0].fd, keyed._end, 0)
     for end in range(complete, keyed._end):
         log = StateLog()
         os.pwrite(log.files[0].fd, data[:end], 0)

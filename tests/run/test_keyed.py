@@ -121,6 +121,24 @@ def test_key_that_fails_makes_its_item_fail(on: Any) -> None:
     assert [(failed.item, type(failed.error)) for failed in results[bad]] == [((), IndexError)]
 
 
+class Unreadable:
+    """Item that cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+@everywhere
+def test_item_that_cannot_be_unpickled_fails_in_the_keyed_stage(on: Any) -> None:
+    graph = Graph()
+    made = graph.source(range(6)).map(lambda number: Unreadable() if number == 3 else number, on="process")
+    out = made.map(str, on=on, workers=2, key=int)
+    good, bad = out.collect(), out.errors.collect()
+    results = graph.run()
+    assert results[good] == ["0", "1", "2", "4", "5"]
+    assert [type(failed.error) for failed in results[bad]] == [ValueError]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_unhashable_key_names_the_stage_and_the_key(workers: int) -> None:
     graph = Graph()
@@ -141,6 +159,17 @@ def test_state_belongs_to_its_key(on: Any, workers: int) -> None:
     graph = Graph()
     out = graph.source(items()).map(count, on=on, workers=workers, key=key_of, state=int).collect()
     assert graph.run()[out] == [(key, 1 + number // KEYS) for key, number in items()]
+
+
+@pytest.mark.usefixtures("_method")
+def test_state_works_under_each_start_method() -> None:
+    def count(item: tuple[str, int], state: KeyedState[int]) -> int:
+        state.value += 1
+        return state.value
+
+    graph = Graph()
+    out = graph.source(items()).map(count, on="process", workers=2, key=key_of, state=int).collect()
+    assert graph.run()[out] == [1 + number // KEYS for _, number in items()]
 
 
 def test_coroutine_gets_the_state_of_its_key() -> None:

@@ -33,7 +33,7 @@ class Ports:
     pace: Pace | None = None
     """Times at which the workers of the stage start items, if its rate is limited."""
     states: StateLog | None = None
-    """Log of the states by key, if the stage has them."""
+    """Log of the states by key, if the worker is a process of a stage with state."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""

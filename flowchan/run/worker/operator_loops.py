@@ -26,6 +26,7 @@ from flowchan.items.failed import Failed
 from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
+from flowchan.run.worker.keyed_call import Unroutable
 from flowchan.run.worker.pace import Pace, wait_until
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
 from flowchan.run.worker.state_log import KeyedStates
@@ -109,6 +110,8 @@ class OperatorJob:
 
         Raises :class:`ItemFailed` if the stage has no errors stream, or if ``error`` is not an ``Exception``.
         """
+        if type(item) is Unroutable:
+            item, attempts = item.item, item.deaths
         if isinstance(error, Dropped):
             self.unwanted += 1
             return
@@ -437,6 +440,12 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
     one of them, because these are evenly distributed over every regular series of items.
     """
     function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
+
+    def poisoned(item: Any, deaths: int, error: Exception | None) -> None:
+        carried: Any = Portable(error) if error is not None and out.channel.transport.copies else error
+        put((1, Unroutable(item, carried, deaths)))
+
+    items._on_poison(1, poisoned)
     for number, item in enumerate(items):
         try:
             worker = bucket_of(function(item)) + (((number * _GOLDEN) & _MASK) * spread >> 64)
