@@ -3,7 +3,8 @@
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
 from flowchan.declare.feedback import Feedback
-from flowchan.declare.stream import Input, Stream
+from flowchan.declare.input_stream import Input
+from flowchan.declare.stream import Stream
 from flowchan.errors import (
     Broken,
     ChannelError,

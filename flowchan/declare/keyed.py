@@ -14,6 +14,7 @@ from typing import Any
 
 from flowchan.declare.builder import Builder, name_from
 from flowchan.declare.callables import is_async, is_callable_class
+from flowchan.declare.operators import OPERATORS
 from flowchan.declare.options import KeyOptions, StageSettings
 from flowchan.declare.values import Origin, Stage
 from flowchan.items.arguments import callable_argument, text, whole
@@ -38,10 +39,10 @@ class Keyed:
         return own if self.state is None else {**own, "state": self.state}
 
 
-def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any], state: Any) -> Keyed:
+def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Keyed:
     """Check the keyed options of an operator, and separate them from its other options."""
     rest = {name: value for name, value in options.items() if name not in KeyOptions.__annotations__}
-    key, limit = options.get("key"), options.get("concurrency_per_key", 1)
+    key, limit, state = options.get("key"), options.get("concurrency_per_key", 1), options.get("state")
     whole(kind, "concurrency_per_key", limit, 1)
     if key is None:
         if state is not None or "concurrency_per_key" in options:
@@ -65,7 +66,7 @@ def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any], s
                 f"{kind}: concurrency_per_key must be 1 with state, got {limit}; items with equal keys share "
                 "one state"
             )
-        if kind == "flat_map" and is_async(function):
+        if OPERATORS[kind].iterates and is_async(function):
             raise ValueError(f"{kind}: state requires a function that is not async; use map and unbatch")
     if settings.name is not None:
         text(kind, "name", settings.name)

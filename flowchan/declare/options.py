@@ -87,6 +87,9 @@ class KeyOptions(TypedDict, total=False):
     another, in the order of the stream; items with different keys are processed in parallel."""
     concurrency_per_key: int
     """Maximum number of items with equal keys that are processed at the same time (default: 1)."""
+    state: Callable[[], Any] | None
+    """Function that returns the first state of a key (default: no state). The stage then calls
+    ``function(item, state)`` with the state of the item's key."""
 
 
 class KeyedOptions(OrderedOptions, KeyOptions, total=False):
@@ -189,6 +192,7 @@ class KeyedSettings(StageSettings):
 
     key: Callable[[Any], Hashable] | None = None
     concurrency_per_key: int = 1
+    state: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from flowchan.items.keyed_state import KeyedState
 
 A = TypeVar("A")
 B = TypeVar("B")
-S = TypeVar("S")
 A_contra = TypeVar("A_contra", contravariant=True)
 B_co = TypeVar("B_co", covariant=True)
 
@@ -74,8 +73,14 @@ Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
 """Function that takes an item. Its result is ignored or tested for truth."""
 
-WithState: TypeAlias = Callable[[A, KeyedState[S]], B]
+WithState: TypeAlias = Callable[[A, KeyedState[Any]], B]
 """Function that takes an item and the state of its key."""
+
+WithStateLater: TypeAlias = Callable[[A, KeyedState[Any]], Coroutine[Any, Any, B]]
+"""``async def`` function that takes an item and the state of its key."""
+
+ItemEffect: TypeAlias = Effect[A] | WithState[A, object]
+"""Function that takes an item, or an item and the state of its key. Its result is ignored or tested."""
 
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
 """Function that takes the result so far and an item."""

@@ -7,33 +7,36 @@ handle of the stage's output. An invalid argument raises ``TypeError`` or ``Valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from flowchan.declare.annotations import element_type, returned_type
+from flowchan.declare.annotations import element_type, listed, returned_type
 from flowchan.declare.builder import Builder
-from flowchan.declare.keyed import keyed, keyed_stage
 from flowchan.declare.options import (
     ItemOptions,
     KeyedOptions,
     KeyedSettings,
-    KeyedSinkOptions,
     NameOption,
     PlainOptions,
     allreduce_options,
     shows,
 )
-from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many, WithState
-from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
+from flowchan.declare.shapes import (
+    AnyFunction,
+    Awaited,
+    Built,
+    Effect,
+    Fold,
+    ItemEffect,
+    Many,
+    WithState,
+    WithStateLater,
+)  # fmt: skip
+from flowchan.declare.stream_end import StreamEnd
+from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Stage
-from flowchan.declare.window_options import (
-    JOIN_ARGUMENTS,
-    WINDOW_ARGUMENTS,
-    group_options,
-    join_options,
-    window_options,
-)
+from flowchan.declare.window_options import group_options, join_options, window_options
 from flowchan.items.arguments import callable_argument, known_options, seconds, whole
 from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
@@ -50,7 +53,7 @@ F_co = TypeVar("F_co", covariant=True)
 
 
 @methods_end_at_caller
-class Stream(StreamHandle[T_co]):
+class Stream(StreamEnd[T_co]):
     """Output of a stage in a graph, with methods that declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
@@ -86,25 +89,11 @@ class Stream(StreamHandle[T_co]):
     @overload
     def map(self, function: Callable[[T_co], B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(
-        self,
-        function: WithState[T_co, T, Coroutine[Any, Any, B]],
-        *,
-        state: Callable[[], T],
-        **options: Unpack[KeyedOptions],
-    ) -> Tried[B, T_co]: ...
+    def map(self, function: WithStateLater[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(
-        self, function: WithState[T_co, T, B], *, state: Callable[[], T], **options: Unpack[KeyedOptions]
-    ) -> Tried[B, T_co]: ...
+    def map(self, function: WithState[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @shows(KeyedOptions, KeyedSettings)
-    def map(
-        self,
-        function: AnyFunction,
-        *,
-        state: Callable[[], Any] | None = None,
-        **options: Unpack[KeyedOptions],
-    ) -> Stream[Any]:
+    def map(self, function: AnyFunction, **options: Unpack[KeyedOptions]) -> Stream[Any]:
         """Declare a stage that emits ``function(item)`` for each item.
 
         Args:
@@ -112,9 +101,6 @@ class Stream(StreamHandle[T_co]):
                 called. If a worker process dies, its replacement creates a new instance.
                 After :meth:`batch`, the function may return a list as long as the batch. An exception in that
                 list makes only the item with the same index fail.
-            state: Function that returns the first state of a key (default: no state). The stage then calls
-                ``function(item, state)`` with the :class:`KeyedState` of the item's key. The state outlives
-                the death of a worker. This needs ``key``.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
@@ -136,10 +122,11 @@ class Stream(StreamHandle[T_co]):
                 gpus (float): GPUs reserved for each worker process (default: 0; workers share all GPUs). A
                     number below 1 is a share of one.
                 key (function): Function that returns the key of an item (default: none). Items with equal
-                    keys go to the same worker, which processes them one after another in the order of the
-                    stream. Workers on hosts can't have a key.
-                concurrency_per_key (int): Maximum number of items with equal keys that are processed at the
-                    same time (default: 1).
+                    keys are processed one after another, in the order of the stream. Hosts can't have this.
+                concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
+                state (function): Function that returns the first state of a key (default: no state). The
+                    stage then calls ``function(item, state)`` with the :class:`KeyedState` of the key, which
+                    outlives the death of a worker.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
@@ -166,7 +153,7 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[names]
             ['ada', 'bob', 'ada']
         """
-        return self._one("map", function, returned_type, options, state)
+        return self._one("map", function, returned_type, options)
 
     @overload
     def flat_map(self, function: Built[T_co, Many[B]], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
@@ -176,26 +163,15 @@ class Stream(StreamHandle[T_co]):
     ) -> Tried[B, T_co]: ...
     @overload
     def flat_map(
-        self,
-        function: WithState[T_co, T, Iterable[B]],
-        *,
-        state: Callable[[], T],
-        **options: Unpack[KeyedOptions],
+        self, function: WithState[T_co, Iterable[B]], **options: Unpack[KeyedOptions]
     ) -> Tried[B, T_co]: ...
     @shows(KeyedOptions, KeyedSettings)
-    def flat_map(
-        self,
-        function: AnyFunction,
-        *,
-        state: Callable[[], Any] | None = None,
-        **options: Unpack[KeyedOptions],
-    ) -> Stream[Any]:
+    def flat_map(self, function: AnyFunction, **options: Unpack[KeyedOptions]) -> Stream[Any]:
         """Declare a stage that emits each element of the iterable ``function(item)``.
 
         Args:
             function: Function that returns an iterable, an async generator function, or a class whose
                 instances are called.
-            state: As in :meth:`map`.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -212,30 +188,15 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[words]
             ['a', 'b', 'c']
         """
-        return self._one(
-            "flat_map", function, lambda called: element_type(returned_type(called)), options, state
-        )
+        return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
-    @overload
-    def filter(self, function: Effect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]: ...
-    @overload
-    def filter(
-        self, function: WithState[T_co, T, object], *, state: Callable[[], T], **options: Unpack[KeyedOptions]
-    ) -> Tried[T_co, T_co]: ...
     @shows(KeyedOptions, KeyedSettings)
-    def filter(
-        self,
-        function: AnyFunction,
-        *,
-        state: Callable[[], Any] | None = None,
-        **options: Unpack[KeyedOptions],
-    ) -> Tried[T_co, T_co]:
+    def filter(self, function: ItemEffect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]:
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
             function: Function with one parameter; its result is tested for truth. It may be an ``async def``
                 function or a class whose instances are called.
-            state: As in :meth:`map`.
             **options: Keyword options of the stage, listed by :meth:`map`.
 
         Returns:
@@ -252,51 +213,7 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[even]
             [0, 2, 4]
         """
-        return self._one("filter", function, lambda _: self.item, options, state)
-
-    @overload
-    def sink(self, function: Effect[T_co], **options: Unpack[KeyedSinkOptions]) -> None: ...
-    @overload
-    def sink(
-        self,
-        function: WithState[T_co, T, object],
-        *,
-        state: Callable[[], T],
-        **options: Unpack[KeyedSinkOptions],
-    ) -> None: ...
-    @shows(KeyedSinkOptions, KeyedSettings)
-    def sink(
-        self,
-        function: AnyFunction,
-        *,
-        state: Callable[[], Any] | None = None,
-        **options: Unpack[KeyedSinkOptions],
-    ) -> None:
-        """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
-
-        If a worker dies, the side effect may happen twice for the item that it was processing.
-
-        Args:
-            function: Function with one parameter; its result is ignored. It may be an ``async def`` function
-                or a class whose instances are called.
-            state: As in :meth:`map`.
-            **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
-
-        Raises:
-            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
-            ValueError: An option is out of range.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph()
-            >>> graph.source(["a", "b"]).sink(print)
-            >>> results = graph.run()
-            a
-            b
-        """
-        callable_argument("sink", "function", function)
-        known_options("sink", options, ("state", *KeyedSinkOptions.__annotations__))
-        self._by_key("sink", function, (), options, state, {})
+        return self._one("filter", function, lambda _: self.item, options)
 
     @shows(ItemOptions)
     def partition(
@@ -390,7 +307,7 @@ class Stream(StreamHandle[T_co]):
             ['0', '1', '2']
         """
         known_options("collect", options, NameOption.__annotations__)
-        return self._next("collect", [("out", _listed(self.item))], options)[0]
+        return self._next("collect", [("out", listed(self.item))], options)[0]
 
     @shows(PlainOptions)
     def batch(
@@ -420,7 +337,7 @@ class Stream(StreamHandle[T_co]):
         """
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
-        return self._next("batch", [("out", _listed(self.item))], options, own=own)[0]
+        return self._next("batch", [("out", listed(self.item))], options, own=own)[0]
 
     @shows(PlainOptions)
     def group_by(
@@ -451,21 +368,14 @@ class Stream(StreamHandle[T_co]):
             >>> graph.run()[result]
             [('a', ['apple', 'ant']), ('b', ['bee'])]
         """
-        known_options("group_by", options, PlainOptions.__annotations__)
-        return self._windows(group_options(key), {"name": "group_by", **options})
+        return self._windows(group_options(options, key), {"name": "group_by", **options})
 
     @shows(PlainOptions)
     def window(
-        self,
-        size: int | None = None,
-        *,
-        seconds: float | None = None,
-        every: float | None = None,
-        key: Callable[[T_co], Hashable] | None = None,
-        time: Callable[[T_co], float] | None = None,
-        allowed_lateness: float = 0.0,
-        **options: Unpack[PlainOptions],
-    ) -> Tried[Window[T_co], T_co]:
+        self, size: int | None = None, *, seconds: float | None = None, every: float | None = None,
+        key: Callable[[T_co], Hashable] | None = None, time: Callable[[T_co], float] | None = None,
+        allowed_lateness: float = 0.0, **options: Unpack[PlainOptions],
+    ) -> Tried[Window[T_co], T_co]:  # fmt: skip
         """Declare a stage that groups items into windows, by count or by time.
 
         A window by time begins at a multiple of ``every``. It is emitted when its time has passed: with
@@ -489,8 +399,7 @@ class Stream(StreamHandle[T_co]):
             stage reads that stream. Otherwise the first one ends the run.
 
         Raises:
-            TypeError: Neither or both of ``size`` and ``seconds`` were passed, or an argument has the wrong
-                type or an unknown name.
+            TypeError: Both or neither of ``size`` and ``seconds`` were passed, or an argument is wrong.
             ValueError: An argument is out of range.
 
         Example:
@@ -500,10 +409,9 @@ class Stream(StreamHandle[T_co]):
             >>> windows = visits.window(seconds=10, key=lambda visit: visit[0], time=lambda visit: visit[1])
             >>> counts = windows.map(lambda window: (window.key, window.start, len(window.items))).collect()
             >>> graph.run()[counts]
-            [('ada', 0, 1), ('bob', 0, 1), ('ada', 10, 1)]
+            [('ada', 0.0, 1), ('bob', 0.0, 1), ('ada', 10.0, 1)]
         """
-        own = window_options(size, seconds, every, key, time, allowed_lateness)
-        known_options("window", options, (*WINDOW_ARGUMENTS, *PlainOptions.__annotations__))
+        own = window_options(options, size, seconds, every, key, time, allowed_lateness)
         return self._windows(own, options)
 
     def _windows(self, own: dict[str, Any], options: PlainOptions) -> Tried[Window[T_co], T_co]:
@@ -511,17 +419,11 @@ class Stream(StreamHandle[T_co]):
 
     @shows(PlainOptions)
     def join(
-        self,
-        other: Stream[A],
-        *,
-        key: Callable[[T_co], Hashable],
-        within: float,
-        time: Callable[[T_co], float] | None = None,
-        other_key: Callable[[A], Hashable] | None = None,
-        other_time: Callable[[A], float] | None = None,
-        allowed_lateness: float = 0.0,
+        self, other: Stream[A], *, key: Callable[[T_co], Hashable], within: float,
+        time: Callable[[T_co], float] | None = None, other_key: Callable[[A], Hashable] | None = None,
+        other_time: Callable[[A], float] | None = None, allowed_lateness: float = 0.0,
         **options: Unpack[PlainOptions],
-    ) -> Tried[tuple[T_co, A], T_co | A]:
+    ) -> Tried[tuple[T_co, A], T_co | A]:  # fmt: skip
         """Declare a stage that emits pairs of items from two streams with equal keys and near times.
 
         An item without a partner is in no pair. The order of the pairs depends on the order in which the two
@@ -531,13 +433,11 @@ class Stream(StreamHandle[T_co]):
             other: Stream to join with this one.
             key: Function that returns the key of an item of this stream.
             within: Maximum difference between the times of two items of a pair, in seconds.
-            time: Function that returns the time of an item of this stream in seconds (default: the time of
-                its arrival).
+            time: Function that returns the time of an item in seconds (default: the time of its arrival).
             other_key: Key function for the other stream (default: ``key``).
             other_time: Time function for the other stream (default: ``time``).
-            allowed_lateness: How many seconds an item may be behind the latest one of the stream that is
-                behind the other (default: 0). A later item fails with :class:`LateItem`, because its partners
-                may already have been dropped.
+            allowed_lateness: How many seconds an item may be behind the latest item of each stream (default:
+                0). An item that is further behind both fails with :class:`LateItem`.
             **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
 
         Returns:
@@ -558,8 +458,7 @@ class Stream(StreamHandle[T_co]):
             [(('b', 2), ('b', 4))]
         """
         streams = streams_argument("join", (self, other))
-        own = join_options(within, key, other_key, time, other_time, allowed_lateness)
-        known_options("join", options, (*JOIN_ARGUMENTS, *PlainOptions.__annotations__))
+        own = join_options(options, within, key, other_key, time, other_time, allowed_lateness)
         item = GenericAlias(tuple, tuple(Any if one.item is None else one.item for one in streams))
         stage = self.graph._declare(
             "join", inputs=origins(self.graph, *streams), input_ports=("left", "right"),
@@ -768,55 +667,17 @@ class Stream(StreamHandle[T_co]):
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
     def _one(
-        self,
-        kind: str,
-        function: Any,
-        item_of: Callable[[Any], Any],
-        options: KeyedOptions,
-        state: Callable[[], Any] | None,
+        self, kind: str, function: Any, item_of: Callable[[Any], Any], options: KeyedOptions
     ) -> Tried[Any, Any]:
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
-        known_options(kind, options, ("state", *KeyedOptions.__annotations__))
-        own = {"members": True} if self.graph._gives_lists(self._origin) else {}
-        return self._by_key(kind, function, [("out", item)], options, state, own)[0]
-
-    def _by_key(
-        self,
-        kind: str,
-        function: Any,
-        outputs: Sequence[tuple[str, Any]],
-        options: KeyedOptions | KeyedSinkOptions,
-        state: Callable[[], Any] | None,
-        own: dict[str, Any],
-    ) -> tuple[Tried[Any, Any], ...]:
-        """Declare a stage that may process items by key. Return the streams of its outputs."""
-        by_key, (origin,) = keyed(kind, function, options, state), origins(self.graph, self)
-        stage = keyed_stage(
-            self.graph, kind, function, origin, self.item, by_key, own, outputs, errors=bool(outputs)
-        )
+        stage = self._itemwise(kind, function, [("out", item)], options)
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
-        return outs
+        return outs[0]
 
-    def _next(
-        self,
-        kind: str,
-        outputs: Sequence[tuple[str, Any]],
-        options: NameOption,
-        *,
-        function: Callable[..., Any] | None = None,
-        own: dict[str, Any] | None = None,
-        errors: bool = False,
-    ) -> tuple[Tried[Any, Any], ...]:
-        """Declare a stage that reads this stream. Return the streams of its outputs.
-
-        ``own`` contains the options that only this operator has.
-        """
-        stage = self.graph._declare(
-            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
-            errors=errors, **options,
-        )  # fmt: skip
-        outs: tuple[Any, ...] = streams_of(self.graph, stage)
+    def _next(self, *args: Any, **options: Any) -> tuple[Tried[Any, Any], ...]:
+        """Declare a stage that reads this stream. Return the streams of its outputs."""
+        outs: tuple[Any, ...] = streams_of(self.graph, self._stage(*args, **options))
         return outs
 
 
@@ -833,27 +694,6 @@ if TYPE_CHECKING:
             """Return the stream of the items that failed, with their type."""
 
 
-class Input(Stream[T]):
-    """Stream of items that the program puts into ``run[stream]`` while the graph runs.
-
-    Example:
-        >>> from flowchan import Graph
-        >>> graph = Graph()
-        >>> words = graph.input()
-        >>> lengths = words.map(len).collect()
-        >>> with graph.start() as run:
-        ...     run[words].put_many(["a", "bb"])
-        >>> run.wait()[lengths]
-        [1, 2]
-    """
-
-    __slots__ = ()
-
-
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
     """Return the handles of a stage's outputs."""
     return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
-
-
-def _listed(item: Any) -> Any:
-    return list if item is None else GenericAlias(list, (item,))

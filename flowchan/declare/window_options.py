@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 from flowchan.declare.callables import is_async, is_callable_class
-from flowchan.items.arguments import callable_argument, finite_seconds, pause, whole
+from flowchan.declare.options import PlainOptions
+from flowchan.items.arguments import callable_argument, finite_seconds, known_options, pause, whole
 from flowchan.items.text import shown
 
 WINDOW_ARGUMENTS = ("size", "seconds", "every", "key", "time", "allowed_lateness")
@@ -14,10 +15,11 @@ JOIN_ARGUMENTS = ("key", "within", "time", "other_key", "other_time", "allowed_l
 
 
 def window_options(
-    size: Any, length: Any, every: Any, key: Any, time: Any, allowed_lateness: Any
+    options: PlainOptions, size: Any, length: Any, every: Any, key: Any, time: Any, allowed_lateness: Any
 ) -> dict[str, Any]:
     """Check the options of ``window``. Return the options of its stage."""
     kind = "window"
+    known_options(kind, options, (*WINDOW_ARGUMENTS, *PlainOptions.__annotations__))
     if (size is None) == (length is None):
         given = "both" if size is not None else "neither"
         raise TypeError(f"{kind}: either size (items) or seconds must be passed, got {given}")
@@ -39,16 +41,24 @@ def window_options(
     return {**own, "every": step, **_by_time(kind, key, time, allowed_lateness)}
 
 
-def group_options(key: Any) -> dict[str, Any]:
+def group_options(options: PlainOptions, key: Any) -> dict[str, Any]:
     """Check the key of ``group_by``. Return the options of its stage, whose windows end with the stream."""
+    known_options("group_by", options, ("key", *PlainOptions.__annotations__))
     _function("group_by", "key", key)
     return {"size": math.inf, "seconds": None, "every": math.inf, "key": key}
 
 
 def join_options(
-    within: Any, key: Any, other_key: Any, time: Any, other_time: Any, allowed_lateness: Any
+    options: PlainOptions,
+    within: Any,
+    key: Any,
+    other_key: Any,
+    time: Any,
+    other_time: Any,
+    allowed_lateness: Any,
 ) -> dict[str, Any]:
     """Check the options of ``join``. Return the options of its stage."""
+    known_options("join", options, (*JOIN_ARGUMENTS, *PlainOptions.__annotations__))
     _function("join", "key", key)
     for name, function in (("other_key", other_key), ("other_time", other_time)):
         if function is not None:

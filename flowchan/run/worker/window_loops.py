@@ -128,8 +128,9 @@ def window(job: OperatorJob, *, items: In[Any], out: Out[Window[Any]]) -> None:
 
 def _window_by_count(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
     windows = CountWindows(job.options["size"], job.options["every"])
+    key_of = _keys(job.options["key"])
     for item in items:
-        key = _tried(job, _keys(job.options["key"]), item)
+        key = _tried(job, key_of, item)
         if key is not SKIPPED:
             _put_all(out, windows.add(key, item))
         del item
