@@ -116,17 +116,15 @@ class Stream(StreamEnd[T_co]):
                     fails with ``TimeoutError``. This needs worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
-                restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
-                    (default: 10).
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (float): GPUs reserved for each worker process (default: 0; workers share all GPUs). A
                     number below 1 is a share of one.
                 key (function): Function that returns the key of an item (default: none). Items with equal
-                    keys are processed one after another, in the order of the stream. Hosts can't have this.
+                    keys are processed one after another, in the order of the stream.
                 concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
                 state (function): Function that returns the first state of a key (default: no state). The
-                    stage then calls ``function(item, state)`` with the :class:`KeyedState` of the key, which
-                    outlives the death of a worker.
+                    stage then calls ``function(item, state)`` with a :class:`KeyedState`.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
@@ -143,15 +141,6 @@ class Stream(StreamEnd[T_co]):
             >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
             >>> graph.run()[squares]
             [0, 1, 4, 9]
-            >>> graph = Graph()
-            >>> answers = graph.source(["a", "b"]).map(str.upper, workers=8, rate=100).collect()
-            >>> graph.run()[answers]
-            ['A', 'B']
-            >>> graph = Graph()
-            >>> events = graph.source([("ada", 1), ("bob", 2), ("ada", 3)])
-            >>> names = events.map(lambda event: event[0], workers=2, key=lambda event: event[0]).collect()
-            >>> graph.run()[names]
-            ['ada', 'bob', 'ada']
         """
         return self._one("map", function, returned_type, options)
 
