@@ -18,6 +18,7 @@ from flowchan import Channel, Empty, Graph, In, Out, Stream, select
 from flowchan.collective import group, members
 from flowchan.declare.options import KeyedSettings
 from flowchan.declare.stream_end import StreamEnd
+from flowchan.declare.window_options import JOIN_ARGUMENTS, WINDOW_ARGUMENTS
 
 
 def count(n: int) -> Iterator[int]:
@@ -138,8 +139,7 @@ SHARED |= {"elastic": False, "per_worker": ()}  # options that only general stag
 def test_help_lists_every_option_by_name(operator: Callable[..., Any]) -> None:
     shown = inspect.signature(operator).parameters
     assert "options" not in shown
-    code = inspect.unwrap(operator).__code__
-    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    own = {*WINDOW_ARGUMENTS, *JOIN_ARGUMENTS} if operator in (Stream.window, Stream.join) else ()
     options = {
         name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY and name not in own
     }
