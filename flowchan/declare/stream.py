@@ -374,8 +374,8 @@ class Stream(StreamEnd[T_co]):
         Args:
             size: Number of items in a window, at least 1. Either ``size`` or ``seconds`` must be passed.
             seconds: Length of a window in seconds.
-            every: Items or seconds from the beginning of a window to the beginning of the next one (default:
-                the length of a window, so that windows do not overlap). It must not exceed this length.
+            every: Items or seconds between the beginnings of two windows, at most the length of a window
+                (default: that length, so windows do not overlap).
             key: Function that returns the key of an item. Each key has its own windows (default: one key for
                 all items).
             time: Function that returns the time of an item in seconds (default: the time of its arrival).
