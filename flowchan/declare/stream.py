@@ -453,8 +453,7 @@ class Stream(StreamEnd[T_co]):
             "join", inputs=origins(self.graph, *streams), input_ports=("left", "right"),
             outputs=[("out", item)], options=own, errors=True, **options,
         )  # fmt: skip
-        joined: Any = streams_of(self.graph, stage)[0]
-        return joined
+        return self._outputs_of(stage)[0]
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
@@ -661,12 +660,14 @@ class Stream(StreamEnd[T_co]):
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         stage = self._itemwise(kind, function, [("out", item)], options)
-        outs: tuple[Any, ...] = streams_of(self.graph, stage)
-        return outs[0]
+        return self._outputs_of(stage)[0]
 
     def _next(self, *args: Any, **options: Any) -> tuple[Tried[Any, Any], ...]:
         """Declare a stage that reads this stream. Return the streams of its outputs."""
-        outs: tuple[Any, ...] = streams_of(self.graph, self._stage(*args, **options))
+        return self._outputs_of(self._stage(*args, **options))
+
+    def _outputs_of(self, stage: Stage) -> tuple[Tried[Any, Any], ...]:
+        outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
 
 
