@@ -4,7 +4,8 @@ from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
 from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
-from flowchan.declare.stream import Input, Stream
+from flowchan.declare.input_stream import Input
+from flowchan.declare.stream import Stream
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -18,6 +19,7 @@ from flowchan.errors import (
     GroupError,
     HostError,
     Interrupted,
+    LateItem,
     MemberDied,
     MemberLeft,
     Mismatch,
@@ -29,6 +31,8 @@ from flowchan.errors import (
 )
 from flowchan.items.codec import Unreadable, pack, unpack
 from flowchan.items.combining import Reduced
+from flowchan.items.keyed_state import KeyedState
+from flowchan.items.window import Window
 from flowchan.run import (
     Cause,
     EdgeStats,
@@ -72,6 +76,8 @@ __all__ = [
     "In",
     "Input",
     "Interrupted",
+    "KeyedState",
+    "LateItem",
     "MemberDied",
     "MemberLeft",
     "Mismatch",
@@ -89,6 +95,7 @@ __all__ = [
     "StageStats",
     "Stream",
     "Unreadable",
+    "Window",
     "WorkSeconds",
     "Worker",
     "WorkerDied",

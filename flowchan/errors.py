@@ -257,6 +257,23 @@ class Mismatch(GroupError, ValueError):
     """
 
 
+class LateItem(FlowchanError):
+    """An item came too late for its windows, or for its partners in a join.
+
+    The item goes to the ``errors`` stream of the stage, if another stage reads that stream. Otherwise the run
+    ends with this error.
+
+    Example:
+        >>> from flowchan import Graph
+        >>> graph = Graph()
+        >>> windows = graph.source([1, 12, 3]).window(seconds=10, time=float)
+        >>> sums, late = windows.map(lambda window: sum(window.items)).collect(), windows.errors.collect()
+        >>> results = graph.run()
+        >>> results[sums], [failed.item for failed in results[late]]
+        ([1, 12], [3])
+    """
+
+
 class Deadlock(FlowchanError):
     """All workers of a run were waiting for channels, no item was in flight, and the run could not continue.
 

@@ -340,6 +340,11 @@ NB_MODULE(_core, m) {
             [](Channel& ch, uint64_t bytes) { ch.with([&](auto& transport) { transport.share() = bytes; }); })
         .def("_leaves_host",
              [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.header().leaves = 1; }); })
+        .def("_keep_numbers", [](Channel& ch) { ch.with([](auto& transport) { transport.keep_numbers(); }); })
+        .def("_number_from",
+             [](Channel& ch, uint64_t first) {
+                 locked_ring(ch, [=](Ring& ring, Wakes&) { ring.header().numbered = first; });
+             })
         .def("_undo_abort", [](Channel& ch) { locked_ring(ch, [](Ring& ring, Wakes&) { ring.unbreak(); }); })
         .def_prop_ro("_socket",
                      [](Channel& ch) { return ch.with([](auto& transport) { return transport.socket(); }); })
@@ -390,6 +395,7 @@ NB_MODULE(_core, m) {
         .def("_retire", [](In& in) { order(in, RETIRE); })
         .def("_keep_turns", [](In& in) { order(in, KEEP_TURNS); })
         .def_prop_ro("_retired", is_retired)
+        .def_prop_ro("_number", [](In& in) { return in.state.number; })
         .def("_read_alone", [](In& in) { in.state.alone = true; })
         .def("_begin_once", [](In& in) { in.state.once = true; })
         .def(

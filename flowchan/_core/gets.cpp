@@ -231,7 +231,8 @@ Step await_places(In& in) {
 
 Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, PyObject*& result) {
     ReaderState* reader = in ? &in->state : nullptr;
-    if (in && !in->feeds.empty() && deadline.at == NEVER) {
+    // A worker with a channel of its own must take its next item, because no other worker can.
+    if (in && !in->feeds.empty() && deadline.at == NEVER && !queue.keeps_numbers()) {
         const Step step = await_places(*in);
         if (step != Step::Done) return step;
     }

@@ -40,7 +40,7 @@
 namespace flowchan {
 
 constexpr uint64_t MAGIC = 0x6e616863776f6c66;  // "flowchan"
-constexpr uint64_t VERSION = 8;
+constexpr uint64_t VERSION = 9;
 // For ports, plain users and HOLDERs. Number 0 is unused.
 constexpr uint32_t SESSIONS = 4096 + 256;
 constexpr uint32_t RECORDS = 16;  // redo records
@@ -194,6 +194,9 @@ struct Header : Constants {
     // Items go to another host, so no part of an item may remain on a device of this host. This word needs no
     // redo, because it is set before any other process has the channel.
     uint64_t leaves;
+    // An item keeps the number of the writer's input item that it is an output for. The word is set before
+    // any other process has the channel, so it needs no redo.
+    uint64_t keeps_numbers;
 
     alignas(64) uint64_t numbered;  // number of items that have a number
     uint64_t leased;                // number of leased items, over all sessions

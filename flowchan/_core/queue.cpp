@@ -55,6 +55,7 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
     } else {
         if (count_ + parked >= capacity_) return Step::Wait;
         push(item);
+        if (keeps_numbers_ && writer && writer->keyed) at(count_ - 1).number = writer->number;
         reader_list.call(wakes);
     }
     bytes_in += item.size;

@@ -96,6 +96,8 @@ class LocalQueue {
     uint64_t seen_state() const { return state; }
     uint64_t inside() const { return count_; }
     uint64_t& share() { return share_; }
+    void keep_numbers() { keeps_numbers_ = true; }
+    bool keeps_numbers() const { return keeps_numbers_; }
     Counts counts() const;
     // does nothing: a thread does not die without its process, and no view points into the queue
     std::vector<Held> held() const { return {}; }
@@ -161,8 +163,9 @@ class LocalQueue {
     uint64_t share_ = 0;  // see Header::share
     std::vector<Item> buffer_;
     uint64_t head_ = 0, count_ = 0;
-    uint64_t numbered_ = 0;     // how many items have been numbered
-    std::deque<Group> groups_;  // indexed by i - turn, up to the highest parked i
+    uint64_t numbered_ = 0;       // how many items have been numbered
+    bool keeps_numbers_ = false;  // see Header
+    std::deque<Group> groups_;    // indexed by i - turn, up to the highest parked i
 };
 
 }  // namespace flowchan

@@ -231,6 +231,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     bool at_end_for(const ReaderState* reader) const;
     uint64_t inside() const { return h_->state == BROKEN ? 0 : h_->puts - h_->takes; }
     uint64_t& share() { return h_->share; }
+    void keep_numbers() { h_->keeps_numbers = 1; }
     Counts counts() const;
     bool drained() const { return at_end() && !h_->cut_off; }
     bool broken() const { return h_->state == BROKEN || (at_end() && h_->cut_off); }

@@ -156,7 +156,8 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     taken.kind = slot->kind;
     taken.size = slot->size;
     taken.deaths = slot->deaths();
-    taken.number = slot->numbered() ? slot->number : h_->numbered;
+    const bool keeps = slot->numbered() || (h_->keeps_numbers && slot->number != Slot::KEYLESS);
+    taken.number = keeps ? slot->number : h_->numbered;
     taken.made_for = slot->numbered() ? Slot::KEYLESS : slot->number;
     taken.slot = slot;
     taken.viewed = may_view(slot);
@@ -187,7 +188,7 @@ void Ring::unclaim(Slot* slot, Wakes& wakes) {
     change.set(h_->bytes_out, h_->bytes_out + slot->size);
     uint64_t state = slot->state;
     if (!slot->numbered()) {
-        change.set(h_->numbered, h_->numbered + 1);
+        change.set(h_->numbered, taken.number + 1);
         state |= Slot::NUMBERED;
     }
     if (taken.viewed) state = view(state, slot, session, change);

@@ -168,12 +168,15 @@ def _call_messages(stage: Stage) -> Iterator[str]:
     count = _CALLED_WITH.get(stage.operator.calls or "")
     if count is None:
         return
+    arguments = _ARGUMENTS[count]
+    if "state" in stage.options:
+        count, arguments = 2, "two arguments, the item and the state of its key"
     signature = _item_signature(stage.function)
     if signature is not None:
         reason = _refused(signature, ("",) * count, {})
         if reason:
             yield (
-                f"{stage.kind} calls {_named(stage.function)} with {_ARGUMENTS[count]}, but its "
+                f"{stage.kind} calls {_named(stage.function)} with {arguments}, but its "
                 f"parameters are {_shown(signature)}: {reason}; bind the other parameters with "
                 "functools.partial"
             )

@@ -108,6 +108,11 @@ def element_type(kind: Any) -> Any:
     return known(args[0])
 
 
+def listed(item: Any) -> Any:
+    """Return the type of the lists of a stream of items."""
+    return list if item is None else types.GenericAlias(list, (item,))
+
+
 def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
     """Return the parameters annotated with ``In`` or ``Out``, in the order of the signature."""
     signature = call_signature(function)

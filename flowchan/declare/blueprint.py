@@ -9,10 +9,11 @@ from flowchan.declare.annotations import element_type, returned_type
 from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.general import General
+from flowchan.declare.input_stream import Input
 from flowchan.declare.options import SOURCE_OPTIONS, PlainOptions, shows
 from flowchan.declare.placements import PlacementOption
 from flowchan.declare.shapes import Many, SourceObject
-from flowchan.declare.stream import Input, Stream, streams_of
+from flowchan.declare.stream import Stream, streams_of
 from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_RESTARTS
 from flowchan.items.arguments import known_options, no_misspelt_option, refuses_misspelt, text

@@ -121,7 +121,7 @@ class Builder:
         """
         given = StageSettings(**settings)
         placement = given.checked(kind, function)
-        name = self._free_name(_name_from(function, kind)) if given.name is None else given.name
+        name = self._free_name(name_from(function, kind)) if given.name is None else given.name
         single = len(outputs) == 1
         stage = Stage(
             name=name,
@@ -229,10 +229,11 @@ class Builder:
         """Set the capacity of an output's channel."""
         self._change_output(origin, capacity=capacity)
 
-    def _address(self, per_worker: frozenset[str]) -> None:
+    def _address(self, per_worker: frozenset[str]) -> Stage:
         """Mark inputs of the last stage as addressed: the writer chooses the worker for each item."""
-        self._stages[-1] = dataclasses.replace(self._stages[-1], per_worker=per_worker)
+        self._stages[-1] = stage = dataclasses.replace(self._stages[-1], per_worker=per_worker)
         self._edges = None
+        return stage
 
     def _split_per_worker(self, origin: Origin) -> None:
         """Give each worker of the stage its own channel for this output."""
@@ -294,10 +295,11 @@ def _edges(stage: Stage, output: Output, reader: Stage | None, port: str | None)
             feedback=reader is not None and port in reader.feedback,
             worker=worker,
             to_worker=to_worker,
+            routed=stage.operator.routes,
         )
 
 
-def _name_from(function: Any, kind: str) -> str:
+def name_from(function: Any, kind: str) -> str:
     """Return a stage name from the function's name; for a lambda or no function, the operator's name."""
     name = "" if function is None else name_of(function)
     return kind if name in ("", "<lambda>") else name.strip("_") or kind

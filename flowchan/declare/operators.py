@@ -6,6 +6,7 @@ None of them compares operator names. To add an operator, add a row here, a body
 
 from __future__ import annotations
 
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Calls = Literal["item", "fold", "leaves", "arguments", "ports"]
 
 Role = Literal["source", "stage", "sink"]
 
+_WINDOWS = "flowchan.run.worker.window_loops"
 _BODIES, _ASYNC_BODIES = "flowchan.run.worker.operator_loops", "flowchan.run.worker.async_operator_loops"
 
 
@@ -74,6 +76,8 @@ class Operator:
     """Whether a run with the operator can be resumed: each output shows which source items it comes from."""
     groups: bool = False
     """Whether each output is a list of several items."""
+    routes: bool = False
+    """Whether the operator chooses the worker for each item, which keeps its number."""
     repeats: bool = False
     """Whether every output gets every item, so that the report counts only one output."""
     expects: Callable[[Mapping[str, Any], list[int]], int | None] | None = None
@@ -128,6 +132,19 @@ def _batches(options: Mapping[str, Any], into: list[int]) -> int | None:
 def _batch_size(options: Mapping[str, Any]) -> str:
     waits = options["timeout"]
     return f"{options['size']:,} items" + (f" or {waits:g} s" if waits is not None else "")
+
+
+def _window(options: Mapping[str, Any]) -> str:
+    in_seconds = options["seconds"] is not None
+    length, unit = (options["seconds"], "s") if in_seconds else (options["size"], "items")
+    if length == math.inf:
+        return ""
+    slides = f", every {options['every']:,g}" if options["every"] != length else ""
+    return f"{length:,g} {unit}{slides}"
+
+
+def _within(options: Mapping[str, Any]) -> str:
+    return f"within {options['within']:g} s"
 
 
 def _taken(options: Mapping[str, Any], into: list[int]) -> int:
@@ -199,6 +216,15 @@ _ROWS = (
         owes=True,
     ),
     Operator(
+        name="route",
+        answers=True,
+        body=f"{_BODIES}:route",
+        calls="item",
+        routes=True,
+        owes=True,
+        expects=_as_many,
+    ),
+    Operator(
         name="sink",
         resumable=True,
         answers=True,
@@ -222,6 +248,8 @@ _ROWS = (
         expects=_batches,
         describe=_batch_size,
     ),
+    Operator(name="window", body=f"{_WINDOWS}:window", describe=_window),
+    Operator(name="join", body=f"{_WINDOWS}:join", describe=_within),
     Operator(name="unbatch", resumable=True, answers=True, body=f"{_BODIES}:unbatch"),
     Operator(
         name="take",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
@@ -80,6 +80,27 @@ class OrderedOptions(ItemOptions, total=False):
 
     ordered: bool
     """Whether several workers keep the order of the input (default: True)."""
+
+
+class KeyOptions(TypedDict, total=False):
+    """Options of an operator that can process items by key."""
+
+    key: Callable[[Any], Hashable] | None
+    """Function that returns the key of an item (default: none). Items with equal keys are processed one after
+    another, in the order of the stream; items with different keys are processed in parallel."""
+    concurrency_per_key: int
+    """Maximum number of items with equal keys that are processed at the same time (default: 1)."""
+    state: Callable[[], Any] | None
+    """Function that returns the first state of a key (default: no state). The stage then calls
+    ``function(item, state)`` with the state of the item's key."""
+
+
+class KeyedOptions(OrderedOptions, KeyOptions, total=False):
+    """Options of an operator that can process items by key and has an output."""
+
+
+class KeyedSinkOptions(WorkOptions, KeyOptions, total=False):
+    """Options of a sink, which can process items by key."""
 
 
 class PortOptions(NameOption, total=False):
@@ -174,6 +195,15 @@ class StageSettings:
         if self.name is not None:
             text(kind, "name", self.name)
         return placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyedSettings(StageSettings):
+    """Settings of a stage that can process items by key."""
+
+    key: Callable[[Any], Hashable] | None = None
+    concurrency_per_key: int = 1
+    state: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

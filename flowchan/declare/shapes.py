@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from flowchan.items.keyed_state import KeyedState
+
 A = TypeVar("A")
 B = TypeVar("B")
 A_contra = TypeVar("A_contra", contravariant=True)
@@ -70,6 +72,15 @@ Many: TypeAlias = Iterable[B] | AsyncIterable[B] | Coroutine[Any, Any, Iterable[
 
 Effect: TypeAlias = Callable[[A], object] | type[Called[A, object]]
 """Function that takes an item. Its result is ignored or tested for truth."""
+
+WithState: TypeAlias = Callable[[A, KeyedState[Any]], B]
+"""Function that takes an item and the state of its key."""
+
+WithStateLater: TypeAlias = Callable[[A, KeyedState[Any]], Coroutine[Any, Any, B]]
+"""``async def`` function that takes an item and the state of its key."""
+
+ItemEffect: TypeAlias = Effect[A] | WithState[A, object]
+"""Function that takes an item, or an item and the state of its key. Its result is ignored or tested."""
 
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
 """Function that takes the result so far and an item."""

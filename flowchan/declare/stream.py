@@ -7,28 +7,41 @@ handle of the stage's output. An invalid argument raises ``TypeError`` or ``Valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, overload
 
-from flowchan.declare.annotations import element_type, returned_type
+from flowchan.declare.annotations import element_type, listed, returned_type
 from flowchan.declare.builder import Builder
 from flowchan.declare.options import (
     ItemOptions,
+    KeyedOptions,
+    KeyedSettings,
     NameOption,
-    OrderedOptions,
     PlainOptions,
-    WorkOptions,
     allreduce_options,
     shows,
 )
-from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many
-from flowchan.declare.stream_handle import StreamHandle, origins, streams_argument
+from flowchan.declare.shapes import (
+    AnyFunction,
+    Awaited,
+    Built,
+    Effect,
+    Fold,
+    ItemEffect,
+    Many,
+    WithState,
+    WithStateLater,
+)  # fmt: skip
+from flowchan.declare.stream_end import StreamEnd
+from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Stage
+from flowchan.declare.window_options import group_options, join_options, window_options
 from flowchan.items.arguments import callable_argument, known_options, seconds, whole
 from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.items.window import Window, window_type
 
 _MISSING: Any = object()
 
@@ -40,7 +53,7 @@ F_co = TypeVar("F_co", covariant=True)
 
 
 @methods_end_at_caller
-class Stream(StreamHandle[T_co]):
+class Stream(StreamEnd[T_co]):
     """Output of a stage in a graph, with methods that declare the next stage.
 
     Exactly one stage reads a stream; use :meth:`tee` for several readers. Two handles of the same port are
@@ -70,13 +83,17 @@ class Stream(StreamHandle[T_co]):
     __slots__ = ()
 
     @overload
-    def map(self, function: Awaited[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
+    def map(self, function: Awaited[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(self, function: Built[T_co, B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
+    def map(self, function: Built[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
     @overload
-    def map(self, function: Callable[[T_co], B], **options: Unpack[OrderedOptions]) -> Tried[B, T_co]: ...
-    @shows(OrderedOptions)
-    def map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    def map(self, function: Callable[[T_co], B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @overload
+    def map(self, function: WithStateLater[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @overload
+    def map(self, function: WithState[T_co, B], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @shows(KeyedOptions, KeyedSettings)
+    def map(self, function: AnyFunction, **options: Unpack[KeyedOptions]) -> Stream[Any]:
         """Declare a stage that emits ``function(item)`` for each item.
 
         Args:
@@ -100,10 +117,14 @@ class Stream(StreamHandle[T_co]):
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry is a start.
                 share_instance (bool): Whether all coroutines use one instance of a class (default: False).
-                restarts (int): Maximum number of replacements of dead workers within 60 seconds of work
-                    (default: 10).
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
                 gpus (float): GPUs reserved for each worker process (default: 0), or a share of one below 1.
+                key (function): Function that returns the key of an item (default: none). Items with equal
+                    keys are processed one after another, in the order of the stream.
+                concurrency_per_key (int): Maximum number of items with equal keys at a time (default: 1).
+                state (function): Function that returns the first state of a key (default: no state). The
+                    stage then calls ``function(item, state)`` with a :class:`KeyedState`.
 
         Returns:
             The stream of results. Failed items go to its stream :attr:`errors`, if a stage reads that stream.
@@ -120,23 +141,21 @@ class Stream(StreamHandle[T_co]):
             >>> squares = numbers.map(lambda n: n * n, on="process", workers=2, retries=1).collect()
             >>> graph.run()[squares]
             [0, 1, 4, 9]
-            >>> graph = Graph()
-            >>> answers = graph.source(["a", "b"]).map(str.upper, workers=8, rate=100).collect()
-            >>> graph.run()[answers]
-            ['A', 'B']
         """
         return self._one("map", function, returned_type, options)
 
     @overload
+    def flat_map(self, function: Built[T_co, Many[B]], **options: Unpack[KeyedOptions]) -> Tried[B, T_co]: ...
+    @overload
     def flat_map(
-        self, function: Built[T_co, Many[B]], **options: Unpack[OrderedOptions]
+        self, function: Callable[[T_co], Many[B]], **options: Unpack[KeyedOptions]
     ) -> Tried[B, T_co]: ...
     @overload
     def flat_map(
-        self, function: Callable[[T_co], Many[B]], **options: Unpack[OrderedOptions]
+        self, function: WithState[T_co, Iterable[B]], **options: Unpack[KeyedOptions]
     ) -> Tried[B, T_co]: ...
-    @shows(OrderedOptions)
-    def flat_map(self, function: AnyFunction, **options: Unpack[OrderedOptions]) -> Stream[Any]:
+    @shows(KeyedOptions, KeyedSettings)
+    def flat_map(self, function: AnyFunction, **options: Unpack[KeyedOptions]) -> Stream[Any]:
         """Declare a stage that emits each element of the iterable ``function(item)``.
 
         Args:
@@ -160,8 +179,8 @@ class Stream(StreamHandle[T_co]):
         """
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
-    @shows(OrderedOptions)
-    def filter(self, function: Effect[T_co], **options: Unpack[OrderedOptions]) -> Tried[T_co, T_co]:
+    @shows(KeyedOptions, KeyedSettings)
+    def filter(self, function: ItemEffect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]:
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
@@ -184,33 +203,6 @@ class Stream(StreamHandle[T_co]):
             [0, 2, 4]
         """
         return self._one("filter", function, lambda _: self.item, options)
-
-    @shows(WorkOptions)
-    def sink(self, function: Effect[T_co], **options: Unpack[WorkOptions]) -> None:
-        """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
-
-        If a worker dies, the side effect may happen twice for the item that it was processing.
-
-        Args:
-            function: Function with one parameter; its result is ignored. It may be an ``async def`` function
-                or a class whose instances are called.
-            **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
-
-        Raises:
-            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
-            ValueError: An option is out of range.
-
-        Example:
-            >>> from flowchan import Graph
-            >>> graph = Graph()
-            >>> graph.source(["a", "b"]).sink(print)
-            >>> results = graph.run()
-            a
-            b
-        """
-        callable_argument("sink", "function", function)
-        known_options("sink", options, WorkOptions.__annotations__)
-        self._next("sink", (), options, function=function)
 
     @shows(ItemOptions)
     def partition(
@@ -304,7 +296,7 @@ class Stream(StreamHandle[T_co]):
             ['0', '1', '2']
         """
         known_options("collect", options, NameOption.__annotations__)
-        return self._next("collect", [("out", _listed(self.item))], options)[0]
+        return self._next("collect", [("out", listed(self.item))], options)[0]
 
     @shows(PlainOptions)
     def batch(
@@ -334,7 +326,134 @@ class Stream(StreamHandle[T_co]):
         """
         known_options("batch", options, ("timeout", *PlainOptions.__annotations__))
         own = {"size": whole("batch", "size", size, 1), "timeout": seconds("batch", "timeout", timeout)}
-        return self._next("batch", [("out", _listed(self.item))], options, own=own)[0]
+        return self._next("batch", [("out", listed(self.item))], options, own=own)[0]
+
+    @shows(PlainOptions)
+    def group_by(
+        self, key: Callable[[T_co], Hashable], **options: Unpack[PlainOptions]
+    ) -> Tried[Window[T_co], T_co]:
+        """Declare a stage that groups all items by a key, and emits the groups when the stream ends.
+
+        The items are held in the memory of the program. For a total per key, ``map`` with ``state=`` needs
+        less memory.
+
+        Args:
+            key: Function that returns the key of an item.
+            **options: ``name`` (str) and ``capacity`` (groups, default: 64) of the stage.
+
+        Returns:
+            The stream of groups, each a :class:`Window` with ``key`` and ``items``.
+
+        Raises:
+            TypeError: ``key`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> words = graph.source(["apple", "bee", "ant"])
+            >>> groups = words.group_by(lambda word: word[0])
+            >>> result = groups.map(lambda group: (group.key, group.items), workers=2).collect()
+            >>> graph.run()[result]
+            [('a', ['apple', 'ant']), ('b', ['bee'])]
+        """
+        return self._windows(group_options(options, key), {"name": "group_by", **options})
+
+    @shows(PlainOptions)
+    def window(
+        self, size: int | None = None, *, seconds: float | None = None, every: float | None = None,
+        key: Callable[[T_co], Hashable] | None = None, time: Callable[[T_co], float] | None = None,
+        allowed_lateness: float = 0.0, **options: Unpack[PlainOptions],
+    ) -> Tried[Window[T_co], T_co]:  # fmt: skip
+        """Declare a stage that groups items into windows, by count or by time.
+
+        A window by time begins at a multiple of ``every``. It is emitted when its time has passed: with
+        ``time``, when an item is at least ``allowed_lateness`` later than its end. When the stream ends, the
+        items that were in no window are emitted in shorter windows. Every item is in a window, or is late.
+
+        Args:
+            size: Number of items in a window, at least 1. Either ``size`` or ``seconds`` must be passed.
+            seconds: Length of a window in seconds.
+            every: Items or seconds between the beginnings of two windows, at most the length of a window
+                (default: that length, so windows do not overlap).
+            key: Function that returns the key of an item. Each key has its own windows (default: one key for
+                all items).
+            time: Function that returns the time of an item in seconds (default: the time of its arrival).
+            allowed_lateness: How many seconds an item may be behind the latest one (default: 0). An item
+                whose windows have all been emitted is late: it fails with :class:`LateItem`.
+            **options: ``name`` (str) and ``capacity`` (windows, default: 64) of the stage.
+
+        Returns:
+            The stream of :class:`Window` values. Failed and late items go to its stream :attr:`errors`, if a
+            stage reads that stream. Otherwise the first one ends the run.
+
+        Raises:
+            TypeError: Both or neither of ``size`` and ``seconds`` were passed, or an argument is wrong.
+            ValueError: An argument is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> visits = graph.source([("ada", 1.0), ("bob", 3.0), ("ada", 12.0)])
+            >>> windows = visits.window(seconds=10, key=lambda visit: visit[0], time=lambda visit: visit[1])
+            >>> counts = windows.map(lambda window: (window.key, window.start, len(window.items))).collect()
+            >>> graph.run()[counts]
+            [('ada', 0.0, 1), ('bob', 0.0, 1), ('ada', 10.0, 1)]
+        """
+        own = window_options(options, size, seconds, every, key, time, allowed_lateness)
+        return self._windows(own, options)
+
+    def _windows(self, own: dict[str, Any], options: PlainOptions) -> Tried[Window[T_co], T_co]:
+        return self._next("window", [("out", window_type(self.item))], options, own=own, errors=True)[0]
+
+    @shows(PlainOptions)
+    def join(
+        self, other: Stream[A], *, key: Callable[[T_co], Hashable], within: float,
+        time: Callable[[T_co], float] | None = None, other_key: Callable[[A], Hashable] | None = None,
+        other_time: Callable[[A], float] | None = None, allowed_lateness: float = 0.0,
+        **options: Unpack[PlainOptions],
+    ) -> Tried[tuple[T_co, A], T_co | A]:  # fmt: skip
+        """Declare a stage that emits pairs of items from two streams with equal keys and near times.
+
+        An item without a partner is in no pair. The order of the pairs depends on the order in which the two
+        streams arrive. Flink calls this an interval join.
+
+        Args:
+            other: Stream to join with this one.
+            key: Function that returns the key of an item of this stream.
+            within: Maximum difference between the times of two items of a pair, in seconds.
+            time: Function that returns the time of an item in seconds (default: the time of its arrival).
+            other_key: Key function for the other stream (default: ``key``).
+            other_time: Time function for the other stream (default: ``time``).
+            allowed_lateness: How many seconds an item may be behind the latest item of each stream (default:
+                0). An item that is further behind both fails with :class:`LateItem`.
+            **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
+
+        Returns:
+            The stream of pairs, with the item of this stream first. Failed and late items go to its stream
+            :attr:`errors`, if a stage reads that stream. Otherwise the first one ends the run.
+
+        Raises:
+            TypeError: An argument has the wrong type or an unknown name.
+            ValueError: An argument is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> orders, payments = graph.source([("a", 1), ("b", 2)]), graph.source([("b", 4), ("a", 99)])
+            >>> paid = orders.join(payments, key=lambda pair: pair[0], within=10, time=lambda pair: pair[1])
+            >>> result = paid.collect()
+            >>> graph.run()[result]
+            [(('b', 2), ('b', 4))]
+        """
+        streams = streams_argument("join", (self, other))
+        own = join_options(options, within, key, other_key, time, other_time, allowed_lateness)
+        item = GenericAlias(tuple, tuple(Any if one.item is None else one.item for one in streams))
+        stage = self.graph._declare(
+            "join", inputs=origins(self.graph, *streams), input_ports=("left", "right"),
+            outputs=[("out", item)], options=own, errors=True, **options,
+        )  # fmt: skip
+        return self._outputs_of(stage)[0]
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
@@ -536,32 +655,18 @@ class Stream(StreamHandle[T_co]):
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
     def _one(
-        self, kind: str, function: Any, item_of: Callable[[Any], Any], options: OrderedOptions
+        self, kind: str, function: Any, item_of: Callable[[Any], Any], options: KeyedOptions
     ) -> Tried[Any, Any]:
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
-        known_options(kind, options, OrderedOptions.__annotations__)
-        own = {"members": True} if self.graph._gives_lists(self._origin) else None
-        return self._next(kind, [("out", item)], options, function=function, own=own, errors=True)[0]
+        stage = self._itemwise(kind, function, [("out", item)], options)
+        return self._outputs_of(stage)[0]
 
-    def _next(
-        self,
-        kind: str,
-        outputs: Sequence[tuple[str, Any]],
-        options: NameOption,
-        *,
-        function: Callable[..., Any] | None = None,
-        own: dict[str, Any] | None = None,
-        errors: bool = False,
-    ) -> tuple[Tried[Any, Any], ...]:
-        """Declare a stage that reads this stream. Return the streams of its outputs.
+    def _next(self, *args: Any, **options: Any) -> tuple[Tried[Any, Any], ...]:
+        """Declare a stage that reads this stream. Return the streams of its outputs."""
+        return self._outputs_of(self._stage(*args, **options))
 
-        ``own`` contains the options that only this operator has.
-        """
-        stage = self.graph._declare(
-            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
-            errors=errors, **options,
-        )  # fmt: skip
+    def _outputs_of(self, stage: Stage) -> tuple[Tried[Any, Any], ...]:
         outs: tuple[Any, ...] = streams_of(self.graph, stage)
         return outs
 
@@ -579,27 +684,6 @@ if TYPE_CHECKING:
             """Return the stream of the items that failed, with their type."""
 
 
-class Input(Stream[T]):
-    """Stream of items that the program puts into ``run[stream]`` while the graph runs.
-
-    Example:
-        >>> from flowchan import Graph
-        >>> graph = Graph()
-        >>> words = graph.input()
-        >>> lengths = words.map(len).collect()
-        >>> with graph.start() as run:
-        ...     run[words].put_many(["a", "bb"])
-        >>> run.wait()[lengths]
-        [1, 2]
-    """
-
-    __slots__ = ()
-
-
 def streams_of(graph: Builder, stage: Stage) -> tuple[Stream[Any], ...]:
     """Return the handles of a stage's outputs."""
     return tuple(Stream(graph, stage.name, output.port, output.name, output.item) for output in stage.outputs)
-
-
-def _listed(item: Any) -> Any:
-    return list if item is None else GenericAlias(list, (item,))

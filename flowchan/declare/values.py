@@ -219,6 +219,7 @@ class Edge:
         feedback: True if the channel leads back to an earlier stage of a loop.
         worker: Number of the only worker that writes to it; 0 means all workers of the stage.
         to_worker: Number of the only worker that reads from it; 0 means all workers of the stage.
+        routed: Whether a ``route`` stage writes to it, whose numbers the items keep.
     """
 
     name: str
@@ -234,6 +235,7 @@ class Edge:
     feedback: bool = False
     worker: int = 0
     to_worker: int = 0
+    routed: bool = False
 
     @property
     def writing_end(self) -> str:

@@ -239,6 +239,15 @@ def _by_value_pickler() -> Any:
     return Pickler
 
 
+def dumps_in_one(value: object) -> bytes:
+    """Serialise a value for another process of this machine, in one bytes object that pickle can load."""
+    try:
+        data = pickle.dumps(value, protocol=5)
+    except unless_interrupted(Exception):
+        return _dumps_by_value(value, None)
+    return _dumps_by_value(value, None) if _names_local_objects(data) else data
+
+
 def dumps_for_worker(value: object) -> bytes:
     """Serialise a value and its code for a child process. Shared tensors stay shared."""
     out = io.BytesIO()

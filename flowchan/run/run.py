@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from flowchan.channel.channel import Out
-from flowchan.declare.stream import Input, Stream
+from flowchan.declare.input_stream import Input
+from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import flag, refuses_misspelt, seconds, whole
 from flowchan.items.text import shown

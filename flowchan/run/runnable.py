@@ -83,9 +83,11 @@ class Runnable(ABC):
         leave_if_unguarded(graph)
         raise_for(graph)
         with terminate_as_interrupt():
-            return self._start(graph, chosen, memory)
+            return self._start(graph, chosen, memory, resume)
 
-    def _start(self, graph: Blueprint, seed: int, memory: int | None) -> Run:
+    def _start(
+        self, graph: Blueprint, seed: int, memory: int | None, resume: str | os.PathLike[str] | None
+    ) -> Run:
         run, deferral = None, DeferralBlock()
         try:
             with interrupts_deferred() as deferral:

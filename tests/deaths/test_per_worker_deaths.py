@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from kill_points import Deaths, stage_of
 
-from flowchan import Graph, In, Out, hosts, worker
+from flowchan import Channel, Graph, In, Out, hosts, worker
 
 WORKERS = 3
 
@@ -76,3 +78,28 @@ def test_item_for_a_remote_worker_goes_to_its_replacement() -> None:
     run = graph.start()
     assert sorted(run.wait()[out]) == sorted(pairs(30))
     assert stage_of(run, "work").restarts == deaths.total
+
+
+def test_worker_does_not_skip_an_output_that_another_worker_has_put() -> None:
+    """Each of two workers puts an output for its second item, and the first of them dies after its put."""
+    restarted: Channel[None] = Channel(1, across="processes")
+    put: Channel[None] = Channel(1, across="processes")
+
+    def dies(orders: In[int], out: Out[tuple[int, int]]) -> None:
+        first = worker().number == 1
+        if first and worker().incarnation == 1:
+            restarted.put(None)
+            put.get()
+        for order in orders:
+            if not first and order == 1:
+                restarted.get()
+            out.put((worker().number, order))
+            if first and order == 1 and worker().incarnation == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not first and order == 1:
+                put.put(None)
+
+    graph = Graph("addressed")
+    orders = graph.source([(to, order) for order in range(3) for to in (1, 2)])
+    out = graph.stage(dies, orders, on="process", workers=2, per_worker="orders", restartable=True).collect()
+    assert sorted(graph.run()[out]) == [(to, order) for to in (1, 2) for order in range(3)]

@@ -16,7 +16,9 @@ import flowchan.hosts as hosts
 import flowchan.pipelines as pipelines
 from flowchan import Channel, Empty, Graph, In, Out, Stream, select
 from flowchan.collective import group, members
-from flowchan.declare.options import StageSettings
+from flowchan.declare.options import KeyedSettings
+from flowchan.declare.stream_end import StreamEnd
+from flowchan.declare.window_options import JOIN_ARGUMENTS, WINDOW_ARGUMENTS
 
 
 def count(n: int) -> Iterator[int]:
@@ -124,10 +126,10 @@ def test_unknown_option_lists_known_options() -> None:
 
 OPERATORS = [
     operator
-    for operator in vars(Stream).values()
+    for operator in (*vars(StreamEnd).values(), *vars(Stream).values())
     if inspect.isfunction(operator) and operator.__name__[0] != "_"
 ]
-SHARED = {setting.name: setting.default for setting in dataclasses.fields(StageSettings)}
+SHARED = {setting.name: setting.default for setting in dataclasses.fields(KeyedSettings)}
 SHARED |= {"elastic": False, "per_worker": ()}  # options that only general stages have
 
 
@@ -137,7 +139,10 @@ SHARED |= {"elastic": False, "per_worker": ()}  # options that only general stag
 def test_help_lists_every_option_by_name(operator: Callable[..., Any]) -> None:
     shown = inspect.signature(operator).parameters
     assert "options" not in shown
-    options = {name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY}
+    own = {*WINDOW_ARGUMENTS, *JOIN_ARGUMENTS} if operator in (Stream.window, Stream.join) else ()
+    options = {
+        name: one.default for name, one in shown.items() if one.kind is one.KEYWORD_ONLY and name not in own
+    }
     assert options == {name: SHARED[name] for name in options}
     assert "name" in options or operator is Stream.buffer
     assert (

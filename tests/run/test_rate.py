@@ -189,7 +189,7 @@ def test_process_killed_while_holding_the_lock_does_not_block_others() -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        fcntl.lockf(pace._fd, fcntl.LOCK_EX)
+        fcntl.lockf(pace._file.fd, fcntl.LOCK_EX)
         os.write(writing, b"locked")
         signal.pause()
     assert os.read(reading, 6) == b"locked"
@@ -215,7 +215,7 @@ def test_unpickled_pace_refuses_a_different_file(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("untouched")
     with open(other, "r+b") as file:
-        os.dup2(file.fileno(), pace._fd, inheritable=False)
+        os.dup2(file.fileno(), pace._file.fd, inheritable=False)
         with pytest.raises(Broken, match=r"^the run has ended$"):
             received.take_start()
     assert other.read_text() == "untouched"

@@ -233,7 +233,9 @@ class RunPorts:
         self._workers.pop(id, None)
 
     def _open(self, id: WorkerId) -> Ports:
-        ports = open_ports(self._workers[id], self.channels, self._shared[id.stage])
+        old = self.ports.get(id)
+        states = None if old is None else old.states
+        ports = open_ports(self._workers[id], self.channels, self._shared[id.stage], states)
         for reader in ports.inputs.values():
             if id.stage in self._scaled:
                 reader._keep_turns()

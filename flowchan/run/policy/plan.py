@@ -143,6 +143,8 @@ class Plan:
         """
         if not stage.operator.per_item:
             return f"a {stage.kind}"
+        if "key" in stage.options:
+            return f"a {stage.kind} with key="
         if is_async(stage.function):
             return f"a {stage.kind} with an async def function"
         if stage.placement.is_remote:

@@ -27,6 +27,13 @@ def _reason_against(graph: Blueprint, stage: Stage) -> str:
     """Describe why a run with this stage cannot be resumed, and the remedy; empty if it can be resumed."""
     if stage.operator.outside:
         return "an input, because a later run cannot read its items again; use source()"
+    if stage.operator.routes:
+        return ""  # the keyed stage that it feeds is refused
+    if stage.operator.resumable and "key" in stage.options:
+        return (
+            f"a {stage.kind} with key=, because the states of its keys begin anew in each run; do this step "
+            "in another graph"
+        )
     if not stage.operator.resumable:
         return (
             f"a {stage.kind}, because its outputs do not show which source items they come from; save the "

@@ -18,6 +18,9 @@ from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.lineage import FinishedItems
 from flowchan.run.policy.plan import Plan, PlannedWorker
 from flowchan.run.worker.pace import Pace, pace_of
+from flowchan.run.worker.state_log import StateLog, log_of
+
+_NUMBER_BITS = 48
 
 Channels = Mapping[str, Channel[Any]]
 
@@ -45,6 +48,8 @@ class Ports:
     outputs: dict[str, Out[Any]]
     errors: Out[Any] | None
     shared: SharedWithRun = SHARES_NOTHING
+    states: StateLog | None = None
+    """Log of the states by key, if the worker is a process of a stage with state."""
 
     def everything(self) -> Iterator[In[Any] | Out[Any]]:
         """Yield all ports, readers first, so that taken items are finished before the outputs close."""
@@ -114,7 +119,10 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
         stage.name: SharedWithRun(pace_of(stage), plan.finished_at(stage.name), broadcasts)
         for stage in plan.graph.stages
     }
-    ports = {worker.id: open_ports(worker, channels, shared[worker.id.stage]) for worker in workers}
+    ports = {
+        worker.id: open_ports(worker, channels, shared[worker.id.stage], log_of(worker.stage))
+        for worker in workers
+    }
     return OpenedPlan(channels, ports, inputs, shared)
 
 
@@ -125,8 +133,13 @@ def _open_input(plan: Plan, names: tuple[str, ...], channels: Channels) -> Out[A
     return Addressed(ports) if addressed else ports[0]
 
 
-def open_ports(worker: PortNames, channels: Channels, shared: SharedWithRun = SHARES_NOTHING) -> Ports:
-    """Open the ports of one worker.
+def open_ports(
+    worker: PortNames,
+    channels: Channels,
+    shared: SharedWithRun = SHARES_NOTHING,
+    states: StateLog | None = None,
+) -> Ports:
+    """Open the ports of one worker. ``states`` is its log of the states by key.
 
     The ports of a replacement must be opened before the old ports are closed. Otherwise a channel may
     conclude that its last writer or reader has gone.
@@ -141,6 +154,7 @@ def open_ports(worker: PortNames, channels: Channels, shared: SharedWithRun = SH
         {port: supervised(channels[name].writer()) for port, name in worker.outputs.items()},
         None if worker.errors is None else supervised(channels[worker.errors].writer()),
         shared,
+        states,
     )
 
 
@@ -148,5 +162,11 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
     most = min(plan.memory, most_bytes()) if edge.transport.copies else None
     channel: Channel[Any] = Channel(edge.capacity, across=edge.transport.name, max_bytes=most)
     channel._name = edge.name
+    if edge.to_worker:
+        if edge.routed:
+            channel._keep_numbers()
+        elif edge.transport.copies:
+            # No two workers may number items alike, because an output is attributed to an item by its number.
+            channel._number_from(edge.to_worker << _NUMBER_BITS)
     channel._share = plan.share
     return channel

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, ChannelError, Closed, Drained, Empty
 from flowchan.items.combining import Reduced, reduced
@@ -25,8 +26,10 @@ from flowchan.items.failed import Failed
 from flowchan.items.text import short, shown
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
+from flowchan.run.worker.keyed_call import Unroutable
 from flowchan.run.worker.pace import Pace, wait_until
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare, has_requests
+from flowchan.run.worker.state_log import KeyedStates
 from flowchan.run.worker.tracking import Tracking, unmarked
 
 SKIPPED: Any = object()
@@ -49,6 +52,7 @@ class OperatorJob:
     timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
     pace: Pace | None = None  # for an async function; any other function itself waits for its starts
     errors: Out[Failed[Any]] | None = None
+    states: KeyedStates | None = None  # set if the stage has a state for each key
     answering: Answering | None = None  # set if items may come from ask()
     tracking: Tracking | None = None  # set in a run that can be resumed
     on_retry: Callable[[], None] = lambda: None
@@ -114,6 +118,8 @@ class OperatorJob:
 
         Raises :class:`ItemFailed` if the stage has no errors stream, or if ``error`` is not an ``Exception``.
         """
+        if type(item) is Unroutable:
+            item, attempts = item.item, item.deaths
         if isinstance(error, Dropped):
             self.unwanted += 1
             return
@@ -149,7 +155,7 @@ class OperatorJob:
         """Return the elements that are put instead of ``item``."""
         return elements if self.tracking is None else self.tracking.parts(item, elements)
 
-    def not_sent(self, out: Out[Any], item: Any, error: Exception) -> None:
+    def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:
         """Handle an error from putting the output for ``item``.
 
         If the error means that ``out`` has closed or broken, it is raised. Any other error is a failure of
@@ -200,6 +206,8 @@ class OperatorJob:
         Either ``item`` is an :class:`Unreadable` and ``error`` is the reason, or ``deaths`` workers have died
         while processing the item.
         """
+        if self.states is not None:
+            self.states.skip()
         if error is None and self.too_late:
             error = TimeoutError(f"the worker {self.predecessors[-1]}")
         if error is None:
@@ -208,7 +216,7 @@ class OperatorJob:
         self.give_up(item, error, deaths)
 
 
-def is_end_of(out: Out[Any], error: BaseException) -> bool:
+def is_end_of(out: Out[Any] | Addressed, error: BaseException) -> bool:
     """Return whether ``error`` from a put into ``out`` means that the channel of ``out`` has ended.
 
     When an item is pickled, its own code may raise the same exceptions for another channel.
@@ -445,6 +453,35 @@ def partition(job: OperatorJob, *, items: In[Any], **outs: Out[Any]) -> None:
                 job.not_sent(branches[branch], item, error)
         if not branches:
             return
+
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio (Knuth, TAOCP vol. 3, section 6.4)
+
+
+def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
+    """Put each item into the channel of a worker that processes its key.
+
+    With ``spread=m``, the items of a key go to m consecutive workers. Multiples of the golden ratio choose
+    one of them, because these are evenly distributed over every regular series of items.
+    """
+    function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
+
+    def poisoned(item: Any, deaths: int, error: Exception | None) -> None:
+        carried: Any = Portable(error) if error is not None and out.channel.transport.copies else error
+        put((1, Unroutable(item, carried, deaths)))
+
+    items._on_poison(1, poisoned)
+    for number, item in enumerate(items):
+        try:
+            worker = bucket_of(function(item)) + (((number * _GOLDEN) & _MASK) * spread >> 64)
+        except BaseException:  # the worker calls the key function again and reports the error
+            worker = 0
+        try:
+            put((worker % workers + 1, item))
+        except Exception as error:
+            job.not_sent(out, item, error)
+        del item
 
 
 def bucket_of(key: Any) -> int:

@@ -17,13 +17,13 @@ import os
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken
 from flowchan.run.policy.failures import OwnEnd
+from flowchan.run.worker.program_file import ProgramFile
 
 POLL_INTERVAL_S = 0.05
 """Seconds between checks of whether the run has ended, during a wait."""
@@ -53,49 +53,16 @@ class Pace:
 class SharedPace(Pace):
     """Times at which a stage's worker processes start their items, on one machine.
 
-    The next start time is in an in-memory file. The file belongs to the program, and the other processes open
-    it when they take their first start.
+    The next start time is in an in-memory file of the program.
     """
 
     def __init__(self, interval: float) -> None:
-        super().__init__(interval)
-        self._fd = os.memfd_create("flowchan pace")
-        weakref.finalize(self, os.close, self._fd)
-        os.pwrite(self._fd, _TIME.pack(0.0), 0)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        inode = os.fstat(self._fd).st_ino
-        return _OpenedPace, (self._interval, f"/proc/{os.getpid()}/fd/{self._fd}", inode)
-
-    def take_start(self) -> float:
-        """See :class:`Pace`."""
-        return _taken_from(self._fd, self._interval)
-
-
-class _OpenedPace(Pace):
-    """A shared pace in a process that has received it."""
-
-    def __init__(self, interval: float, path: str, inode: int) -> None:
-        super().__init__(interval)
-        self._path, self._inode = path, inode
-        self._own = -1
+        self._interval, self._file = interval, ProgramFile("flowchan pace")
+        os.pwrite(self._file.fd, _TIME.pack(0.0), 0)
 
     def take_start(self) -> float:
         """See :class:`Pace`. Raises ``Broken`` if the run has ended, because the file is then gone."""
-        if self._own < 0:
-            self._own = self._open()
-        return _taken_from(self._own, self._interval)
-
-    def _open(self) -> int:
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise Broken("the run has ended") from error
-        if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
-            os.close(fd)
-            raise Broken("the run has ended")
-        weakref.finalize(self, os.close, fd)
-        return fd
+        return _taken_from(self._file.fd, self._interval)
 
 
 def _taken_from(fd: int, interval: float) -> float:

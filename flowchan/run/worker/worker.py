@@ -36,11 +36,13 @@ from flowchan.run.policy.failures import UNSUSPECTED, ItemFailed, Portable, Reti
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
+from flowchan.run.worker.keyed_call import with_key
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_loops import OperatorJob
 from flowchan.run.worker.pace import paced
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering
+from flowchan.run.worker.state_log import KeyedStates
 from flowchan.run.worker.suspect_batch import SuspectBatch, can_try_members
 from flowchan.run.worker.tracking import Tracking
 from flowchan.run.worker.worker_callable import Function, built, nothing
@@ -190,6 +192,10 @@ def job_of(
 
     job.on_failed_item = report_failed_item
     shared = ports.shared
+    if "key" in stage.options:
+        if "state" in stage.options:
+            job.states = KeyedStates(stage, ports.states, ports.inputs["items"])
+        function = job.function = with_key(function, stage, job.states)
     if shared.pace is not None and not is_async(function):
         function = job.function = paced(function, shared.pace, job.is_over)
     if stage.may_get_requests and stage.operator.answers:

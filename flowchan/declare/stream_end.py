@@ -1,0 +1,84 @@
+"""Declare a stage that reads a stream. ``Stream`` returns the outputs of the stage as streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, Unpack
+
+from flowchan.declare.keyed import keyed, keyed_stage
+from flowchan.declare.options import KeyedOptions, KeyedSettings, KeyedSinkOptions, NameOption, shows
+from flowchan.declare.shapes import ItemEffect
+from flowchan.declare.stream_handle import StreamHandle, origins
+from flowchan.declare.values import Stage
+from flowchan.items.arguments import callable_argument, known_options
+from flowchan.items.tracebacks import methods_end_at_caller
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+@methods_end_at_caller
+class StreamEnd(StreamHandle[T_co]):
+    """Stream that a stage can read."""
+
+    __slots__ = ()
+
+    @shows(KeyedSinkOptions, KeyedSettings)
+    def sink(self, function: ItemEffect[T_co], **options: Unpack[KeyedSinkOptions]) -> None:
+        """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
+
+        If a worker dies, the side effect may happen twice for the item that it was processing.
+
+        Args:
+            function: Function with one parameter; its result is ignored. It may be an ``async def`` function
+                or a class whose instances are called.
+            **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
+
+        Raises:
+            TypeError: ``function`` cannot be called, or an option has the wrong type or an unknown name.
+            ValueError: An option is out of range.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(["a", "b"]).sink(print)
+            >>> results = graph.run()
+            a
+            b
+        """
+        callable_argument("sink", "function", function)
+        self._itemwise("sink", function, (), options)
+
+    def _itemwise(
+        self,
+        kind: str,
+        function: Any,
+        outputs: Sequence[tuple[str, Any]],
+        options: KeyedOptions | KeyedSinkOptions,
+    ) -> Stage:
+        """Declare a stage that calls the user's function for each item, and may process items by key."""
+        allowed = KeyedOptions if outputs else KeyedSinkOptions
+        known_options(kind, options, allowed.__annotations__)
+        own = {"members": True} if outputs and self.graph._gives_lists(self._origin) else {}
+        by_key, (origin,) = keyed(kind, function, options), origins(self.graph, self)
+        return keyed_stage(
+            self.graph, kind, function, origin, self.item, by_key, own, outputs, errors=bool(outputs)
+        )
+
+    def _stage(
+        self,
+        kind: str,
+        outputs: Sequence[tuple[str, Any]],
+        options: NameOption,
+        *,
+        function: Callable[..., Any] | None = None,
+        own: dict[str, Any] | None = None,
+        errors: bool = False,
+    ) -> Stage:
+        """Declare a stage that reads this stream.
+
+        ``own`` contains the options that only this operator has.
+        """
+        return self.graph._declare(
+            kind, function=function, options=own, inputs=origins(self.graph, self), outputs=outputs,
+            errors=errors, **options,
+        )  # fmt: skip

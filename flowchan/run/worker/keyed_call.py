@@ -1,0 +1,86 @@
+"""Call the function of a keyed stage with an item, and with the state of its key if the stage has state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan.declare.callables import is_async
+from flowchan.declare.values import Stage
+from flowchan.items.text import shown
+from flowchan.run.worker.state_log import KeyedStates
+
+
+@dataclass(frozen=True, slots=True)
+class Unroutable:
+    """Item that could not be unpickled before its key was known. The worker that gets it reports the error.
+
+    ``deaths`` is the number of tries.
+    """
+
+    item: Any
+    error: Any
+    deaths: int
+
+
+def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:
+    """Return a function that takes an item, for the function of a keyed stage.
+
+    It calls the key function. If the stage has state, it passes the state of the key to ``function``.
+    """
+
+    def key_of(item: Any) -> Hashable:
+        if type(item) is Unroutable:
+            raise item.error
+        key: Hashable = stage.options["key"](item)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise TypeError(
+                f"stage {stage.name!r}: key must return hashable values such as str or tuple, got "
+                f"{shown(key)} ({error})"
+            ) from None
+        return key
+
+    def call(item: Any) -> Any:
+        key = key_of(item)
+        if states is None:
+            return function(item)
+        state = states.begin(key)
+        try:
+            result = function(item, state)
+            states.commit(state)
+        except BaseException:
+            states.undo(state)
+            raise
+        return result
+
+    async def call_later(item: Any) -> Any:
+        key = key_of(item)
+        if states is None:
+            return await function(item)
+        state = states.begin(key)
+        try:
+            result = await function(item, state)
+            states.commit(state)
+        except BaseException:
+            states.undo(state)
+            raise
+        return result
+
+    def elements(item: Any) -> Iterator[Any]:
+        assert states is not None
+        state = states.begin(key_of(item))
+        try:
+            yield from function(item, state)
+            states.commit(state)
+        except BaseException:
+            states.undo(state)
+            raise
+
+    if states is not None and stage.operator.iterates:
+        return elements
+    if is_async(function) and not stage.operator.iterates:
+        return call_later
+    return call

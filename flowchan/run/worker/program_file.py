@@ -1,0 +1,55 @@
+"""In-memory file of the program that its worker processes open by path."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from flowchan.errors import Broken
+
+
+class ProgramFile:
+    """In-memory file that belongs to the program and outlives the workers that write to it.
+
+    A pickled ``ProgramFile`` holds the path. The process that receives it opens the file at the first use.
+
+    Args:
+        name: Name of the file in ``/proc``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._fd = os.memfd_create(name)
+        self._path, self._inode = f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
+        weakref.finalize(self, os.close, self._fd)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _opened_later, (self._path, self._inode)
+
+    @property
+    def fd(self) -> int:
+        """Return the file's descriptor in this process.
+
+        Raises:
+            Broken: The run has ended, so the program has closed the file.
+        """
+        if self._fd < 0:
+            self._fd = self._open()
+        return self._fd
+
+    def _open(self) -> int:
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise Broken("the run has ended") from error
+        if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
+            os.close(fd)
+            raise Broken("the run has ended")
+        weakref.finalize(self, os.close, fd)
+        return fd
+
+
+def _opened_later(path: str, inode: int) -> ProgramFile:
+    file = object.__new__(ProgramFile)
+    file._fd, file._path, file._inode = -1, path, inode
+    return file

@@ -1,0 +1,274 @@
+"""Loops of the operators with windows: ``window`` and ``join``. Each runs in one thread of the program."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+from flowchan.channel.channel import In, Out
+from flowchan.channel.select import select
+from flowchan.errors import Drained, Empty, LateItem
+from flowchan.items.window import Window
+from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+
+T = TypeVar("T")
+
+
+class Clock:
+    """Times of the items of one stream, and the latest of them.
+
+    Args:
+        time_of: Function that returns the time of an item in seconds, or None for the time of arrival.
+    """
+
+    def __init__(self, time_of: Callable[[Any], float] | None) -> None:
+        self._time_of = time_of
+        self.latest = -math.inf
+
+    def time_of(self, item: Any) -> float:
+        """Return the time of an item. Times of arrival never decrease, even if the system's clock does."""
+        if self._time_of is None:
+            return self.now()
+        seconds = float(self._time_of(item))
+        if not math.isfinite(seconds):
+            raise ValueError(f"time must return a finite number of seconds, got {seconds}")
+        return seconds
+
+    def now(self) -> float:
+        """Return the present time, but no earlier than the latest time."""
+        return max(self.latest, time.time())
+
+    def saw(self, seconds: float) -> None:
+        """Note the time of an item."""
+        self.latest = max(self.latest, seconds)
+
+
+class CountWindows:
+    """Windows of ``size`` items of each key, the first of which begins at every ``every``-th item."""
+
+    def __init__(self, size: float, every: float) -> None:
+        self._size, self._every = size, every
+        self._counts: dict[Hashable, int] = {}
+        self._open: dict[Hashable, deque[Window[Any]]] = {}
+        self._emitted: dict[Hashable, float] = {}  # ends of the last complete windows
+
+    def add(self, key: Hashable, item: Any) -> Iterator[Window[Any]]:
+        """Add an item, and yield the window that it completes."""
+        number = self._counts.get(key, 0)
+        windows = self._open.setdefault(key, deque())
+        if number % self._every == 0:
+            windows.append(Window(key, number, number + self._size, []))
+        self._counts[key] = number + 1
+        for window in windows:
+            window.items.append(item)
+        if windows[0].end == number + 1:
+            self._emitted[key] = windows[0].end
+            yield windows.popleft()
+
+    def rest(self) -> Iterator[Window[Any]]:
+        """Yield the first open window of each key if it has items that no complete window has."""
+        for key, windows in self._open.items():
+            if windows and self._emitted.get(key, 0) < self._counts[key]:
+                yield windows[0]
+
+
+class TimeWindows:
+    """Windows of ``size`` seconds for each key, which begin at the multiples of ``every`` seconds."""
+
+    def __init__(self, size: float, every: float) -> None:
+        self._size, self._every = size, every
+        self._open: dict[tuple[float, Hashable], Window[Any]] = {}
+        self._ends: list[tuple[float, int, tuple[float, Hashable]]] = []
+        self._order = itertools.count()
+        self._closed = -math.inf
+
+    def add(self, key: Hashable, item: Any, at: float) -> bool:
+        """Add an item to its open windows. Return False if all its windows are closed."""
+        first = math.floor((at - self._size) / self._every) + 1
+        last = math.floor(at / self._every)
+        starts = [number * self._every for number in range(first, last + 1)]
+        added = False
+        for start in starts:
+            if start + self._size > self._closed:
+                self._window(key, start).items.append(item)
+                added = True
+        return added
+
+    def _window(self, key: Hashable, start: float) -> Window[Any]:
+        window = self._open.get((start, key))
+        if window is None:
+            window = self._open[start, key] = Window(key, start, start + self._size, [])
+            heapq.heappush(self._ends, (window.end, next(self._order), (start, key)))
+        return window
+
+    def close(self, until: float) -> Iterator[Window[Any]]:
+        """Yield the windows that end at a time or before, in the order of their ends."""
+        self._closed = max(self._closed, until)
+        while self._ends and self._ends[0][0] <= until:
+            yield self._open.pop(heapq.heappop(self._ends)[2])
+
+    @property
+    def next_end(self) -> float:
+        """Return the end of the window that ends next; infinite if no window is open."""
+        return self._ends[0][0] if self._ends else math.inf
+
+
+def window(job: OperatorJob, *, items: In[Any], out: Out[Window[Any]]) -> None:
+    """Put the windows of the items."""
+    if job.options["seconds"] is None:
+        _window_by_count(job, items, out)
+    else:
+        _window_by_time(job, items, out)
+
+
+def _window_by_count(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
+    windows = CountWindows(job.options["size"], job.options["every"])
+    key_of = _keys(job.options["key"])
+    for item in items:
+        key = _tried(job, key_of, item)
+        if key is not SKIPPED:
+            _put_all(out, windows.add(key, item))
+        del item
+    _put_all(out, windows.rest())
+
+
+def _window_by_time(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
+    options, arrives = job.options, job.options["time"] is None
+    windows, clock = TimeWindows(options["seconds"], options["every"]), Clock(options["time"])
+    keys, lateness = _keys(options["key"]), options["allowed_lateness"]
+
+    def key_and_time(item: Any) -> tuple[Hashable, float]:
+        return keys(item), clock.time_of(item)
+
+    while True:
+        wait = max(0.0, windows.next_end - time.time()) if arrives and windows.next_end < math.inf else None
+        try:
+            item = items.get(wait)
+        except Empty:
+            _put_all(out, windows.close(clock.now()))
+            continue
+        except Drained:
+            break
+        found = _tried(job, key_and_time, item)
+        if found is SKIPPED:
+            continue
+        key, at = found
+        if arrives:
+            _put_all(out, windows.close(at))
+        clock.saw(at)
+        if not windows.add(key, item, at):
+            _late(job, item, clock.latest - at)
+        elif not arrives:
+            _put_all(out, windows.close(clock.latest - lateness))
+        del item, found
+    _put_all(out, windows.close(math.inf))
+
+
+def _late(job: OperatorJob, item: Any, seconds: float) -> None:
+    lateness = job.options["allowed_lateness"]
+    job.give_up(
+        item,
+        LateItem(
+            f"{job.kind}: the item is {seconds:g} s behind the latest one, but allowed_lateness is "
+            f"{lateness:g} s; increase it, or read the errors stream"
+        ),
+    )
+
+
+def _keys(key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
+    """Return the key function, which raises an error with a remedy for a key that cannot be hashed."""
+
+    def key_of(item: Any) -> Hashable:
+        found = None if key is None else key(item)
+        hash(found)
+        return found
+
+    return key_of
+
+
+def _tried(job: OperatorJob, call: Callable[[Any], T], item: Any) -> T | Any:
+    """Return the result of a call, or SKIPPED if the item fails."""
+    try:
+        return call(item)
+    except BaseException as error:
+        return job.recover(call, item, error)
+
+
+def _put_all(out: Out[Any], outputs: Iterator[Any]) -> None:
+    for output in outputs:
+        out.put(output)
+        del output
+
+
+class _Side(Generic[T]):
+    """Items of one input of a join: by key, and in the order of their times."""
+
+    def __init__(self, reader: In[T], key: Callable[[Any], Hashable], clock: Clock) -> None:
+        self.reader, self.clock = reader, clock
+        self._key = _keys(key)
+        self._by_key: dict[Hashable, list[tuple[float, T]]] = {}
+        self._times: list[tuple[float, int, Hashable]] = []
+        self._order = itertools.count()
+
+    @property
+    def latest(self) -> float:
+        """Return the latest time of an item; infinite if no more items will come."""
+        channel = self.reader.channel
+        return math.inf if channel.closed and not len(channel) else self.clock.latest
+
+    def key_and_time(self, item: Any) -> tuple[Hashable, float]:
+        return self._key(item), self.clock.time_of(item)
+
+    def keep(self, key: Hashable, at: float, item: T) -> None:
+        self._by_key.setdefault(key, []).append((at, item))
+        heapq.heappush(self._times, (at, next(self._order), key))
+
+    def near(self, key: Hashable, at: float, within: float) -> Iterator[T]:
+        """Yield the items of a key whose times are at most ``within`` seconds from a time."""
+        for other, item in self._by_key.get(key, ()):
+            if abs(other - at) <= within:
+                yield item
+
+    def drop_before(self, until: float) -> None:
+        """Drop the items before a time."""
+        while self._times and self._times[0][0] < until:
+            key = heapq.heappop(self._times)[2]
+            left = [pair for pair in self._by_key.pop(key, ()) if pair[0] >= until]
+            if left:
+                self._by_key[key] = left
+
+
+def join(job: OperatorJob, *, left: In[Any], right: In[Any], out: Out[tuple[Any, Any]]) -> None:
+    """Put the pairs of items from both inputs with equal keys whose times are close enough."""
+    options, within, lateness = job.options, job.options["within"], job.options["allowed_lateness"]
+    sides = (
+        _Side(left, options["key"], Clock(options["time"])),
+        _Side(right, options["other_key"], Clock(options["other_time"])),
+    )
+    closed = -math.inf  # partners of items before this time may have been dropped
+    while True:
+        try:
+            selected = select([left, right])
+        except Drained:
+            return
+        item, is_left = selected.item, selected.channel is left
+        own, other = sides if is_left else sides[::-1]
+        found = _tried(job, own.key_and_time, item)
+        if found is not SKIPPED:
+            key, at = found
+            if at < closed:
+                _late(job, item, closed + lateness - at)
+            else:
+                own.clock.saw(at)
+                own.keep(key, at, item)
+                partners = other.near(key, at, within)
+                _put_all(out, ((item, one) if is_left else (one, item) for one in partners))
+                closed = max(closed, min(own.latest, other.latest) - lateness)
+                own.drop_before(closed - within)
+                other.drop_before(closed - within)
+        del selected, item, found
