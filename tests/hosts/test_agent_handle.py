@@ -22,7 +22,8 @@ class BreaksMeanwhile:
 
     def state(self) -> dict[str, Any]:
         self.polls += 1
-        return {"connected": self.polls == 1, "heard_ago": 0.0}
+        never = {"heard_ago": 0.0, "stuck_for": 0.0, "breaks_in_vain": 0}
+        return {"connected": self.polls == 1, **never}
 
     def wait(self, seconds: float) -> tuple[Any, ...]:
         return next(self.events)  # type: ignore[no-any-return]
