@@ -165,6 +165,9 @@ struct Port {
     std::vector<uint64_t> expected;
     uint64_t got = 0;      // number of frames received
     bool refuses = false;  // set after an item that was too large: no more items are put
+    // the last item that was cut, and how many of its bytes the link has reported as received
+    Head cut_head{};
+    uint64_t cut_value = 0, part = 0;
 
     void expect(uint64_t value) {
         got += 1;
@@ -222,6 +225,7 @@ class Model {
         for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
             const std::optional<Head> head = peer.next_frame();
             must(head.has_value(), "a new connection has ended early");
+            if (head->type == FrameType::PART) ports_[head->stream][head->port].part = head->a;
             if (head->type != FrameType::INPUT) continue;
             must(head->a == ports_[head->stream][head->port].got,
                  "the reported count differs from the sent frames");
@@ -239,6 +243,8 @@ class Model {
         if (draw_.one_in(8))
             head = {.n = draw_.number(), .type = draw_.one_in(2) ? FrameType::PING : FrameType::PONG};
         if (draw_.one_in(6)) change(head);
+        if (is_valid(head) && is_expected(head) && head.type == FrameType::ITEM && head.stream < STREAMS)
+            if (Port& begun = ports_[head.stream][head.port]; begun.part) return send_rest(peer, begun);
         const bool right = is_valid(head), here = right && is_expected(head);
         const bool endless = right && head.size > 2 * BYTES_INSIDE;
         const uint64_t value = next_++;
@@ -250,10 +256,24 @@ class Model {
         Port* port = here && head.type == FrameType::ITEM && head.stream < STREAMS
                          ? &ports_[head.stream][head.port]
                          : nullptr;
+        if (port && cut) port->cut_head = head, port->cut_value = value;
         if (port) port->refuses = port->refuses || head.size > BYTES_INSIDE;
         if (cut || endless) return Sent::Cut;
         if (!here) return Sent::Wrong;
         if (port) port->expect(value);
+        return Sent::Right;
+    }
+
+    // Send the rest of an item whose first bytes arrived over an earlier connection.
+    Sent send_rest(Peer& peer, Port& port) {
+        Head head = port.cut_head;
+        const uint64_t part = std::exchange(port.part, 0);
+        const std::string payload = payload_of(port.cut_value, head.size);
+        must(part < payload.size(), "the link reports more bytes than were sent");
+        head.size -= part;
+        peer.add_frame(head, payload.substr(part));
+        peer.send();
+        port.expect(port.cut_value);
         return Sent::Right;
     }
 
