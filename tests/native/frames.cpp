@@ -222,6 +222,8 @@ class Model {
 
     // Check that the link reports the number of frames received over all earlier connections.
     void hear_states(Peer& peer) {
+        for (auto& stream : ports_)
+            for (Port& port : stream) port.part = 0;  // an invalid frame may have ended the item
         for (std::set<std::pair<uint32_t, uint16_t>> received; received.size() < STREAMS * PORTS;) {
             const std::optional<Head> head = peer.next_frame();
             must(head.has_value(), "a new connection has ended early");
