@@ -93,6 +93,7 @@ class HostsPart:
         workers: Sequence[PlannedWorker],
     ) -> None:
         self._ports = ports
+        self._peer_timeout = peer_timeout
         self._starts = AgentStarts(provider, peer_timeout, tls, f"flowchan {ports.plan.graph.name}")
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}

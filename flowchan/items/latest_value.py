@@ -69,6 +69,9 @@ class LatestValue:
     def publish(self, latest: Versioned) -> None:
         """Publish a new version. If that fails, the version before it stays in force.
 
+        Args:
+            latest: The new version.
+
         Raises:
             OSError: There is not enough memory.
             TypeError: The value cannot be sent to another process.

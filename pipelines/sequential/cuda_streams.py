@@ -33,7 +33,7 @@ def from_workers(value: Any) -> None:
 
 def _on_other_streams(value: Any) -> Iterator[tuple[Tensor, torch.cuda.Stream, torch.cuda.Stream]]:
     """Yield the CUDA tensors whose device has another current stream than its default stream."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     for tensor in tensors(value):
         if tensor.is_cuda:

@@ -193,7 +193,10 @@ REFUSED: dict[str, tuple[Callable[[Graph], Any], str]] = {
         lambda graph: graph.source([1]).map(str, key=int, workers=2, name="keyed").sink(len),
         r"'keyed': .*a map with key=, .*another graph",
     ),
-    "window": (lambda graph: graph.source([1]).window(2).sink(print), r"'window': .*a window, .*another graph"),
+    "window": (
+        lambda graph: graph.source([1]).window(2).sink(print),
+        r"'window': .*a window, .*another graph",
+    ),
 }
 
 
