@@ -59,12 +59,14 @@ Step LocalQueue::try_put(const Item& item, WriterState* writer, Wakes& wakes) {
         reader_list.call(wakes);
     }
     bytes_in += item.size;
-    if (writer && writer->keyed) {
-        writer->count += 1;
-        if (writer->single && writer->ordered) item_done(*writer, wakes);
-    }
+    if (writer && writer->keyed) count_output(*writer, wakes);
     if (writer_list.waiting) wake_waiting(Side::Writer, wakes);
     return Step::Done;
+}
+
+void LocalQueue::count_output(WriterState& writer, Wakes& wakes) {
+    writer.count += 1;
+    if (writer.single && writer.ordered) item_done(writer, wakes);
 }
 
 Step LocalQueue::try_take(Item& item, ReaderState* reader, Wakes& wakes) {

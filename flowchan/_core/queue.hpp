@@ -137,6 +137,7 @@ class LocalQueue {
     }
     void grow();
     void push(const Item& item);
+    void count_output(WriterState& writer, Wakes& wakes);
     void put_back(const Item& item);
     Item& at(uint64_t place) { return buffer_[(head_ + place) & (buffer_.size() - 1)]; }
     void advance(Wakes& wakes);

@@ -82,7 +82,6 @@ def keyed_stage(
     options: Keyed,
     own: Mapping[str, Any],
     outputs: Sequence[tuple[str, Any]],
-    errors: bool,
 ) -> Stage:
     """Declare a stage that may process items by key.
 
@@ -94,8 +93,7 @@ def keyed_stage(
         item: Type of the items, or None if unknown.
         options: Options of the stage.
         own: Options that only its operator has.
-        outputs: Names and item types of its output ports.
-        errors: Whether the stage has an ``errors`` stream.
+        outputs: Names and item types of its output ports. A stage without outputs has no ``errors`` stream.
 
     Returns:
         The stage.
@@ -116,6 +114,6 @@ def keyed_stage(
         origin = Origin(route.name, "out")
     stage = graph._declare(
         kind, function=function, options={**own, **options.own}, inputs=(origin,), outputs=outputs,
-        errors=errors, **rest,
+        errors=bool(outputs), **rest,
     )  # fmt: skip
     return graph._address(frozenset({"items"})) if routes else stage

@@ -79,8 +79,5 @@ WithState: TypeAlias = Callable[[A, KeyedState[Any]], B]
 WithStateLater: TypeAlias = Callable[[A, KeyedState[Any]], Coroutine[Any, Any, B]]
 """``async def`` function that takes an item and the state of its key."""
 
-ItemEffect: TypeAlias = Effect[A] | WithState[A, object]
-"""Function that takes an item, or an item and the state of its key. Its result is ignored or tested."""
-
 Fold: TypeAlias = Callable[[B, A], B] | type[Folds[B, A]]
 """Function that takes the result so far and an item."""

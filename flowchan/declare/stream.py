@@ -28,7 +28,6 @@ from flowchan.declare.shapes import (
     Built,
     Effect,
     Fold,
-    ItemEffect,
     Many,
     WithState,
     WithStateLater,
@@ -179,8 +178,14 @@ class Stream(StreamEnd[T_co]):
         """
         return self._one("flat_map", function, lambda called: element_type(returned_type(called)), options)
 
+    @overload
+    def filter(self, function: Effect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]: ...
+    @overload
+    def filter(
+        self, function: WithState[T_co, object], **options: Unpack[KeyedOptions]
+    ) -> Tried[T_co, T_co]: ...
     @shows(KeyedOptions, KeyedSettings)
-    def filter(self, function: ItemEffect[T_co], **options: Unpack[KeyedOptions]) -> Tried[T_co, T_co]:
+    def filter(self, function: AnyFunction, **options: Unpack[KeyedOptions]) -> Stream[Any]:
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:

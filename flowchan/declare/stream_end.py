@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, overload
 
 from flowchan.declare.keyed import keyed, keyed_stage
 from flowchan.declare.options import KeyedOptions, KeyedSettings, KeyedSinkOptions, NameOption, shows
-from flowchan.declare.shapes import ItemEffect
+from flowchan.declare.shapes import AnyFunction, Effect, WithState
 from flowchan.declare.stream_handle import StreamHandle, origins
 from flowchan.declare.values import Stage
 from flowchan.items.arguments import callable_argument, known_options
@@ -22,8 +22,12 @@ class StreamEnd(StreamHandle[T_co]):
 
     __slots__ = ()
 
+    @overload
+    def sink(self, function: Effect[T_co], **options: Unpack[KeyedSinkOptions]) -> None: ...
+    @overload
+    def sink(self, function: WithState[T_co, object], **options: Unpack[KeyedSinkOptions]) -> None: ...
     @shows(KeyedSinkOptions, KeyedSettings)
-    def sink(self, function: ItemEffect[T_co], **options: Unpack[KeyedSinkOptions]) -> None:
+    def sink(self, function: AnyFunction, **options: Unpack[KeyedSinkOptions]) -> None:
         """Declare a stage that calls ``function(item)`` for its side effect. Items leave the graph here.
 
         If a worker dies, the side effect may happen twice for the item that it was processing.
@@ -60,9 +64,7 @@ class StreamEnd(StreamHandle[T_co]):
         known_options(kind, options, allowed.__annotations__)
         own = {"members": True} if outputs and self.graph._gives_lists(self._origin) else {}
         by_key, (origin,) = keyed(kind, function, options), origins(self.graph, self)
-        return keyed_stage(
-            self.graph, kind, function, origin, self.item, by_key, own, outputs, errors=bool(outputs)
-        )
+        return keyed_stage(self.graph, kind, function, origin, self.item, by_key, own, outputs)
 
     def _stage(
         self,

@@ -79,8 +79,8 @@ start.map(half, on="threads")  # wrong: call-overload, reportArgumentType, repor
 start.map(fetch).map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 words.map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 start.flat_map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
-start.filter(letters)  # wrong: arg-type, reportArgumentType
-start.sink(letters)  # wrong: arg-type, reportArgumentType
+start.filter(letters)  # wrong: arg-type, reportArgumentType, reportCallIssue
+start.sink(letters)  # wrong: arg-type, reportArgumentType, reportCallIssue
 start.batch("3")  # wrong: arg-type, reportArgumentType
 start.batch(3).map(half)  # wrong: arg-type, reportArgumentType, reportCallIssue
 start.unbatch()  # wrong: misc, reportAttributeAccessIssue
