@@ -571,12 +571,9 @@ class Stream(StreamEnd[T_co]):
         known_options("zip", options, PlainOptions.__annotations__)
         item = GenericAlias(tuple, tuple(Any if stream.item is None else stream.item for stream in streams))
         stage = self.graph._declare(
-            "zip",
-            inputs=origins(self.graph, *streams),
-            input_ports=[str(port) for port in range(len(streams))],
-            outputs=[("out", item)],
-            **options,
-        )
+            "zip", inputs=origins(self.graph, *streams), outputs=[("out", item)],
+            input_ports=[str(port) for port in range(len(streams))], **options,
+        )  # fmt: skip
         return streams_of(self.graph, stage)[0]
 
     @overload  # the mean of integers is a float
@@ -659,9 +656,7 @@ class Stream(StreamEnd[T_co]):
             )
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
-    def _one(
-        self, kind: str, function: Any, item_of: Callable[[Any], Any], options: KeyedOptions
-    ) -> Tried[Any, Any]:
+    def _one(self, kind: str, function: Any, item_of: Callable[[Any], Any], options: KeyedOptions) -> Any:
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         stage = self._itemwise(kind, function, [("out", item)], options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.policy import seeds
@@ -155,6 +155,8 @@ class Waiting:
 
 
 AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | Logged
+REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
+"""Types of the reports; items of a run that can be resumed are left out, because hosts cannot run it."""
 
 
 def refusal(channel: str, destination: str) -> TypeError:

@@ -27,6 +27,7 @@ from flowchan.channel.channel import most_bytes
 from flowchan.errors import Closed, HostError
 from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
 from flowchan.hosts.agent_messages import (
+    REPORT_TYPES,
     AgentReport,
     Close,
     Echo,
@@ -241,7 +242,7 @@ class HostsPart:
         is_known = worker is None or (
             isinstance(worker, WorkerId) and (worker in self._workers or worker.number == 0)
         )
-        return isinstance(message, AgentReport) and is_known
+        return isinstance(message, REPORT_TYPES) and is_known
 
     def _receive_from_worker(self, agent: AgentHandle, message: Ended | PeerEnded | Lacking) -> None:
         """Handle the report that a worker or its process has ended, or that modules are missing."""

@@ -17,7 +17,7 @@ from flowchan.declare.operators import OPERATORS, Operator
 from flowchan.declare.placements import PLACEMENTS, Placement
 from flowchan.declare.stream import streams_of
 from flowchan.declare.stream_handle import origins
-from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+from flowchan.run.worker.operator_job import SKIPPED, OperatorJob
 from flowchan.viz import to_dot, to_mermaid
 from flowchan.viz.live.model import plain_line
 

@@ -9,7 +9,7 @@ from support.scripted_clock import ScriptedClock
 
 from flowchan import Channel, Closed, Drained, Empty
 from flowchan.run.worker import operator_loops
-from flowchan.run.worker.operator_loops import OperatorJob
+from flowchan.run.worker.operator_job import OperatorJob
 from flowchan.run.worker.requests import Answering
 
 

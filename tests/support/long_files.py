@@ -21,7 +21,7 @@ LONG_FILES = frozenset(
         "test_training.py",
         "test_training_state.py",
         # in make soak
-        "test_a_new_transport.py",
+        "test_new_transport.py",
         "test_fault_walk.py",
         "test_native_links.py",
         "test_pool_after_failures.py",

@@ -17,7 +17,7 @@ from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed
 from flowchan.run.policy.failures import OwnEnd
 from flowchan.run.worker.item_timeout import set_message
-from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob, is_end_of
+from flowchan.run.worker.operator_job import SKIPPED, OperatorJob, is_end_of
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:

@@ -26,7 +26,7 @@ from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Began, Event, Failure, WorkerId
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker.opening import Ports
-from flowchan.run.worker.operator_loops import OperatorJob
+from flowchan.run.worker.operator_job import OperatorJob
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.worker import end, ends_of, job_of, join_ports, tell_aborts, with_short_traceback
 from flowchan.run.worker.worker_callable import AsyncCallable, nothing

@@ -28,7 +28,7 @@ from flowchan.run.policy import journal, seeds
 from flowchan.run.policy.events import MembersTried, TriesMember, WorkerId
 from flowchan.run.policy.failures import Suspicion, died_over
 from flowchan.run.worker import item_timeout
-from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+from flowchan.run.worker.operator_job import SKIPPED, OperatorJob
 from flowchan.run.worker.requests import Dropped
 from flowchan.run.worker.tracking import marks_of
 

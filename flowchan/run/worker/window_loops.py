@@ -14,7 +14,7 @@ from flowchan.channel.channel import In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Drained, Empty, LateItem
 from flowchan.items.window import Window
-from flowchan.run.worker.operator_loops import SKIPPED, OperatorJob
+from flowchan.run.worker.operator_job import SKIPPED, OperatorJob
 
 T = TypeVar("T")
 

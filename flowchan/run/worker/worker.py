@@ -38,7 +38,7 @@ from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.keyed_call import with_key
 from flowchan.run.worker.opening import Ports
-from flowchan.run.worker.operator_loops import OperatorJob
+from flowchan.run.worker.operator_job import OperatorJob
 from flowchan.run.worker.pace import paced
 from flowchan.run.worker.port_release import PortRelease
 from flowchan.run.worker.requests import Answering

@@ -1,0 +1,213 @@
+"""Inputs of the operators' loops: the user's function, its options, and what to do with items that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowchan.channel.addressed import Addressed
+from flowchan.channel.channel import In, Out
+from flowchan.errors import Broken, ChannelError, Closed
+from flowchan.items.failed import Failed
+from flowchan.items.text import short
+from flowchan.run.policy import journal
+from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
+from flowchan.run.worker.keyed_call import Unroutable
+from flowchan.run.worker.pace import Pace, wait_until
+from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare
+from flowchan.run.worker.state_log import KeyedStates
+from flowchan.run.worker.tracking import Tracking, unmarked
+
+SKIPPED: Any = object()
+FAILED_ITEM_INTERVAL_S = 0.5
+"""Minimum number of seconds between two reports of failed items from one worker."""
+
+
+@dataclass
+class OperatorJob:
+    """Inputs of an operator's loop apart from its ports: the function, options and failure handling."""
+
+    kind: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    retries: int = 0
+    retry_delay: float | None = None
+    retry_on: tuple[type[Exception], ...] = (Exception,)
+    timeout: float | None = None  # for an async function; in a process, the function itself sets a timer
+    pace: Pace | None = None  # for an async function; any other function itself waits for its starts
+    errors: Out[Failed[Any]] | None = None
+    states: KeyedStates | None = None  # set if the stage has a state for each key
+    answering: Answering | None = None  # set if items may come from ask()
+    tracking: Tracking | None = None  # set in a run that can be resumed
+    on_retry: Callable[[], None] = lambda: None
+    on_result: Callable[[Any], None] = lambda _: None
+    on_failed_item: Callable[[str], None] = lambda _: None
+    last_report_at: float = -FAILED_ITEM_INTERVAL_S
+    on_clean_up: Callable[[], None] = lambda: None  # called when a task begins its cleanup
+    unwanted: int = 0  # items whose branch lost its readers, or whose request was cancelled
+    predecessors: tuple[str, ...] = ()  # causes of death of earlier workers that processed the first item
+    too_late: bool = False  # true if the first item has timed out too often
+    is_over: Callable[[], bool] = lambda: False  # returns whether a channel of the worker is broken
+
+    def recover(self, call: Callable[[Any], Any], item: Any, error: BaseException) -> Any:
+        """Retry ``call(item)`` after ``error`` and return its result, or fail the item and return SKIPPED."""
+        if isinstance(error, ItemFailed):  # raised for a batch member that has already failed
+            raise error
+        attempts = 1
+        while isinstance(error, self.retry_on) and attempts <= self.retries:
+            self.on_retry()
+            self._pause()
+            attempts += 1
+            try:
+                return call(item)
+            except BaseException as again:
+                error = again
+        self.give_up(item, error, attempts)
+        return SKIPPED
+
+    def _pause(self) -> None:
+        """Wait before a retry. Raise ``Broken`` if the run is aborted or fails before the wait is over."""
+        wait_until(time.monotonic() + (self.retry_delay or 0.0), self.is_over, "retry")
+
+    def without_failed(self, items: Any, results: Any) -> Any:
+        """Return the results of a batch without those of members that failed.
+
+        An exception in place of a result is the failure of that member. If the results cannot be matched to
+        the members, the whole batch fails.
+        """
+        if self.tracking is not None:
+            kept = self._without_failed(items, results[1])
+            return kept if kept is SKIPPED else self.tracking.without_failed(items, results, kept)
+        return self._without_failed(items, results)
+
+    def _without_failed(self, items: Any, results: Any) -> Any:
+        if not (isinstance(items, list) and isinstance(results, list | tuple)):
+            return results
+        if not any(isinstance(result, Exception) for result in results):
+            return results
+        if not isinstance(results, list) or len(results) != len(items):
+            error = TypeError(
+                f"the function must return a list of {len(items)} results for a batch with failed "
+                f"members, got a {type(results).__name__} of {len(results)}"
+            )
+            self.give_up(items, error)
+            return SKIPPED
+        for item, result in zip(items, results, strict=True):
+            if isinstance(result, Exception):
+                self.give_up(item, result)
+        return [result for result in results if not isinstance(result, Exception)]
+
+    def give_up(self, item: Any, error: BaseException, attempts: int = 1) -> None:
+        """Send the failure of ``item`` to the errors stream, or to the caller of ``ask``.
+
+        Raises :class:`ItemFailed` if the stage has no errors stream, or if ``error`` is not an ``Exception``.
+        """
+        if type(item) is Unroutable:
+            item, attempts = item.item, item.deaths
+        if isinstance(error, Dropped):
+            self.unwanted += 1
+            return
+        if isinstance(error, OwnEnd):
+            raise error.__cause__ or Closed from None
+        if self.answering is not None and isinstance(error, Exception):
+            item = self.answering.give_up(item, error)
+            if item is NOTHING:
+                return
+        if self.errors is None or not isinstance(error, Exception):
+            raise ItemFailed(self.bare(item)) from error
+        is_copied = self.errors.channel.transport.copies
+        carried: Any = Portable(error) if is_copied else error
+        if time.monotonic() > self.last_report_at + FAILED_ITEM_INTERVAL_S:
+            self.last_report_at = time.monotonic()
+            self.on_failed_item(f"item {short(self.bare(item), 60)}: {text_of(error)}")
+        failed: Any = Failed(self.bare(item), carried, attempts)
+        if self.tracking is not None:
+            failed = self.tracking.failed(item, failed)
+        try:
+            self.errors.put(failed)
+        except Broken:
+            raise
+        except Exception as refused:
+            error.add_note(f"the errors stream did not accept the item: {text_of(refused)}")
+            raise ItemFailed(self.bare(item)) from error
+
+    def bare(self, item: Any) -> Any:
+        """Return the item as the user's functions know it."""
+        return bare(item) if self.tracking is None else unmarked(item)
+
+    def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
+        """Return the elements that are put instead of ``item``."""
+        return elements if self.tracking is None else self.tracking.parts(item, elements)
+
+    def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:
+        """Handle an error from putting the output for ``item``.
+
+        If the error means that ``out`` has closed or broken, it is raised. Any other error is a failure of
+        the item.
+        """
+        if is_end_of(out, error):
+            if isinstance(error, Closed):
+                self.drop_item(item)
+            raise error
+        self.give_up(item, error)
+
+    def pass_on(self, out: Out[Any], item: Any) -> None:
+        """Put ``item`` unchanged into ``out``."""
+        try:
+            out.put(item)
+        except Closed:
+            self.drop_item(item)
+            raise
+
+    def drop_item(self, item: Any) -> None:
+        """Drop ``item``. If it came from ``ask``, its caller receives an error."""
+        if self.answering is not None:
+            self.answering.drop_item(item)
+
+    def drop_remaining(self, items: In[Any]) -> int:
+        """Drop the remaining input items, whose outputs would have no reader, and return their number.
+
+        Each caller of ``ask`` whose item was dropped receives an error.
+        """
+        number = 0
+        if self.answering is not None:
+            items.channel.close()
+            items._on_poison(1, lambda *_: None)
+            with contextlib.suppress(ChannelError, ValueError):  # drained, or closed by another thread
+                while True:
+                    item = items.get_nowait()
+                    number += 1
+                    self.drop_item(item)
+        return number
+
+    def count_unwanted(self) -> None:
+        """Count one item that had no receiver."""
+        self.unwanted += 1
+
+    def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
+        """Fail an item that cannot be processed, so that the following items can be processed.
+
+        Either ``item`` is an :class:`Unreadable` and ``error`` is the reason, or ``deaths`` workers have died
+        while processing the item.
+        """
+        if self.states is not None:
+            self.states.skip()
+        if error is None and self.too_late:
+            error = TimeoutError(f"the worker {self.predecessors[-1]}")
+        if error is None:
+            error = died_over(self.predecessors[-deaths:])
+            journal.blamed(short(self.bare(item), 120), str(error))
+        self.give_up(item, error, deaths)
+
+
+def is_end_of(out: Out[Any] | Addressed, error: BaseException) -> bool:
+    """Return whether ``error`` from a put into ``out`` means that the channel of ``out`` has ended.
+
+    When an item is pickled, its own code may raise the same exceptions for another channel.
+    """
+    return isinstance(error, Closed | Broken) and bool(out.channel.closed)
