@@ -458,7 +458,8 @@ class Stream(StreamEnd[T_co]):
             "join", inputs=origins(self.graph, *streams), input_ports=("left", "right"),
             outputs=[("out", item)], options=own, errors=True, **options,
         )  # fmt: skip
-        return self._outputs_of(stage)[0]
+        outs: tuple[Any, ...] = streams_of(self.graph, stage)
+        return outs[0]  # type: ignore[no-any-return]
 
     @shows(PlainOptions)
     def unbatch(self: Stream[Iterable[T]], **options: Unpack[PlainOptions]) -> Stream[T]:
@@ -656,18 +657,17 @@ class Stream(StreamEnd[T_co]):
             )
         return Stream(self.graph, self.stage, output.port, output.name, output.item)
 
-    def _one(self, kind: str, function: Any, item_of: Callable[[Any], Any], options: KeyedOptions) -> Any:
+    def _one(
+        self, kind: str, function: Any, item_of: Callable[..., Any], options: KeyedOptions
+    ) -> Stream[Any]:
         """Declare a stage that calls the user's function for each item and has one output."""
         item = item_of(callable_argument(kind, "function", function))
         stage = self._itemwise(kind, function, [("out", item)], options)
-        return self._outputs_of(stage)[0]
+        return streams_of(self.graph, stage)[0]
 
     def _next(self, *args: Any, **options: Any) -> tuple[Tried[Any, Any], ...]:
         """Declare a stage that reads this stream. Return the streams of its outputs."""
-        return self._outputs_of(self._stage(*args, **options))
-
-    def _outputs_of(self, stage: Stage) -> tuple[Tried[Any, Any], ...]:
-        outs: tuple[Any, ...] = streams_of(self.graph, stage)
+        outs: tuple[Any, ...] = streams_of(self.graph, self._stage(*args, **options))
         return outs
 
 
