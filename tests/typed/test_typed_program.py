@@ -14,7 +14,7 @@ def test_typed_program_returns_its_declared_types():
         "good": [1.0, 0.5],
         "bad": [0],
         "blamed": ["invert"],
-        "texts": ["0.0", "0.5", "10", "20", "3", "4", "5"],
+        "texts": ["0.0", "0.5", "11", "22", "3", "4", "5"],
         "total": 1.5,
         "largest": [1, 2],
         "letters": ["a", "b"],
