@@ -219,7 +219,8 @@ struct Out {
     std::atomic<bool> open = true;
     // number of large items that threads are writing into their slots; the port cannot be closed until then
     std::atomic<uint32_t> copying = 0;
-    bool may_have_turns = false;  // set if outputs get turns once the stage has several workers
+    // set if outputs take turns, to keep their order, once the stage has several workers
+    bool may_have_turns = false;
     // for a source: all of its outputs belong to one item, number 0, so that a replacement can skip them
     bool replays = false;
 

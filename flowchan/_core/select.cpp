@@ -181,7 +181,7 @@ bool ask_owners(const std::vector<Operation>& ops, std::vector<uint64_t>* moved 
     return any;
 }
 
-// Before a choice among the operations that are possible in this process, ask the owners. Otherwise, remote
+// Ask the owners before choosing among the operations that are possible in this process. Otherwise, remote
 // channels would be chosen less often than local ones. An owner that had nothing is asked again only after
 // ASKED_AGAIN_NS.
 void ask_other_owners(const std::vector<Operation>& ops) {

@@ -79,7 +79,7 @@ def register_transport(transport: GroupTransport | None) -> None:
     """Use a transport for the connections between hosts of the groups that this process joins from now on.
 
     All members must register a transport with the same name. Members on one host share memory and do not use
-    the transport. Groups that exist keep their transport.
+    the transport. Existing groups keep their transport.
 
     Args:
         transport: Object with the methods of :class:`GroupTransport`; None for TCP, the default.

@@ -257,7 +257,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             function: Function that takes the result so far and an item, and returns the next result.
-            initial: First result (default: the first item).
+            initial: Initial value of the result (default: the first item).
             **options: ``name`` (str) of the stage.
 
         Returns:

@@ -1,9 +1,9 @@
 """Exchange of small values between processes that do not know each other yet, through a coordinator.
 
-The exchange has rounds. Each participant sends a line of JSON. When all lines have arrived, the coordinator
-sends all of them to each participant. If a participant leaves, the others are notified that the rendezvous
-has ended. A participant may leave once it has received the last round, because that round has also been sent
-to the others.
+The exchange proceeds in rounds. Each participant sends a line of JSON. When all lines have arrived, the
+coordinator sends all of them to each participant. If a participant leaves, the others are notified that the
+rendezvous has ended. A participant may leave once it has received the last round, because that round has also
+been sent to the others.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def bits(module: Any) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_all_reduce_sgd(size: int) -> None:
-    """In each epoch, the members make different numbers of steps; afterwards their parameters are equal."""
+    """In each epoch, the members take different numbers of steps; afterwards their parameters are equal."""
 
     def body(g: Any) -> Any:
         chance, (module, optimizer) = random.Random(g.rank), replica()

@@ -1,4 +1,4 @@
-"""Test runs over hosts while connections break and workers and agents are killed at any moment (C1, R4).
+"""Test runs on hosts while connections break, and workers and agents are killed, at any moment (C1, R4).
 
 Every output arrives once, and in order where order is guaranteed.
 """

@@ -233,7 +233,7 @@ def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> Non
     """The peers may learn about this worker before they learn about the missing member."""
 
     def miss() -> None:
-        raise MemberDied("one is missed")
+        raise MemberDied("one is missing")
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
         if group.rank == 0:

@@ -131,7 +131,7 @@ process.join()
 
 
 @PLACES
-def test_class_that_changes_reaches_the_worker(place: str, tmp_path: Path) -> None:
+def test_changed_class_reaches_the_worker(place: str, tmp_path: Path) -> None:
     definitions = """
 class Item:
     made = 0

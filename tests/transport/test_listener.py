@@ -113,7 +113,7 @@ def test_silent_peers_do_not_block_a_peer_with_the_secret() -> None:
                 one.close()
 
 
-def test_too_many_handshakes_refuse_a_readable_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readable_peer_is_refused_beyond_the_handshake_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "_chooser", First())
     with opened() as listener, contextlib.ExitStack() as open_ones:
         silent = []

@@ -16,7 +16,7 @@ from flowchan.run.policy.events import WorkerId
 
 
 class Gangs:
-    """Groups of the gangs in one run."""
+    """The groups that belong to the gangs of one run."""
 
     def __init__(self) -> None:
         self._memberships: dict[WorkerId, Any] = {}

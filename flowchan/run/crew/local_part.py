@@ -305,7 +305,7 @@ class LocalPart:
         self._end_helpers()
         self._report = run_is_over  # so that no reference cycle keeps the channels alive
         deadline = time.monotonic() + (timeout or 0.0)
-        # a thread of the program that is waiting for the run may add another thread
+        # while a thread of the program waits for the run, it may start another thread
         for id, thread in list(self.threads.items()):
             if id not in abandoned:
                 thread.join(None if timeout is None else max(0.0, deadline - time.monotonic()))

@@ -145,7 +145,7 @@ class Deadlocks:
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
         """Time of the next check."""
-        self._moved = -1  # items moved when the activity was last checked
+        self._moved = -1  # number of items that had moved at the last check of the activity
         self._unread: frozenset[WorkerId] | None = None  # unread results in the current observation
         self._before: Observation | None = None  # last observation, if the run has not moved since
 
