@@ -289,3 +289,19 @@ def test_wrong_join_option_raises_at_the_declaration(options: Any, error: Any, m
     graph = Graph()
     with pytest.raises(error, match=match):
         graph.source([1]).join(graph.source([2]), **options)
+
+
+@pytest.mark.parametrize("kind", ["window", "join"])
+def test_key_that_cannot_be_hashed_raises_with_the_remedy(kind: str) -> None:
+    graph = Graph()
+    numbers = graph.source([1])
+    stream: Any = (
+        numbers.window(2, key=lambda number: [number])
+        if kind == "window"
+        else numbers.join(graph.source([1]), key=lambda number: [number], within=1)
+    )
+    stream.sink(print)
+    with pytest.raises(RunError) as raised:
+        graph.run()
+    message = f"{kind}: key must return hashable values such as str or tuple, got [1] (list)"
+    assert message in str(raised.value.exceptions[0])

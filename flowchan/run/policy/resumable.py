@@ -31,8 +31,8 @@ def _reason_against(graph: Blueprint, stage: Stage) -> str:
         return ""  # the keyed stage that it feeds is refused
     if stage.operator.resumable and "key" in stage.options:
         return (
-            f"a {stage.kind} with key=, because the states of its keys begin anew in each run; do this step "
-            "in another graph"
+            f"a {stage.kind} with key=, because a run starts without the states of earlier runs; do this "
+            "step in another graph"
         )
     if not stage.operator.resumable:
         return (

@@ -24,6 +24,18 @@ class Unroutable:
     deaths: int
 
 
+def hashable(key: Any, where: str) -> Hashable:
+    """Return the result of a key function. Raise ``TypeError`` if it cannot be hashed."""
+    try:
+        hash(key)
+    except TypeError:
+        raise TypeError(
+            f"{where}: key must return hashable values such as str or tuple, got {shown(key)}"
+        ) from None
+    found: Hashable = key
+    return found
+
+
 def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:
     """Return a function that takes an item, for the function of a keyed stage.
 
@@ -33,15 +45,7 @@ def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | N
     def key_of(item: Any) -> Hashable:
         if type(item) is Unroutable:
             raise item.error
-        key: Hashable = stage.options["key"](item)
-        try:
-            hash(key)
-        except TypeError as error:
-            raise TypeError(
-                f"stage {stage.name!r}: key must return hashable values such as str or tuple, got "
-                f"{shown(key)} ({error})"
-            ) from None
-        return key
+        return hashable(stage.options["key"](item), f"stage {stage.name!r}")
 
     def call(item: Any) -> Any:
         key = key_of(item)

@@ -14,6 +14,7 @@ from flowchan.channel.channel import In, Out
 from flowchan.channel.select import select
 from flowchan.errors import Drained, Empty, LateItem
 from flowchan.items.window import Window
+from flowchan.run.worker.keyed_call import hashable
 from flowchan.run.worker.operator_job import SKIPPED, OperatorJob
 
 T = TypeVar("T")
@@ -128,7 +129,7 @@ def window(job: OperatorJob, *, items: In[Any], out: Out[Window[Any]]) -> None:
 
 def _window_by_count(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
     windows = CountWindows(job.options["size"], job.options["every"])
-    key_of = _keys(job.options["key"])
+    key_of = _keys(job.kind, job.options["key"])
     for item in items:
         key = _tried(job, key_of, item)
         if key is not SKIPPED:
@@ -140,7 +141,7 @@ def _window_by_count(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) ->
 def _window_by_time(job: OperatorJob, items: In[Any], out: Out[Window[Any]]) -> None:
     options, arrives = job.options, job.options["time"] is None
     windows, clock = TimeWindows(options["seconds"], options["every"]), Clock(options["time"])
-    keys, lateness = _keys(options["key"]), options["allowed_lateness"]
+    keys, lateness = _keys(job.kind, options["key"]), options["allowed_lateness"]
 
     def key_and_time(item: Any) -> tuple[Hashable, float]:
         return keys(item), clock.time_of(item)
@@ -180,15 +181,9 @@ def _late(job: OperatorJob, item: Any, seconds: float) -> None:
     )
 
 
-def _keys(key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
-    """Return the key function, which raises an error with a remedy for a key that cannot be hashed."""
-
-    def key_of(item: Any) -> Hashable:
-        found = None if key is None else key(item)
-        hash(found)
-        return found
-
-    return key_of
+def _keys(kind: str, key: Callable[[Any], Hashable] | None) -> Callable[[Any], Hashable]:
+    """Return a function that returns the key of an item; all items have the key None if ``key`` is None."""
+    return lambda item: None if key is None else hashable(key(item), kind)
 
 
 def _tried(job: OperatorJob, call: Callable[[Any], T], item: Any) -> T | Any:
@@ -210,7 +205,7 @@ class _Side(Generic[T]):
 
     def __init__(self, reader: In[T], key: Callable[[Any], Hashable], clock: Clock) -> None:
         self.reader, self.clock = reader, clock
-        self._key = _keys(key)
+        self._key = _keys("join", key)
         self._by_key: dict[Hashable, list[tuple[float, T]]] = {}
         self._times: list[tuple[float, int, Hashable]] = []
         self._order = itertools.count()
