@@ -91,6 +91,7 @@ from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.measure import summarise
 from flowchan.run.observe.tally import Tally
+from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
@@ -180,6 +181,7 @@ class Supervisor:
         self._history = History()
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
+        self._view_socket = ViewSocket(plan.graph.name, self.feed)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
@@ -318,6 +320,7 @@ class Supervisor:
                     self.asking.end()
                 self.ended.set()
                 self.feed.end()
+                self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
         # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
@@ -360,6 +363,7 @@ class Supervisor:
             self._decide(decisions.Tick())
         self._start_due()
         self._history.sample(self._counters)
+        self._view_socket.poll()
 
     def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:
