@@ -178,7 +178,7 @@ class Supervisor:
         # list.
         self.unreported: list[Any] = []
         self._tally = Tally()
-        self._history = History()
+        self.history = History()
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
         self._view_socket = ViewSocket(plan.graph.name, self.feed)
@@ -289,7 +289,7 @@ class Supervisor:
         Rates and shares refer to the last ``window`` seconds, or to the whole run.
         """
         now = self._counters()
-        return between(None if window is None else self._history.before(now, window), now)
+        return between(None if window is None else self.history.before(now, window), now)
 
     def _counters(self) -> RunStats:
         now = time.monotonic() if self.ended_at is None else self.ended_at
@@ -362,7 +362,7 @@ class Supervisor:
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        self._history.sample(self._counters)
+        self.history.sample(self._counters)
         self._view_socket.poll()
 
     def _receive(self, event: SupervisorEvent | Event) -> None:
