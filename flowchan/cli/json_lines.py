@@ -19,9 +19,11 @@ from typing import Any
 
 from flowchan.errors import RunError, StageError
 from flowchan.items.text import short
+from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.stats_json import SCHEMA, to_json
 from flowchan.run.policy.events import Death, ErrorSent, WorkerId
 from flowchan.run.policy.stats import RunStats
+from flowchan.run.run import Run
 
 STATS_EVERY_S = 1.0
 """Seconds between two "stats" events."""
@@ -56,31 +58,17 @@ class JsonLines:
         finally:
             self._stream.close()
 
-    def start(self, graph: Any, stats: RunStats) -> None:
-        """Queue the "start" event."""
-        stages = [
-            {
-                "name": stage.name,
-                "kind": stage.kind,
-                "on": stage.placement.name,
-                "workers": stage.workers,
-                "where": str(stage.where),
-            }
-            for stage in graph.stages
-        ]
-        edges = [
-            {"name": edge.name, "writer": edge.writer, "reader": edge.reader, "transport": edge.transport}
-            for edge in stats.edges
-        ]
-        self._queue(
-            "start", schema=SCHEMA, graph=graph.name, pid=os.getpid(), seed=stats.seed, stages=stages, edges=edges
-        )
+    def follow(self, run: Run) -> Subscription:
+        """Queue the "start" event, and subscribe to the other events of the run."""
+        stats = run.stats()
+        about = {"graph": stats.graph, "pid": os.getpid(), "seed": stats.seed}
+        self._queue("start", schema=SCHEMA, **about, page=run.page, metrics=run.metrics)
+        return run.subscribe(stats=self._show, events=self._report, every=STATS_EVERY_S)
 
-    def show(self, stats: RunStats) -> None:
-        """Queue a "stats" event."""
+    def _show(self, stats: RunStats) -> None:
         self._queue("stats", stats=to_json(stats))
 
-    def report(self, event: Any) -> None:
+    def _report(self, event: Any) -> None:
         """Queue a "failure" event if an item has failed or a worker has died."""
         match event:
             case ErrorSent(worker, text):
@@ -92,11 +80,16 @@ class JsonLines:
         self._queue("failure", kind=kind, stage=worker.stage, worker=worker.number, text=text)
 
     def end(self, stats: RunStats, results: Mapping[Any, Any], failure: RunError | None) -> None:
-        """Queue a "failure" event for each failed stage, and the "end" event."""
+        """Write a "failure" event for each failed stage, and the "end" event.
+
+        Raises:
+            OSError: Standard output cannot be written.
+        """
         for error in failure.exceptions if failure is not None else ():
             self._queue("failure", kind="stage", stage=error.stage, item=error.item, **_described(error))
         found = {stream.name: plain(value) for stream, value in results.items()}
         self._queue("end", state=stats.state, results=found, stats=to_json(stats))
+        self.write()
 
     def _queue(self, event: str, **about: Any) -> None:
         self._queued.append({"event": event, "time": time.time(), **about})
@@ -134,7 +127,7 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, str) or (type(value) is int and abs(value) < 2**63):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else repr(value)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from flowchan.run.policy.stats import EdgeStats, HostStats, RunStats, StageStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Media type of the text."""
+KIND = "text/plain; version=0.0.4"
+"""Media type of the text, which is encoded in UTF-8."""
 
 
 class Metric(NamedTuple):
