@@ -35,7 +35,7 @@ _PARTS: dict[str, type] = {
     "seconds": WorkSeconds,
     "cause": Cause,
 }
-"""Keys whose values are dictionaries or lists of dictionaries, with the class of these dictionaries."""
+"""Keys whose values contain dictionaries, with the class of these dictionaries."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:
@@ -88,7 +88,6 @@ def _object(kind: type, document: Mapping[str, Any]) -> Any:
 
 
 def _value(name: str, value: Any) -> Any:
-    kind = _PARTS.get(name)
     if isinstance(value, list):
-        return tuple(value if kind is None else (_object(kind, one) for one in value))
-    return value if kind is None or value is None else _object(kind, value)
+        return tuple(_value(name, one) for one in value)
+    return _object(_PARTS[name], value) if isinstance(value, dict) else value

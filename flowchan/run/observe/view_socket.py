@@ -76,7 +76,7 @@ class ViewSocket:
         self._due = time.monotonic() + POLL_INTERVAL_S
         self._listener: socket.socket | None = None
         self._path: Path | None = None
-        self._viewers: list[_Viewer] = []
+        self._viewers: list[ViewConnection] = []
 
     def poll(self) -> None:
         """Create the socket, or accept viewers, if this is due."""
@@ -122,7 +122,7 @@ class ViewSocket:
                 _sockets.add(connection)
                 if _user_of(connection) in (os.geteuid(), 0):
                     self._viewers = [one for one in self._viewers if not one.has_left]
-                    self._viewers.append(_Viewer(connection, self._feed, self._hello()))
+                    self._viewers.append(ViewConnection(connection, self._feed, self._hello()))
                 else:
                     connection.close()
 
@@ -142,7 +142,7 @@ class ViewSocket:
             viewer.end()
 
 
-class _Viewer:
+class ViewConnection:
     """Connection to one viewer."""
 
     def __init__(self, connection: socket.socket, feed: Feed, hello: dict[str, Any]) -> None:
