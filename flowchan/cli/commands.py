@@ -53,20 +53,18 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class _Port(click.ParamType):
-    """Port for metrics, such as 9464 or 0.0.0.0:9464."""
+def _port(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """Convert the option for a port, such as 9464 or 0.0.0.0:9464."""
+    from flowchan.viz.insight.metrics_port import host_and_port
 
-    name = "port"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        from flowchan.viz.insight.metrics_port import host_and_port
-
-        port = int(value) if value.isascii() and value.isdigit() else value
-        try:
-            host_and_port(port)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return port
+    if value is None:
+        return None
+    port = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        host_and_port(port)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    return port
 
 
 class _Targeted(click.Command):
@@ -162,12 +160,15 @@ def _output_lost() -> int:
 @click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
 @click.option(
     "--metrics",
-    type=_Port(),
+    callback=_port,
     metavar="PORT|HOST:PORT",
     help="Port on which the run serves its metrics to Prometheus.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the events of the run as lines of JSON instead of a report."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the events of the run as lines of JSON instead of a report.",
 )
 def run(
     file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any

@@ -59,7 +59,9 @@ def running(folder: Path, sockets: Path, *graphs: str) -> Iterator[subprocess.Po
     before = set(sockets.glob("*"))
     with start(script(folder, PROGRAM), *graphs, cwd=folder) as process:
         try:
-            wait_until(lambda: len({*sockets.glob("*")} - before) == len(graphs) or process.poll() is not None)
+            wait_until(
+                lambda: len({*sockets.glob("*")} - before) == len(graphs) or process.poll() is not None
+            )
             yield process
         finally:
             (folder / "seen").touch()

@@ -70,7 +70,7 @@ def from_json(document: Mapping[str, Any]) -> RunStats:
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
+def _names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
