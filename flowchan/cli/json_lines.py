@@ -35,7 +35,7 @@ class JsonLines:
     """Writer of the events of one run.
 
     The feed's thread only queues events. The main thread calls :meth:`write`, because an error of standard
-    output must end the run. While the writer is open, standard output of the program is redirected to standard
+    output must end the run. While the writer is open, the program's standard output is redirected to standard
     error.
     """
 

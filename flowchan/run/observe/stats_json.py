@@ -77,7 +77,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(getattr(value, name)) for name in _names(type(value))}
     return value
 
