@@ -34,8 +34,8 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Broken
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.keyed_state import MISSING, KeyedState
+from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
-from flowchan.run.worker.program_file import ProgramFile
 
 MIN_COMPACTED_BYTES = 1 << 20
 """A log with fewer bytes is not copied."""
