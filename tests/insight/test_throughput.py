@@ -30,7 +30,7 @@ def test_rate_with_variable_work_times_is_the_measured_rate() -> None:
     assert gain(blocked, Change({"a": 2})) == pytest.approx(1 / 0.7 / (1 + 2**-1.94) ** (1 / 1.94), rel=0.02)
 
 
-def test_workers_of_the_slowest_stage_raise_the_rate_up_to_the_next_bound() -> None:
+def test_workers_raise_the_rate_up_to_the_next_bound() -> None:
     one = model(chain(source(), stage("slow", 0.01), stage("next", 0.004)))
     assert one.limited_by() == "slow"
     assert one.rate({"slow": 2}) == pytest.approx(200, rel=0.05)
@@ -111,7 +111,7 @@ def test_cores_bound_processes_that_compute() -> None:
     assert model(chain(source(), burning)).rate({"burn": 4}) == pytest.approx(200, rel=0.02)
 
 
-def test_waiting_for_a_core_is_no_work_if_the_run_uses_all_cores() -> None:
+def test_work_excludes_waits_for_a_core_that_the_run_causes() -> None:
     waiting = stage("burn", 0.04, 100, workers=4, cpu=0.02, ready=0.02, on="process")
     assert model(chain(source(), waiting), cores=2).works["burn"].each == pytest.approx(0.02)
     assert model(chain(source(), waiting), cores=8).works["burn"].each == pytest.approx(0.04)
@@ -151,7 +151,7 @@ def test_items_in_flight_bound_a_loop() -> None:
     assert gain(one, Change(faster={"p": 2.0})) == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_stage_without_items_in_the_window_counts_with_its_whole_time() -> None:
+def test_stage_without_items_in_the_window_uses_older_items() -> None:
     slow = stage("slow", 0.0, 0.0, wait="place")
     since_start = dataclasses.replace(slow.seconds, working=30.0, place=0.0)
     stats = chain(source(), dataclasses.replace(slow, items_in=3, seconds=since_start))

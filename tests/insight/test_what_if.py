@@ -47,7 +47,7 @@ def test_range_covers_code_that_releases_the_lock() -> None:
     assert found.high > 1.9 * found.now
 
 
-def test_prediction_for_an_ordered_stage_may_be_too_high() -> None:
+def test_range_of_an_ordered_stage_includes_no_gain() -> None:
     ordered = chain(source(), stage("s", 0.03, workers=8, wait="turn"), cause=("order", "s"))
     found = predict(ordered, "s", workers=8)
     assert found.low < found.now < found.predicted
@@ -69,7 +69,7 @@ def test_prediction_describes_the_change(change: dict[str, Any], words: str) -> 
     assert predict(chain(source(), stage("slow", 0.02, workers=2)), "slow", **change).change == words
 
 
-def test_prediction_names_what_limits_the_run_afterwards() -> None:
+def test_prediction_names_the_next_limit() -> None:
     found = predict(SLOW, "slow", workers=4)
     assert (found.limited_by, found.why) == ("next", "its worker works 4 ms on an item")
     found = predict(SLOW, "slow", workers=1)
@@ -209,7 +209,7 @@ def run() -> Run:
         (("abs", {"workers": 1, "window": -1}), ValueError, "window must be greater than 0"),
     ],
 )
-def test_what_if_names_the_wrong_argument(
+def test_error_names_the_wrong_argument(
     run: Run, arguments: tuple[Any, ...], error: type[Exception], message: str
 ) -> None:
     stage, *options = arguments
@@ -217,7 +217,7 @@ def test_what_if_names_the_wrong_argument(
         run.what_if(stage, **(options[0] if options else {}))
 
 
-def test_what_if_fails_before_items_have_passed() -> None:
+def test_prediction_without_items_raises() -> None:
     graph = Graph("empty")
     items = graph.input()
     items.map(abs, name="abs").sink(print)

@@ -25,7 +25,7 @@ def stage(
         cpu: CPU seconds per item.
         ready: Seconds waiting for a core per item.
         out: Outputs per item.
-        wait: What the workers wait for when they do not work: "input", "place" or "turn".
+        wait: Reason why workers wait: "input", "place" or "turn".
         **values: Other attributes.
     """
     items = rate * WINDOW

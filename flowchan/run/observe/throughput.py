@@ -1,15 +1,18 @@
 """Predict the throughput of a run after a change, as a pure function of its statistics in a window.
 
-Algorithm. Each resource limits the rate at which items enter the graph. A stage with W workers that takes v
-items per item from the sources, and s seconds of work per item, allows W / (s · v) items per second. The
-cores allow cores / Σ c · v, where c is the CPU time per item; the interpreter lock allows 1 / Σ c · v over
-the stages on threads. A rate limit r allows r / v. The program's puts and gets, memory, and the number of
-items in flight in a loop are fixed bounds if one of them is the cause that :func:`cause_of` names.
+Algorithm. Each resource limits the rate at which items enter the graph:
 
-The smallest bound is not reached if work times vary and channels are small, because workers then wait for
-each other. The rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that this formula gives the
-measured rate: Σ u^p = 1 for the measured utilisations u. If one resource is always in use, p is infinite, and
-the rate is the smallest bound.
+- A stage with W workers allows W / (s · v) items per second. It takes v items per item from the sources, and
+  works s seconds on each. A rate limit r allows r / v.
+- The cores allow cores / Σ c · v, where c is the CPU time per item.
+- The interpreter lock allows 1 / Σ c · v over the stages on threads.
+- A loop with n busy workers, which admits no more items, allows n / Σ s · v over its stages.
+- The program's puts and gets and the memory allow the measured rate, if :func:`cause_of` names them.
+
+Workers wait for each other if work times vary and channels are small. The smallest bound is then not reached.
+The rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that this formula gives the measured
+rate: Σ u^p = 1 for the measured utilisations u. If one resource is always in use, p is infinite, and the rate
+is the smallest bound.
 
 Work times contain time spent waiting for a core or for the interpreter lock. If the run itself uses all
 cores or the lock, a change affects these waits. They are then subtracted from the work times.
@@ -65,8 +68,9 @@ class StageWork:
 
     @property
     def utilisation(self) -> float:
-        """Return the share of the working workers' time that was work."""
-        return min(1.0, self.stage.busy)
+        """Return the share of the working workers' time that was work, or of the rate limit that was used."""
+        limit = self.stage.rate_limit
+        return min(1.0, max(self.stage.busy, self.stage.rate / limit if limit else 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +123,21 @@ class Model:
             gil: True if threads of this process share one interpreter lock (default: as in this process).
         """
         cores = local_cores() if cores is None else cores
-        gil = has_gil() if gil is None else gil
-        visits = visits_of(stats)
-        works = {
-            stage.name: work
-            for stage in stats.stages
-            if (work := _work(stage, stats, visits[stage.name])) is not None
-        }
-        used = sum(work.stage.cores or 0.0 for work in works.values() if work.local)
-        threads = [work for work in works.values() if work.threads]
-        locked = sum(work.stage.cores or 0.0 for work in threads)
-        lock = gil and locked <= ONE_CORE
-        utilisations = [work.utilisation for work in works.values()]
-        if lock and locked >= BUSY:
+        works = _works(stats)
+        lock = (has_gil() if gil is None else gil) and _used(works, threads=True) <= ONE_CORE
+        looping = stats.cause is not None and stats.cause.kind == "in_flight"
+        loop = frozenset(loop_of(stats) if looping else ()) & works.keys()
+        in_flight = sum(works[name].each * works[name].stage.rate for name in loop)
+        fixed = _fixed(stats)
+        utilisations = [work.utilisation for work in works.values()] + [_used(works) / cores]
+        if lock:
+            utilisations.append(_used(works, threads=True))
+        if fixed or loop:
+            utilisations.append(1.0)
+        if lock and _used(works, threads=True) >= BUSY:
             works = _without_lock_waits(works)
-        if used >= BUSY * cores:
+        if _used(works) >= BUSY * cores:
             works = {name: _without_core_waits(work, stats.window) for name, work in works.items()}
-        fixed = _fixed(stats, visits)
-        loop = frozenset(loop_of(stats)) if stats.cause and stats.cause.kind == "in_flight" else frozenset()
-        in_flight = sum(works[name].each * works[name].stage.rate for name in loop if name in works)
-        utilisations += [used / cores, *([locked] if lock else []), *([1.0] if fixed or loop else [])]
-        utilisations += [
-            work.stage.rate / work.stage.rate_limit for work in works.values() if work.stage.rate_limit
-        ]
         return cls(works, cores, lock, fixed, in_flight, loop, _exponent(utilisations))
 
     def rate(self, workers: Mapping[str, int] | None = None, change: Change = NOTHING) -> float:
@@ -196,6 +192,19 @@ def _with(change: Change, workers: Mapping[str, int] | None) -> Change:
     return dataclasses.replace(change, workers=workers) if workers is not None else change
 
 
+def _works(stats: RunStats) -> dict[str, StageWork]:
+    visits = visits_of(stats)
+    works = {stage.name: _work(stage, stats, visits[stage.name]) for stage in stats.stages}
+    return {name: work for name, work in works.items() if work is not None}
+
+
+def _used(works: Mapping[str, StageWork], threads: bool = False) -> float:
+    """Return how many cores of this machine the stages use, or only their threads in this process."""
+    return sum(
+        work.stage.cores or 0.0 for work in works.values() if (work.threads if threads else work.local)
+    )
+
+
 def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None:
     """Return the work of a stage in the window, or None if it has taken no items or has no workers."""
     operator = OPERATORS[stage.kind]
@@ -217,9 +226,9 @@ def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None
 def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
     """Subtract the time that threads spent waiting for the interpreter lock while other threads held it.
 
-    Threads that compute get equal shares of the lock, so each of n such threads waits at most n - 1 times its
+    Threads that compute get equal shares of the lock. So each of n such threads waits at most n - 1 times its
     own CPU time. A thread that sleeps takes the lock once per item. If other threads compute all the time,
-    it waits up to one switch interval; half of that is assumed, but only a move to processes avoids it.
+    it waits up to one switch interval. Half of that is assumed. Only a move to processes avoids this wait.
     """
     heavy = {
         name: work.workers
@@ -246,11 +255,12 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
     return dataclasses.replace(work, each=max(work.cpu, work.each - work.stage.worked.ready / items))
 
 
-def _fixed(stats: RunStats, visits: Mapping[str, float]) -> dict[str, float]:
+def _fixed(stats: RunStats) -> dict[str, float]:
     """Return the bound of the program's puts or gets, or of the memory, if it limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}
+    visits = visits_of(stats)
     rates = [
         stage.rate / visits[stage.name]
         for stage in stats.stages

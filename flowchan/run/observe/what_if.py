@@ -27,6 +27,8 @@ from flowchan.run.policy.stats import RunStats, StageStats
 
 NOISE = 0.05
 """Smallest relative error that a range covers."""
+CROWDED = 0.5
+"""Relative error that a range also covers, per share of the work time that workers wait for a core."""
 WORTH = 1.2
 """Smallest predicted ratio of rates for which a change is advised."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20
@@ -141,7 +143,10 @@ def _prediction(stats: RunStats, model: Model, change: Change, stage: StageStats
     if stats.cause is not None and (stats.cause.kind, stats.cause.stage) == ("order", limit):
         gains.append(min(1.0, gain))
         why += "; its outputs wait for earlier items, so the rate may be lower"
-    noise = NOISE + 1 / max(1.0, now * stats.window)
+    crowded = _crowded(model)
+    noise = NOISE + CROWDED * crowded + 1 / max(1.0, now * stats.window)
+    if crowded >= SEEN:
+        why += f"; workers wait for a core {100 * crowded:.0f} % of the time, so expect larger errors"
     return Prediction(
         stage.name,
         _described(change, stage),
@@ -186,10 +191,8 @@ def _why(model: Model, change: Change, limit: str) -> str:
         if work.stage.rate_limit is not None and work.stage.rate_limit < workers / max(each, 1e-12):
             return f"its rate={work.stage.rate_limit:g} allows no more items to start"
         owners = "its worker works" if workers == 1 else f"each of its {workers} workers works"
-        text = f"{owners} {_duration(each)} on an item"
-    else:
-        text = _REASONS.get(limit, "no change to a stage affects it").format(cores=model.cores)
-    return text + _crowded(model)
+        return f"{owners} {_duration(each)} on an item"
+    return _REASONS.get(limit, "no change to a stage affects it").format(cores=model.cores)
 
 
 _REASONS = {
@@ -199,15 +202,11 @@ _REASONS = {
 }
 
 
-def _crowded(model: Model) -> str:
-    """Return a note if workers often wait for a core although the run does not use all cores."""
-    works = [work for work in model.works.values() if work.local]
-    work = sum(one.stage.worked.work for one in works)
-    ready = sum(min(one.stage.worked.ready or 0.0, one.stage.worked.work) for one in works)
-    used = sum(one.stage.cores or 0.0 for one in works)
-    if work and used < model.cores and ready >= SEEN * work:
-        return f"; workers wait for a core {100 * ready / work:.0f} % of the time, so expect larger errors"
-    return ""
+def _crowded(model: Model) -> float:
+    """Return the share of the work time that workers spend waiting for a core."""
+    works = [work.stage.worked for work in model.works.values() if work.local]
+    total = sum(one.work for one in works)
+    return sum(min(one.ready or 0.0, one.work) for one in works) / total if total else 0.0
 
 
 def _duration(seconds: float) -> str:
