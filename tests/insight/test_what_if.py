@@ -48,7 +48,9 @@ def test_range_covers_code_that_releases_the_lock() -> None:
 
 
 def test_range_of_an_ordered_stage_includes_no_gain() -> None:
-    ordered = chain(source(), stage("s", 0.03, workers=8, wait="turn"), cause=("order", "s"))
+    ordered = chain(
+        source(), stage("s", 0.03, workers=8, wait="turn", waiting_turn=0.6), cause=("order", "s")
+    )
     found = predict(ordered, "s", workers=8)
     assert found.low < found.now < found.predicted
     assert "its outputs wait for earlier items" in found.why
@@ -113,20 +115,31 @@ def test_advice_moves_computing_threads_to_processes() -> None:
 
 
 def test_advice_for_order_gives_an_upper_limit() -> None:
-    ordered = chain(source(), stage("s", 0.03, workers=8, wait="turn"), cause=("order", "s"))
+    ordered = chain(
+        source(), stage("s", 0.03, workers=8, wait="turn", waiting_turn=0.6), cause=("order", "s")
+    )
     assert advice(ordered) == "ordered=False or a larger buffer for 's' would give up to 2.7 × the rate"
+
+
+def test_advice_names_the_buffer_between_stages_that_wait_in_turn() -> None:
+    """Stage a sometimes waits for room, and b sometimes for input, because their work times vary."""
+    varied = chain(source(), stage("a", 0.0065, wait="place"), stage("b", 0.007), cause=("bottleneck", "b"))
+    assert advice(varied) == "a larger buffer before 'b' would give up to 1.4 × the rate"
+    varied = chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.0065), cause=("bottleneck", "a"))
+    assert advice(varied) == "a larger buffer after 'a' would give up to 1.4 × the rate"
 
 
 @pytest.mark.parametrize(
     "stats",
     [
         chain(source(), stage("slow", 0.002)),
+        chain(source(), stage("slow", 0.005, wait="place"), cause=("bottleneck", "slow")),
         chain(source(kind="input"), stage("work", 0.002), cause=("input", "source")),
         chain(source(1), stage("slow", 1.0, 1), cause=("bottleneck", "slow")),
         chain(source(), stage("a", 0.01), stage("b", 0.0097), cause=("bottleneck", "a")),
         chain(source(), stage("fetch", 0.01, rate_limit=100.0), cause=("bottleneck", "fetch")),
     ],
-    ids=["no cause", "input", "few items", "small gain", "rate limit"],
+    ids=["no cause", "idle stage", "input", "few items", "small gain", "rate limit"],
 )
 def test_advice_is_missing_if_no_change_is_known_to_help(stats: RunStats) -> None:
     assert advice(stats) is None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowchan.declare.operators import OPERATORS
-from flowchan.run.observe.causes import SEEN
+from flowchan.run.observe.causes import BUSY, SEEN
 from flowchan.run.observe.throughput import (
     CORES,
     LOCK,
@@ -140,7 +140,7 @@ def _prediction(stats: RunStats, model: Model, change: Change, stage: StageStats
     gains = [gain, *(_gain(variant, change) for variant in _variants(model))]
     limit = model.limited_by(change=change)
     why = _why(model, change, limit)
-    if stats.cause is not None and (stats.cause.kind, stats.cause.stage) == ("order", limit):
+    if limit in model.works and model.works[limit].stage.waiting_turn >= SEEN:
         gains.append(min(1.0, gain))
         why += "; its outputs wait for earlier items, so the rate may be lower"
     crowded = _crowded(model)
@@ -231,40 +231,56 @@ def advice(stats: RunStats) -> str | None:
         return None
     model = Model.of(stats)
     if cause.kind == "gil":
-        threads = [work for work in model.works.values() if work.threads and work.stage.kind != "source"]
+        threads = [work for work in model.works.values() if work.threads and OPERATORS[work.stage.kind].calls]
         burns = max(threads, key=lambda work: work.stage.cores or 0.0, default=None)
-        return None if burns is None else _to_process(model, burns, burns.stage.workers)
-    if cause.kind == "order" or cause.kind == "bottleneck":
-        work = model.works.get(cause.stage or "")
-        if work is not None:
-            return _for_order(model, work) if cause.kind == "order" else _for_stage(model, work)
+        return None if burns is None else _advised(*_to_process(model, burns, burns.stage.workers))
+    work = model.works.get(cause.stage or "")
+    if work is None or cause.kind not in ("order", "bottleneck"):
+        return None
+    if work.utilisation < BUSY:
+        return _for_waits(stats, model, work)
+    return _for_stage(model, work)
+
+
+def _for_waits(stats: RunStats, model: Model, work: StageWork) -> str | None:
+    """Advise for a stage whose workers often wait for other stages or for earlier items."""
+    stage, free = work.stage, dataclasses.replace(model, exponent=MOST_EXPONENT)
+    most = free.rate() * work.visits / stage.rate
+    if stage.waiting_turn >= SEEN:
+        return _advised(f"ordered=False or a larger buffer for {stage.name!r}", most, up_to=True)
+    stages = {one.name: one for one in stats.stages}
+    for edge in stats.edges:
+        if edge.reader is None or stage.name not in (edge.writer, edge.reader):
+            continue
+        writer, reader = stages[edge.writer], stages[edge.reader]
+        if writer.waiting_output >= SEEN and reader.waiting_input >= SEEN:
+            side = "before" if edge.reader == stage.name else "after"
+            return _advised(f"a larger buffer {side} {stage.name!r}", most, up_to=True)
     return None
 
 
-def _for_order(model: Model, work: StageWork) -> str | None:
-    free = dataclasses.replace(model, exponent=MOST_EXPONENT).rate()
-    change = f"ordered=False or a larger buffer for {work.stage.name!r}"
-    return _advised(change, free * work.visits / work.stage.rate, up_to=True)
-
-
 def _for_stage(model: Model, work: StageWork) -> str | None:
+    """Advise more workers for a stage whose workers are always busy, or processes."""
     stage = work.stage
     if not can_grow(stage):
         return None
     most = max(1, stage.workers)  # twice as many in all
     gains = [_gain(model, Change({stage.name: stage.workers + more})) for more in range(1, most + 1)]
-    if work.threads and gains[-1] < WORTH:
-        return _to_process(model, work, stage.workers + 1)
+    if work.threads:
+        change, gain = _to_process(model, work, stage.workers + 1)
+        if gain >= WORTH * gains[0]:
+            return _advised(change, gain)
     more = next(number for number, gain in enumerate(gains, 1) if gain - 1 >= ENOUGH * (gains[-1] - 1))
     noun = "worker" if more == 1 else "workers"
     return _advised(f"{more} more {noun} of {stage.name!r}", gains[more - 1])
 
 
-def _to_process(model: Model, work: StageWork, workers: int) -> str | None:
+def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:
+    """Return a description and the gain of moving the workers of a stage to processes."""
     name = work.stage.name
     gain = _gain(model, Change({name: workers}, on_process=(name,)))
     number = "" if workers == work.stage.workers else f" and workers={workers}"
-    return _advised(f"on='process'{number} for {name!r}", gain)
+    return f"on='process'{number} for {name!r}", gain
 
 
 def _advised(change: str, gain: float, up_to: bool = False) -> str | None:
