@@ -78,6 +78,11 @@ def test_prediction_names_the_next_limit() -> None:
     assert (found.limited_by, found.why) == ("slow", "each of its 2 workers works 10 ms on an item")
 
 
+def test_prediction_explains_a_limit_outside_the_stages() -> None:
+    found = predict(chain(source(), stage("work", 0.002), cause=("consumer", None)), "work", workers=1)
+    assert (found.limited_by, found.why) == ("the program", "the program reads no more results")
+
+
 def test_prediction_notes_that_workers_wait_for_a_core() -> None:
     found = predict(chain(source(), stage("slow", 0.01, ready=0.005)), "slow", workers=1)
     assert "workers wait for a core 50 % of the time" in found.why

@@ -35,11 +35,11 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"
 FIXED: dict[CauseKind, str] = {"input": "the input", "consumer": "the program", "memory": "the memory"}
-"""Names of the resources that are not stages. The resources of ``FIXED`` do not change with the workers."""
+"""Names of the resources that are not stages. The bounds of those in ``FIXED`` never change."""
 LEAST_EXPONENT, MOST_EXPONENT = 2.0, 64.0
 """Limits of the exponent p. At the upper limit, the rate is practically the smallest bound."""
 HEAVY = 0.2
-"""Minimum number of cores that a thread uses if it competes for the interpreter lock."""
+"""Minimum number of cores that a stage on threads uses if it competes for the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Model:
 
     Attributes:
         works: Work of each stage that took items.
-        cores: Number of cores that the run may use; 0 if they are not a limit.
+        cores: Number of cores that the run may use.
         lock: True if threads of this process compete for one interpreter lock.
         fixed: Bounds that no number of workers changes, by resource.
         in_flight: Number of workers that are busy in a loop that admits too few items; 0 for other runs.
@@ -175,8 +175,7 @@ class Model:
             used += work.cpu * load if work.local else 0.0
             locked += work.cpu * load if work.threads and name not in change.on_process else 0.0
             around += each * load if name in self.loop else 0.0
-        if self.cores:
-            found[CORES] = _ratio(self.cores, used)
+        found[CORES] = _ratio(self.cores, used)
         if self.lock:
             found[LOCK] = _ratio(1.0, locked)
         if self.in_flight:
@@ -233,7 +232,7 @@ def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
     heavy = {
         name: work.workers
         for name, work in works.items()
-        if work.threads and (work.stage.cores or 0.0) / work.workers >= HEAVY / work.workers
+        if work.threads and (work.stage.cores or 0.0) >= HEAVY
     }
     found = {}
     for name, work in works.items():

@@ -16,6 +16,7 @@ from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import BUSY, SEEN
 from flowchan.run.observe.throughput import (
     CORES,
+    FIXED,
     LOCK,
     LOOP,
     MOST_EXPONENT,
@@ -192,13 +193,16 @@ def _why(model: Model, change: Change, limit: str) -> str:
             return f"its rate={work.stage.rate_limit:g} allows no more items to start"
         owners = "its worker works" if workers == 1 else f"each of its {workers} workers works"
         return f"{owners} {_duration(each)} on an item"
-    return _REASONS.get(limit, "no change to a stage affects it").format(cores=model.cores)
+    return _REASONS[limit].format(cores=model.cores)
 
 
 _REASONS = {
     CORES: "the workers would use all {cores} cores",
     LOCK: "threads share the lock; code that releases it would be faster than predicted",
     LOOP: "the loop admits no more items at a time",
+    FIXED["input"]: "the program puts no more items",
+    FIXED["consumer"]: "the program reads no more results",
+    FIXED["memory"]: "the channels have no memory for more items",
 }
 
 
@@ -237,7 +241,7 @@ def advice(stats: RunStats) -> str | None:
     work = model.works.get(cause.stage or "")
     if work is None or cause.kind not in ("order", "bottleneck"):
         return None
-    if work.utilisation < BUSY:
+    if work.utilisation < BUSY and work.stage.rate:
         return _for_waits(stats, model, work)
     return _for_stage(model, work)
 
