@@ -2,6 +2,7 @@
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
+from flowchan.declare.auto_workers import AutoWorkers, auto
 from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.input_stream import Input
@@ -43,6 +44,7 @@ from flowchan.run import (
     Results,
     Run,
     RunStats,
+    ScalingDecision,
     StageStats,
     WorkerPool,
     WorkerStats,
@@ -51,6 +53,7 @@ from flowchan.run import (
 from flowchan.run.policy.seeds import Worker, worker
 
 __all__ = [
+    "AutoWorkers",
     "Broadcast",
     "Broken",
     "Cause",
@@ -90,6 +93,7 @@ __all__ = [
     "Run",
     "RunError",
     "RunStats",
+    "ScalingDecision",
     "Selected",
     "StageError",
     "StageStats",
@@ -101,6 +105,7 @@ __all__ = [
     "WorkerDied",
     "WorkerPool",
     "WorkerStats",
+    "auto",
     "pack",
     "select",
     "unpack",
