@@ -288,9 +288,7 @@ def _most_workers(stage: Stage) -> int:
 
 def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     writing = {stage.name: _most_workers(stage) for stage in stages}
-    reading = {
-        stage.name: 1 if stage.operator.worker_per_input else _most_workers(stage) for stage in stages
-    }
+    reading = {stage.name: 1 if stage.operator.worker_per_input else _most_workers(stage) for stage in stages}
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         readers = 1 if edge.to_worker else reading.get(edge.reader or "", 0)

@@ -1,4 +1,4 @@
-"""Declare stages whose number of workers follows the load: ``workers="auto"`` and ``workers=auto(most=8)``."""
+"""Declare stages whose number of workers follows the load, with ``workers="auto"`` or ``auto(most=8)``."""
 
 from __future__ import annotations
 

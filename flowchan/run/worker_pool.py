@@ -218,8 +218,8 @@ def _refuse_hosts(graph: Blueprint) -> None:
 
 def _refuse_auto(graph: Blueprint) -> None:
     message = (
-        "a pool can't add processes during a run; set a number of workers, place the stage on='thread', or use "
-        "graph.run()"
+        "workers='auto' is not possible, because a pool can't add processes during a run; set a number of "
+        "workers, place the stage on='thread', or use graph.run()"
     )
     problems = [
         Problem("pool", stage.name, stage.where, message)

@@ -1,4 +1,4 @@
-"""Choose the numbers of workers of stages with ``workers="auto"``, as a pure function of windows of statistics.
+"""Choose the numbers of workers of stages with ``workers="auto"``, as a pure function of statistics.
 
 Algorithm. After each window of time, at most one of three things happens:
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,10 +33,12 @@ from flowchan.run.policy.stats import RunStats, StageStats
 
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
-LONGEST_WINDOW_S = 10.0
-"""Maximum length of a window in which a stage took few items, in seconds."""
 LEAST_ITEMS = 20
-"""Number of items from each stage that a window needs before ``LONGEST_WINDOW_S``."""
+"""Number of items that each stage takes in a window that is shorter than ``SLOW_WINDOW_S``."""
+SLOW_WINDOW_S = 10.0
+"""Length of a window in seconds after which two items for each busy worker are enough."""
+LONGEST_WINDOW_S = 60.0
+"""Maximum length of a window in seconds."""
 LEAST_GAIN = 0.05
 """Minimum predicted gain of the rate for which workers are added."""
 BUSY = 0.85
@@ -141,10 +144,12 @@ class Scaler:
 
     def full(self, stats: RunStats) -> bool:
         """Return whether a window is long enough for a decision."""
-        if stats.window < WINDOW_S:
-            return False
-        least = min((stage.rate * stats.window for stage in _live(self, stats).values()), default=0.0)
-        return least >= LEAST_ITEMS or stats.window >= LONGEST_WINDOW_S
+        if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
+            return stats.window >= WINDOW_S
+        items = {name: stage.rate * stats.window for name, stage in (live := _live(self, stats)).items()}
+        if stats.window < SLOW_WINDOW_S:
+            return min(items.values(), default=0.0) >= LEAST_ITEMS
+        return all(items[name] >= 2 * live[name].working for name in live if live[name].busy >= BUSY)
 
 
 Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
@@ -189,9 +194,7 @@ def pinned(scaler: Scaler, elapsed: float, stage: str, before: int, workers: int
 
 def _live(scaler: Scaler, stats: RunStats) -> dict[str, StageStats]:
     """Return the stages whose number of workers may change now."""
-    return {
-        stage.name: stage for stage in stats.stages if stage.name in scaler.limits and stage.working
-    }
+    return {stage.name: stage for stage in stats.stages if stage.name in scaler.limits and stage.working}
 
 
 def _changed(
@@ -232,7 +235,7 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
     still = [name for name in trial.before if name in stages]
     if not still:
         return _with_outcome(scaler, trial, "not checked, because the stage ended"), ()
-    ratio = min(stages[name].rate / max(trial.rates[name], 1e-9) for name in still)
+    ratio = min(stages[name].rate / trial.rates[name] if trial.rates[name] else math.inf for name in still)
     text = f"{ratio:.2f} × the rate"
     if _paid(trial, ratio, stats, [stages[name] for name in still]):
         return _with_outcome(scaler, trial, f"kept: {text}"), ()
@@ -301,8 +304,9 @@ def _grown(
     gain = predicts.rate(wanted) / max(predicts.rate(workers), 1e-9)
     if not changes or gain < 1 + LEAST_GAIN or not _eases_a_busy_stage(changes, stages):
         return None
-    return changes, lambda stage: (
-        f"busy {100 * stage.busy:.0f} % of the time; {gain:.2f} × the rate is predicted"
+    return (
+        changes,
+        lambda stage: f"busy {100 * stage.busy:.0f} % of the time; {gain:.2f} × the rate is predicted",
     )
 
 
@@ -329,10 +333,9 @@ def _filled(
     Stages that share a limit start from half of their workers, so that workers can move between them.
     """
     limits = scaler.limits
-    shared = {name for name in most if sum(limits[o].shared_by == limits[name].shared_by for o in workers) > 1}
-    filled = {
-        name: max(1, number // 2) if name in shared else number for name, number in workers.items()
-    }
+    users = Counter(limits[name].shared_by for name in workers)
+    shared = {name for name in most if users[limits[name].shared_by] > 1}
+    filled = {name: max(1, number // 2) if name in shared else number for name, number in workers.items()}
     growing = set(most)
     while predicts.rate(filled) < ENOUGH * predicts.rate({**filled, **_unlimited(growing)}):
         slowest = min(growing, key=lambda name: predicts.rate(_unlimited(growing, name, filled)))
@@ -364,9 +367,7 @@ def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: st
     return limit.most - sum(same)
 
 
-def _within(
-    memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]
-) -> dict[str, int]:
+def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
     """Return numbers of workers for which the memory for all new processes together is free."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
@@ -386,6 +387,9 @@ def _shrunk(scaler: Scaler, stages: Mapping[str, StageStats]) -> Change:
         wanted = max(math.ceil(workers * max(busy) / AIM), math.ceil(workers / 2))
         if len(busy) == IDLE_WINDOWS and wanted < workers and (name, False) not in scaler.blocked:
             changes[name] = wanted
-    return changes, lambda stage: (
-        f"busy at most {100 * max(scaler.idle[stage.name]):.0f} % of the time in {IDLE_WINDOWS} windows"
+    return (
+        changes,
+        lambda stage: (
+            f"busy at most {100 * max(scaler.idle[stage.name]):.0f} % of the time in {IDLE_WINDOWS} windows"
+        ),
     )
