@@ -146,10 +146,10 @@ class Scaler:
         """Return whether a window is long enough for a decision."""
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
-        items = {name: stage.rate * stats.window for name, stage in (live := _live(self, stats)).items()}
+        live = _live(self, stats).values()
         if stats.window < SLOW_WINDOW_S:
-            return min(items.values(), default=0.0) >= LEAST_ITEMS
-        return all(items[name] >= 2 * live[name].working for name in live if live[name].busy >= BUSY)
+            return min((stage.rate * stats.window for stage in live), default=0.0) >= LEAST_ITEMS
+        return all(stage.rate * stats.window >= 2 * stage.working for stage in live if stage.busy >= BUSY)
 
 
 Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
