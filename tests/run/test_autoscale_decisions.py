@@ -157,7 +157,7 @@ def test_idle_stage_gets_no_workers() -> None:
     line = Line({"a": 0.1, "b": 0.001})
     window = line.window({"a": 1, "b": 1})
     waiting = tuple(dataclasses.replace(stage, busy=0.8) for stage in window.stages)
-    scaler, made = choose(Scaler(own(8)), dataclasses.replace(window, stages=waiting), lambda _: line, PLENTY)
+    _, made = choose(Scaler(own(8)), dataclasses.replace(window, stages=waiting), lambda _: line, PLENTY)
     assert made == ()
 
 
