@@ -14,8 +14,8 @@ from flowchan import Graph, auto
 ISOLATES = (
     "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. The rate "
     "is that of the results from 10 to 15 s after the start. The time to 95 % ends when the results of one "
-    "second reach 95 % of the rate of the fixed split. Ray Data runs the same functions as two pools of 1 to 8 "
-    "actors on 8 CPUs, 10 items per block. For the load, the program puts 40, 150 and 60 items per second, "
+    "second reach 95 % of the rate of the fixed split. Ray Data runs the same functions as two pools of 1 to "
+    "8 actors on 8 CPUs, 10 items per block. For the load, the program puts 40, 150 and 60 items per second, "
     "25 s each; the items are those finished after 75 s."
 )
 

@@ -95,8 +95,8 @@ class AutoScaler:
 def _model(stats: RunStats) -> Model:
     """Return the model of a run without the interpreter lock.
 
-    A function may release the lock, so a stage on threads is tried with more workers unless the lock is the
-    cause that limits the run.
+    A function may release the lock. A stage on threads is therefore tried with more workers, unless the lock
+    is the cause that limits the run.
     """
     return Model.of(stats, gil=False)
 

@@ -62,8 +62,9 @@ unless noted.
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes while the
   graph runs, if the stage processes one item at a time. The order of items is kept, and each item has its
   outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
-  that can't be started does not affect the others. (test_elastic_stages.py,
-  tests/deaths/test_scaling_deaths.py)
+  that can't be started does not affect the others. The run itself adds and removes workers of stages with
+  ``workers="auto"``. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py, test_auto_workers.py,
+  test_autoscale_decisions.py, tests/deaths/test_auto_scaling_deaths.py)
 - R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
   earlier runs with this path. This also holds if the program was killed at any point. The run processes all
   other items, so a sink may process an item again that was under way. A graph that cannot be resumed is

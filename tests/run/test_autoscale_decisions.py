@@ -99,7 +99,7 @@ class Played:
 
 
 def own(most: int, own_process: bool = False, *stages: str) -> dict[str, AutoLimit]:
-    """Give each stage a limit of its own."""
+    """Give each stage a separate limit."""
     return {name: AutoLimit(most, name, own_process) for name in stages or ("a", "b")}
 
 
@@ -148,7 +148,7 @@ def test_workers_move_between_stages_when_the_shared_limit_is_reached() -> None:
     assert played.line.rate(played.workers) >= 0.97 * best
 
 
-def test_stage_with_its_own_limit_keeps_its_workers_when_another_grows() -> None:
+def test_stage_with_separate_limit_keeps_workers_when_another_grows() -> None:
     played = Played(Line({"a": 0.1, "b": 0.15}), own(4), workers={"a": 4, "b": 2})
     assert played.play(1)[-1] == {"a": 4, "b": 4}
 
@@ -161,7 +161,7 @@ def test_idle_stage_gets_no_workers() -> None:
     assert made == ()
 
 
-def test_reason_of_a_decision_names_the_load_and_the_predicted_rate() -> None:
+def test_reason_names_the_load_and_the_predicted_rate() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
     assert played.scaler.decisions == (
@@ -173,9 +173,7 @@ def test_reason_of_a_decision_names_the_load_and_the_predicted_rate() -> None:
 
 
 @pytest.mark.parametrize(("own_process", "after"), [(False, 1), (True, 2)])
-def test_threads_are_not_added_while_the_interpreter_lock_limits_the_run(
-    own_process: bool, after: int
-) -> None:
+def test_threads_are_not_added_while_the_gil_limits_the_run(own_process: bool, after: int) -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8, own_process), cause="gil")
     assert numbers(played.play(), "a") == [after]
 
@@ -238,7 +236,7 @@ def test_reverted_growth_is_blocked_for_ten_windows() -> None:
     assert seen == [2, 1, *[1] * BLOCKED_WINDOWS, 2]
 
 
-def test_growth_is_kept_without_a_block_if_the_input_has_become_slow() -> None:
+def test_growth_is_kept_if_the_input_has_become_slow() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
     played.line, played.cause = dataclasses.replace(played.line, most=5.0), "input"
@@ -262,13 +260,13 @@ def test_change_of_a_stage_that_has_ended_is_not_checked() -> None:
 # --- fewer workers ---
 
 
-def test_stage_with_little_work_loses_at_most_half_of_its_workers_after_three_windows() -> None:
+def test_idle_stage_loses_at_most_half_of_its_workers() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, most=5.0), own(8), {"a": 8})
     assert numbers(played.play(2 * IDLE_WINDOWS + 1), "a") == [8, 8, 4, 4, 4, 2, 2]
 
 
 def test_stage_keeps_workers_that_the_busiest_window_needs() -> None:
-    """With three of its four workers, the stage would be busy 83 % of the time."""
+    """Three of its four workers would be busy 83 % of the time."""
     played = Played(Line({"a": 0.1, "b": 0.001}, most=25.0), own(8), {"a": 4})
     assert numbers(played.play(5), "a") == [4] * 5
 
