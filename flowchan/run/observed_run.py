@@ -16,6 +16,7 @@ from flowchan.run.observe.report import render
 from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
@@ -253,3 +254,22 @@ class ObservedRun(ABC):
             (False, False, {'show': 'ended'})
         """
         return health(self._supervisor)
+
+    def decisions(self) -> list[ScalingDecision]:
+        """Return the changes to the numbers of workers of stages with ``workers="auto"``, in order.
+
+        Each decision is also logged at the level INFO.
+
+        Returns:
+            The decisions so far.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, workers="auto").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> run.decisions()  # the run was too short
+            []
+        """
+        return list(self._supervisor.decisions)

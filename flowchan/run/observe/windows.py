@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
+from flowchan.run.observe.cgroups import most_cores
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
@@ -28,8 +29,9 @@ FINENESS = 8
 
 
 def local_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, also by the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, most_cores() or cores)
 
 
 def has_gil() -> bool:
