@@ -477,9 +477,7 @@ def test_process_that_ignores_the_signal_gives_one_line(
 
 
 @pytest.mark.usefixtures("_quickly")
-def test_py_spy_reads_the_stack_of_a_silent_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_py_spy_reads_the_stack_of_a_silent_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path, "import sys\nprint(sys.argv[1:])", monkeypatch)
     text = stack_of(ignore)
     assert text.startswith("['dump', '--pid', '")
@@ -510,6 +508,13 @@ def test_process_answers_if_the_program_blocks_the_signal() -> None:
         assert "work" in last_calls(stack_of(int))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.mark.usefixtures("by_fork", "_quickly")
+def test_process_that_is_starting_is_not_sent_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal would kill a process that has no handler for it."""
+    monkeypatch.setattr(stack_file.StackFile, "serve", lambda _: None)
+    assert ": it is starting; " in stack_of(int)
 
 
 @pytest.mark.usefixtures("by_fork")
