@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import os
-import signal
-import sys
 import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Gate, everywhere
+from runs import Gate, everywhere, last_calls
 from support.waiting import wait_until
 
-from flowchan import Channel, Graph, RunError, hosts
+from flowchan import Graph
 from flowchan.run.crew import process_stacks
-from flowchan.run.observe.stack_text import text_of_coroutine, text_of_dump
 from flowchan.run.policy.events import WorkerId
-from flowchan.run.worker import stack_file
 
 by_each_method = pytest.mark.usefixtures("_method")
-
-
-def last_calls(text: str) -> list[str]:
-    """Return the names of the functions in a stack, the most recent call last."""
-    return [line.rpartition(" in ")[2] for line in text.splitlines() if line.startswith("  File ")]
 
 
 def now_in(run: Any, stage: str, function: str) -> str:
@@ -178,84 +167,6 @@ def test_coroutine_that_blocks_its_loop_shows_the_thread() -> None:
     assert calls.index("work") < calls.index("wait")
 
 
-def test_text_of_a_coroutine_follows_awaits_and_yields_from() -> None:
-    import types
-
-    @types.coroutine
-    def bottom() -> Any:
-        yield
-
-    async def middle() -> None:
-        await bottom()
-
-    async def top() -> None:
-        await middle()
-
-    one = top()
-    one.send(None)
-    assert last_calls(text_of_coroutine(one)) == ["top", "middle", "bottom"]
-    one.close()
-    assert text_of_coroutine(one) == ""
-
-
-# --- dumps ---
-
-
-def test_text_of_a_dump_reverses_threads_and_calls() -> None:
-    dump = (
-        'Thread 0x0000002a (most recent call first):\n  File "/none.py", line 5 in <lambda>\n'
-        '  File "/none.py", line 6 in run\n\n'
-        "Current thread 0x0000002b (most recent call first):\n  <no Python frame>\n"
-    )
-    assert text_of_dump(dump) == (
-        "thread 0x0000002b:\n  <no Python frame>\n\n"
-        'thread 0x0000002a:\n  File "/none.py", line 6, in run\n  File "/none.py", line 5, in <lambda>\n'
-    )
-
-
-def test_text_of_a_dump_omits_the_start_of_the_process() -> None:
-    dump = (
-        'Current thread 0x0000002b (most recent call first):\n  File "/none.py", line 5 in f\n'
-        '  File "/none.py", line 6 in serving_stacks\n  File "/none.py", line 7 in <module>\n'
-    )
-    calls = '  File "/none.py", line 6, in serving_stacks\n  File "/none.py", line 5, in f\n'
-    assert text_of_dump(dump) == calls
-
-
-def test_text_of_one_thread_has_only_its_calls() -> None:
-    dump = (
-        'Current thread 0x0000002b [name] (most recent call first):\n  File "/none.py", line 5 in f\n  ...\n'
-    )
-    assert text_of_dump(dump) == '  ...\n  File "/none.py", line 5, in f\n'
-
-
-def test_text_that_is_not_a_dump_is_returned_unchanged() -> None:
-    assert text_of_dump("") == ""
-    assert text_of_dump("unknown\n") == "unknown\n"
-
-
-def test_stack_file_ignores_dumps_that_are_incomplete() -> None:
-    file = stack_file.StackFile()
-    try:
-        assert file.state == b""
-        os.write(file._fd, stack_file.READY + b"\x02old\x03")
-        assert file.state == stack_file.READY
-        file.clear()
-        assert file.answer() is None
-        os.write(file._fd, b"rest of an old one\x03")
-        assert file.answer() is None
-        os.write(file._fd, b"\x02new")
-        assert file.answer() is None
-        os.write(file._fd, b"est\x03\x02la")
-        assert file.answer() == "newest"
-        assert file.last_words() == ""
-        os.write(file._fd, b"\x01last\x03")
-        assert file.last_words() == "last"
-        assert file.state == stack_file.READY
-    finally:
-        file.close()
-
-
 # --- which workers ---
 
 
@@ -392,7 +303,7 @@ def test_stacks_of_a_worker_that_is_added_appear() -> None:
         gate.open()
 
 
-# --- pools and hosts ---
+# --- pools ---
 
 
 def test_stacks_of_pooled_workers_in_each_run() -> None:
@@ -409,194 +320,3 @@ def test_stacks_of_pooled_workers_in_each_run() -> None:
                 assert calls[:2] == ["serving_stacks", "pooled_main"]
                 assert calls[-2:] == ["<lambda>", "wait"]
                 gate.open()
-
-
-def test_stacks_of_workers_on_hosts() -> None:
-    go_on: Channel[int] = Channel(1, across="hosts")
-
-    def work(item: int) -> int:
-        return go_on.get()
-
-    graph = Graph("hosted")
-    out = graph.source([1, 2]).map(work, on=hosts.local(2), workers=2, name="work").collect()
-    with graph.start() as run:
-        text = now_in(run, "work", "work")
-        assert sorted(run.stacks("work")) == ["work 1", "work 2"]
-        assert "return go_on.get()" in text
-        go_on.put(1)
-        go_on.put(2)
-        assert sorted(run.wait()[out]) == [1, 2]
-
-
-# --- processes that do not answer ---
-
-
-@pytest.fixture
-def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_stacks, "ANSWER_WITHIN_S", 0.1)
-
-
-def stack_of(prepare: Callable[[], object]) -> str:
-    """Return the stack of a worker that has called ``prepare`` and is waiting in ``gate``."""
-    gate = Gate()
-
-    def work(item: int) -> None:
-        prepare()
-        gate.wait()
-
-    graph = Graph("silent")
-    graph.source([1]).sink(work, on="process", name="work")
-    with graph.start() as run:
-        gate.wait_held()
-        (text,) = run.stacks("work").values()
-        gate.open()
-    return text
-
-
-def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a program with the name ``py-spy`` in an otherwise empty ``PATH``."""
-    monkeypatch.setenv("PATH", str(folder))
-    (folder / "py-spy").write_text(f"#!{sys.executable}\n{text}")
-    (folder / "py-spy").chmod(0o755)
-
-
-def ignore() -> None:
-    signal.signal(stack_file.SIGNAL, signal.SIG_IGN)
-
-
-@pytest.mark.usefixtures("_quickly")
-def test_process_that_ignores_the_signal_gives_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    text = stack_of(ignore)
-    assert text.startswith("no stack of pid ")
-    assert text.endswith(
-        ": it did not answer; it may be stopped, or ignore the signal; py-spy is not installed\n"
-    )
-
-
-@pytest.mark.usefixtures("_quickly")
-def test_py_spy_reads_the_stack_of_a_silent_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program(tmp_path, "import sys\nprint(sys.argv[1:])", monkeypatch)
-    text = stack_of(ignore)
-    assert text.startswith("['dump', '--pid', '")
-
-
-@pytest.mark.usefixtures("_quickly")
-def test_failure_of_py_spy_is_part_of_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program(tmp_path, "import sys\nsys.exit('Permission denied')", monkeypatch)
-    assert stack_of(ignore).endswith("; py-spy failed: Permission denied\n")
-
-
-@pytest.mark.usefixtures("_quickly")
-def test_py_spy_that_hangs_is_part_of_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_stacks, "PY_SPY_WITHIN_S", 0.1)
-    program(tmp_path, "import time\ntime.sleep(600)", monkeypatch)
-    assert "; py-spy failed: Command " in stack_of(ignore)
-
-
-def test_process_answers_if_its_main_thread_blocks_the_signal() -> None:
-    text = stack_of(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [stack_file.SIGNAL]))
-    assert "work" in last_calls(text)
-
-
-@by_each_method
-def test_process_answers_if_the_program_blocks_the_signal() -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [stack_file.SIGNAL])
-    try:
-        assert "work" in last_calls(stack_of(int))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@pytest.mark.usefixtures("by_fork", "_quickly")
-def test_process_that_is_starting_is_not_sent_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal would kill a process that has no handler for it."""
-    monkeypatch.setattr(stack_file.StackFile, "serve", lambda _: None)
-    assert ": it is starting; " in stack_of(int)
-
-
-@pytest.mark.usefixtures("by_fork")
-def test_signal_that_the_program_uses_keeps_its_handler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    heard: list[int] = []
-    before = signal.signal(stack_file.SIGNAL, lambda number, _: heard.append(number))
-    try:
-        text = stack_of(lambda: signal.raise_signal(stack_file.SIGNAL))
-    finally:
-        signal.signal(stack_file.SIGNAL, before)
-    assert f": it uses signal {stack_file.SIGNAL:d} for something else; " in text
-
-
-@pytest.mark.usefixtures("by_fork")
-def test_stacks_of_a_graph_that_runs_in_a_forked_worker() -> None:
-    """The inner worker inherits the handler of the outer one."""
-
-    def outer(item: int) -> str:
-        return stack_of(int)
-
-    graph = Graph("outer")
-    out = graph.source([1]).map(outer, on="process").collect()
-    (text,) = graph.run()[out]
-    assert "work" in last_calls(text)
-    assert "outer" not in last_calls(text)
-
-
-# --- items that exceed their time limit ---
-
-
-def slow(item: int) -> None:
-    time.sleep(600)
-
-
-def slow_in_c(item: int) -> None:
-    ctypes.PyDLL(None).sleep(600)
-
-
-@by_each_method
-@pytest.mark.parametrize("function", [slow, slow_in_c])
-def test_item_timeout_logs_the_stack_of_its_worker(
-    function: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    graph = Graph("limited")
-    items = graph.source([1])
-    items.sink(function, on="process", timeout=0.2, name="work")
-    with pytest.raises(RunError):
-        graph.run()
-    check_logged(caplog, function.__name__)
-
-
-def test_item_timeout_logs_the_stack_of_a_remote_worker(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    graph = Graph("limited")
-    graph.source([1]).sink(slow, on=hosts.local(1), timeout=0.2, name="work")
-    with pytest.raises(RunError):
-        graph.run()
-    check_logged(caplog, "slow")
-
-
-def check_logged(caplog: pytest.LogCaptureFixture, function: str) -> None:
-    (record,) = (one for one in caplog.records if "its stack was" in one.getMessage())
-    assert (record.name, record.levelno) == ("flowchan.run", logging.WARNING)
-    assert last_calls(record.getMessage())[-1] == function
-    assert "sleep(600)" in record.getMessage()
-
-
-def test_death_does_not_log_the_stacks_of_earlier_calls(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gate = Gate()
-    graph = Graph("killed")
-    graph.source([1]).sink(gate.wait, on="process", timeout=600, name="work")
-    with graph.start() as run:
-        gate.wait_held()
-        assert "wait" in last_calls(run.stacks("work")["work 1"])
-        (process,) = run._crew.local.processes.values()
-        process.kill()
-        wait_until(lambda: any("was killed by SIGKILL" in one.getMessage() for one in caplog.records))
-        gate.open()
-    assert not any("its stack was" in one.getMessage() for one in caplog.records)
