@@ -15,7 +15,8 @@ import pytest
 from runs import Gate, everywhere, last_calls
 from support.waiting import wait_until
 
-from flowchan import Graph
+from flowchan import Graph, In
+from flowchan.collective import Group
 from flowchan.run.crew import process_stacks
 from flowchan.run.policy.events import WorkerId
 
@@ -49,13 +50,17 @@ def computing(gate: Gate) -> None:
 
 def holding_the_gil(gate: Gate) -> None:
     """``PyDLL`` does not release the GIL, so no Python code can run in this process."""
-    ctypes.PyDLL(None).sleep(600)
+    read_from_pipe(ctypes.PyDLL(None))
 
 
 def reading(gate: Gate) -> None:
-    """A C function blocks in a system call, which must not fail with EINTR."""
+    """The kernel restarts this system call after the signal."""
+    read_from_pipe(ctypes.CDLL(None))
+
+
+def read_from_pipe(library: Any) -> None:
     end, _other = os.pipe()
-    ctypes.CDLL(None).read(end, ctypes.create_string_buffer(1), 1)
+    library.read(end, ctypes.create_string_buffer(1), 1)
 
 
 def waiting(gate: Gate) -> None:
@@ -72,6 +77,8 @@ def test_stacks_show_the_line_of_a_worker_process(state: Callable[[Gate], None])
     text = now_in(run, "work", state.__name__)
     assert last_calls(text)[0] == "serving_stacks"
     assert __file__ in text
+    # the first call has not interrupted the function
+    assert state.__name__ in last_calls(run.stacks("work")["work 1"])
     gate.open()
     run.abort()
     if state in (holding_the_gil, reading):
@@ -235,6 +242,22 @@ def test_process_that_was_killed_is_left_out() -> None:
         process.kill()
         process.ended(60)
         assert process_stacks.stacks_of_processes({WorkerId("work", 1): process}) == {}
+        gate.open()
+
+
+def test_stacks_of_a_gang_have_a_text_for_each_member() -> None:
+    gate = Gate()
+
+    def members(numbers: In[int], group: Group) -> None:
+        gate.wait()
+
+    graph = Graph("gang")
+    graph.stage(members, graph.source([1]), on="process", workers=2)
+    with graph.start() as run:
+        gate.wait_held(2)
+        found = run.stacks("members")
+        assert list(found) == ["members 1", "members 2"]
+        assert all(last_calls(text)[-2:] == ["members", "wait"] for text in found.values())
         gate.open()
 
 

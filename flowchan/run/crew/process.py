@@ -42,10 +42,10 @@ class WorkerProcess:
         self._stacks = StackFile()
         self._descriptors = threading.Lock()  # other threads ask for stacks while the process is being closed
         self._is_closed = False
-        self._process = multiprocessing.get_context().Process(
-            target=serving_stacks, args=(self._stacks, target, arguments), name=name
-        )
         try:
+            self._process = multiprocessing.get_context().Process(
+                target=serving_stacks, args=(self._stacks, target, arguments), name=name
+            )
             start_process(self._process)
         except BaseException:
             self._stacks.close()
