@@ -315,6 +315,40 @@ def test_stacks_disturb_no_item(callers: int) -> None:
     assert all(last_calls(text)[0] == "serving_stacks" for text in texts)
 
 
+def test_callers_at_the_same_time_get_complete_stacks() -> None:
+    def work(gate: Gate) -> None:
+        for _ in range(4):
+            threading.Thread(target=deep, args=(20, gate), daemon=True).start()
+        gate.wait()
+
+    def deep(calls: int, gate: Gate) -> None:
+        if calls:
+            deep(calls - 1, gate)
+        while not gate.channel.closed:
+            pass
+
+    def is_complete(text: str) -> bool:
+        first, *others = text.split("thread 0x")[1:]
+        return last_calls(first)[-1] == "wait" and [other.count(" in deep\n") for other in others] == [21] * 4
+
+    def ask() -> None:
+        texts.extend(run.stacks("work")["work 1"] for _ in range(25))
+
+    gate, graph = Gate(), Graph("complete")
+    graph.source([gate]).sink(work, on="process", name="work")
+    texts: list[str] = []
+    with graph.start() as run:
+        wait_until(lambda: any(map(is_complete, run.stacks("work").values())), what=run.stacks)
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        gate.open()
+    assert len(texts) == 100
+    assert all(map(is_complete, texts))
+
+
 def test_stacks_of_a_worker_that_is_added_appear() -> None:
     gate = Gate()
     graph = Graph("added")

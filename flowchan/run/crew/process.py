@@ -212,7 +212,8 @@ class WorkerProcess:
 
     def last_stacks(self) -> str:
         """Return the stacks that the process wrote when its item exceeded the time limit."""
-        return self._stacks.last_words()
+        with self._descriptors:
+            return "" if self._is_closed else self._stacks.last_words()
 
 
 def _is_readable(fd: int, timeout: float = 0.0) -> bool:
