@@ -2,8 +2,8 @@
 //
 // Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
 // even while C code holds the GIL. A reader of the file cannot tell when such a dump is complete. Our handler
-// therefore takes the place of faulthandler's handler, and calls it between two marks. faulthandler's option
-// `chain` is not used, because without SA_RESTART it would interrupt system calls of C code.
+// therefore takes the place of faulthandler's handler, and calls it between two marks. The option `chain` of
+// faulthandler is not used. It turns SA_RESTART off, so more system calls of C code would be interrupted.
 //
 // Invariants. For each signal, one dump begins after the signal was sent. If several threads receive signals
 // at the same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and

@@ -39,8 +39,10 @@ def stacks_of_processes(processes: Mapping[WorkerId, WorkerProcess]) -> dict[Wor
 class StackRequest:
     """Request for the stacks of one process.
 
-    Attributes:
+    Args:
         process: The process.
+
+    Attributes:
         text: The stacks, once they have arrived.
         why: Why the stacks have not arrived.
     """
