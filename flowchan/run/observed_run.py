@@ -20,6 +20,7 @@ from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
+from flowchan.run.stacks import stacks
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.what_if_question import answer
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
@@ -198,6 +199,42 @@ class ObservedRun(ABC):
             ...     text = run.explain()
         """
         return explain(self.stats())
+
+    @refuses_misspelt("stacks")
+    def stacks(self, stage: Stream[Any] | str | None = None) -> dict[str, str]:
+        """Return the current Python stacks of the running workers: the lines that they are executing.
+
+        This also works while C code holds the GIL. Worker processes write their stacks when they receive the
+        signal ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks,
+        provided that it is on the ``PATH``. The signal interrupts some system calls of C code, so do not call
+        this method continuously.
+
+        Args:
+            stage: A stage, given by its name or one of its streams (default: all stages).
+
+        Returns:
+            Text by worker, such as ``"decode 2"``, in the format of a traceback: the most recent call comes
+            last. A coroutine's text shows everything that it awaits. If a stack is unknown, the text is one
+            line with the reason. Workers that have ended are left out.
+
+        Raises:
+            KeyError: The graph has no such stage.
+
+        Example:
+            >>> from flowchan import Channel, Graph
+            >>> gate = Channel()
+            >>> graph = Graph()
+            >>> numbers = graph.input()
+            >>> numbers.sink(lambda number: gate.get(), name="wait")
+            >>> with graph.start() as run:
+            ...     run[numbers].put(1)
+            ...     while not run.stats().stages[1].in_hand:
+            ...         pass
+            ...     print(run.stacks("wait")["wait 1"])
+            ...     gate.put(None)
+              File ...
+        """
+        return stacks(self._supervisor, stage)
 
     @refuses_misspelt("ready")
     def ready(self, timeout: float | None = None) -> bool:

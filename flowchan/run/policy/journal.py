@@ -86,6 +86,8 @@ class Journal:
             what += f"; it is replaced (restart {used} of {limit} in {RESTART_PERIOD_S:g} s)"
         else:
             what += "; it is replaced"
+        if death.stack:
+            what += f"\nits stack was (most recent call last):\n{death.stack.rstrip()}"
         self._log(logging.WARNING, what, death.worker)
 
     def _slow(self, ended: Terminate) -> None:
