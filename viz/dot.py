@@ -1,7 +1,8 @@
 """Convert a graph to DOT text, which :mod:`flowchan.viz.render` turns into pictures.
 
-A long graph is broken into rows. An arrow from one row to another is drawn as two separate ends, each
-labelled with the stage at the other end.
+A long graph is arranged in rows that run alternately to the right and to the left (see
+:mod:`flowchan.viz.wrapping`). Graphviz lays out arrows from left to right. Arrows to the left are therefore
+declared from reader to writer, with ``dir=back``.
 
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
@@ -97,12 +98,10 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.captions))
-        elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.captions))
-        else:
-            _broken(dot, index, picture, writer, reader, edge)
-    _begin_rows(dot, picture)
+        head = f"end{index}" if reader is None else f"n{reader}"
+        _join(dot, f"n{writer}", head, _points_back(picture, writer, reader), _arrow(edge, picture))
+    if picture.wraps:
+        _align_columns(dot, picture)
     return labels.encodable(dot.source)
 
 
@@ -153,62 +152,49 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
     )
 
 
-def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
-    """Draw an arrow between two rows as two ends, each labelled with the stage at the other end."""
-    for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
-        words = escape(arrow.format(picture.stages[other].name))
-        dot.node(
-            node,
-            label=f'<<FONT POINT-SIZE="10" COLOR="{FAINT}"><I>{words}</I></FONT>>',
-            shape="plaintext",
-            margin="0.02,0.02",
-        )
-    attributes = _arrow(edge, picture.captions) | {"constraint": "true"}
-    dot.edge(f"n{writer}", f"to{index}", **attributes)
-    dot.edge(f"from{index}", f"n{reader}", **{key: attributes[key] for key in attributes if key != "label"})
+def _points_back(picture: Picture, writer: int, reader: int | None) -> bool:
+    """Return whether an arrow points to the left, or up within a column."""
+    if not picture.wraps:
+        return False
+    row, column = picture.places[writer]
+    if reader is None:
+        return row % 2 == 1
+    row_to, column_to = picture.places[reader]
+    return (column_to, row_to) < (column, row)
 
 
-def _begin_rows(dot: Digraph, picture: Picture) -> None:
-    """Arrange the rows below each other.
-
-    Each row has an invisible point on its left, with an invisible arrow to the row's first nodes.
-    """
-    rows = max(picture.rows, default=0) + 1
-    if rows == 1:
-        return
-    led = {
-        reader
-        for writer, reader, edge in picture.arrows
-        if reader is not None and picture.rows[writer] == picture.rows[reader] and not edge.feedback
-    }
-    entered: dict[int, list[str]] = {}
-    for index, (writer, reader, _) in enumerate(picture.arrows):
-        if reader is not None and picture.rows[writer] != picture.rows[reader]:
-            entered.setdefault(reader, []).append(f"from{index}")
-    with dot.subgraph() as first:
-        first.attr(rank="same")
-        for row in range(rows):
-            first.node(f"row{row}", label="", shape="point", style="invis", width="0", height="0")
-    for row in range(1, rows):
-        dot.edge(f"row{row - 1}", f"row{row}", style="invis")
-    for number, row in enumerate(picture.rows):
-        for node in entered.get(number, () if number in led else [f"n{number}"]):
-            dot.edge(f"row{row}", node, style="invis")
+def _join(dot: Digraph, tail: str, head: str, back: bool, attributes: dict[str, Any]) -> None:
+    if back:
+        dot.edge(head, tail, **attributes, dir="back")
+    else:
+        dot.edge(tail, head, **attributes)
 
 
-def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
+def _align_columns(dot: Digraph, picture: Picture) -> None:
+    """Align the stages of each column. An arrow within a column leads to a lower row."""
+    for column in range(1 + max(column for _, column in picture.places)):
+        with dot.subgraph() as aligned:
+            aligned.attr(rank="same")
+            for number, (_, own) in enumerate(picture.places):
+                if own == column:
+                    aligned.node(f"n{number}")
+
+
+def _arrow(edge: Edge, picture: Picture) -> dict[str, Any]:
     import graphviz
 
     attributes = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
-    item, rest = labels.channel_text(edge, captions)
+    item, rest = labels.channel_text(edge, picture.captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds padding around the text
         attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
     if edge.transport.copies:
         attributes |= {"penwidth": "2.2"}
-    if edge.feedback:  # it points backwards, and must not influence the layout
-        attributes |= {"style": "dashed", "constraint": "false"}
+    if edge.feedback:
+        attributes |= {"style": "dashed"}
+        if not picture.wraps:  # it points backwards, and must not influence the layout
+            attributes |= {"constraint": "false"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
     return attributes
