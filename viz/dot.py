@@ -201,50 +201,52 @@ def _arrow(edge: Edge, picture: Picture) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """Return the title and the legend: a row that explains the boxes, and a row that explains the arrows."""
+    """Return the title and a row that explains the boxes and arrows that need it."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
-    used = {*picture.roles, *ends}
-    boxes = [
-        _swatch(STYLES[role][0], "#ffffff") + _key(labels.MEANING[role]) for role in STYLES if role in used
-    ]
-    boxes += [
-        _swatch(FAINT, GROUNDS[kind][0]) + _key(GROUNDS[kind][1])
-        for kind in GROUNDS
-        if kind in picture.grounds
-    ]
+    used = {*picture.roles, *ends} - {"stage"}
+    keys = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
+    keys += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
     # Renderers' small fonts contain these characters, but not dashed or heavy arrows.
-    arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
-        arrows += [
-            _line("→", BLUE) + _key("within the program"),
-            _line("▬►", BLUE) + _key("between processes"),
-        ]
+        keys += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]
     if any(edge.feedback for _, _, edge in picture.arrows):
-        arrows.append(_line("← –", BLUE) + _key("feedback"))
+        keys.append(_line("← –", BLUE, "feedback"))
     if any(edge.errors for _, _, edge in picture.arrows):
-        arrows.append(_line("– →", RED) + _key("failed items"))
+        keys.append(_line("– →", RED, "failed items"))
     title = (
         f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
     )
-    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{title}{_row(boxes)}{_row(arrows)}</TABLE>>'
+    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{title}{_rows(keys)}</TABLE>>'
 
 
-def _row(keys: list[str]) -> str:
-    if not keys:
-        return ""
-    cells = f'<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="1"><TR>{"".join(keys)}</TR></TABLE>'
-    return f'<TR><TD ALIGN="LEFT">{cells}</TD></TR>'
+KEYS_PER_ROW = 5
+SPACE = '<TD WIDTH="10"></TD>'
+"""Cell between two keys of the legend."""
 
 
-def _swatch(border: str, fill: str) -> str:
-    return f'<TD BORDER="1" COLOR="{border}" BGCOLOR="{fill}" WIDTH="18"></TD>'
+def _rows(keys: list[str]) -> str:
+    """Return rows of the legend, with spaces after the keys."""
+    rows = [keys[first : first + KEYS_PER_ROW] for first in range(0, len(keys), KEYS_PER_ROW)]
+    return "".join(
+        '<TR><TD ALIGN="LEFT"><TABLE ALIGN="LEFT" BORDER="0" CELLSPACING="0" CELLPADDING="2"><TR>'
+        f"{SPACE.join(row)}</TR></TABLE></TD></TR>"
+        for row in rows
+    )
 
 
-def _line(arrow: str, colour: str) -> str:
-    return f'<TD><FONT COLOR="{colour}">{arrow}</FONT></TD>'
+def _swatch(border: str, fill: str, words: str) -> str:
+    box = (
+        f'<TABLE BORDER="1" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0" COLOR="{border}" '
+        f'BGCOLOR="{fill}" FIXEDSIZE="TRUE" WIDTH="14" HEIGHT="9"><TR><TD></TD></TR></TABLE>'
+    )
+    return f"<TD>{box}</TD>{_key(words)}"
+
+
+def _line(arrow: str, colour: str, words: str) -> str:
+    return f'<TD><FONT POINT-SIZE="9" COLOR="{colour}">{arrow}</FONT></TD>{_key(words)}'
 
 
 def _key(words: str) -> str:
-    return f'<TD ALIGN="LEFT"><FONT POINT-SIZE="10" COLOR="{FAINT}">{words}</FONT></TD>'
+    return f'<TD ALIGN="LEFT"><FONT POINT-SIZE="9" COLOR="{FAINT}">{words}</FONT></TD>'

@@ -111,9 +111,7 @@ def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
 def _places(
     stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]], captions: Mapping[str, str]
 ) -> tuple[tuple[int, int], ...]:
-    joined = [
-        (writer, reader) for writer, reader, edge in arrows if reader is not None and not edge.feedback
-    ]
+    joined = [(writer, reader) for writer, reader, edge in arrows if reader is not None and not edge.feedback]
     widest = max((_width(stage, captions) for stage in stages), default=1.0)
     return wrapped(len(stages), joined, columns_that_fit(widest + ARROW))
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 MOST_COLUMNS, FEWEST_COLUMNS = 6, 2
 """Limits for the number of stages in a row."""
-PAGE = 1000.0
+PAGE = 1300.0
 """Width of the picture in points for which the number of columns is chosen."""
 ROW_COST, GAP_COST = 2.0, 0.02
 """Cost of a row, and of the square of its number of unused columns, in crossing arrows."""

@@ -32,6 +32,8 @@ SLOWEST = 0.25
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
+HELD_S = 0.1
+"""Shortest time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
 """Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
@@ -224,8 +226,22 @@ def _order(view: _View) -> Cause | None:
         "order",
         worst.name,
         f"outputs of {worst.name!r} wait for earlier items {_percent(worst.waiting_turn)} of the time; "
-        "give the stage a larger buffer, or ordered=False",
+        f"{_held_up(view, worst)}give the stage a larger buffer, or ordered=False",
     )
+
+
+def _held_up(view: _View, stage: StageStats) -> str:
+    """Name the item that holds up the outputs of an ordered stage, if the counters determine it.
+
+    It is the first item without an output, because the outputs have the order of the items. The reader of the
+    outputs has been waiting for it.
+    """
+    waits = [edge.readers_waiting_for for edge in view.stats.edges if edge.writer == stage.name]
+    held = max(waits, default=0.0)
+    if held < HELD_S or not OPERATORS[stage.kind].owes:
+        return ""
+    number = stage.items_out + stage.failed + stage.unwanted + 1
+    return f"item {number:,} has held them up for {held:.1f} s; "
 
 
 def _memory(view: _View) -> Cause | None:

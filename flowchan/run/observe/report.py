@@ -22,6 +22,8 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
+    if recent := recent_text(stats):
+        first += f";\nrates, shares and bottleneck of the {recent}"
     head = [first, bottleneck_text(stats), *(f"warning: {text}" for text in stats.warnings)]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
@@ -33,12 +35,16 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     return "\n".join(head + [f"\n{text}" for text in tables if text])
 
 
+def recent_text(stats: RunStats) -> str:
+    """Return "last 5 s" if the rates and shares refer to a part of the run, or else an empty text."""
+    return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
+
+
 def bottleneck_text(stats: RunStats) -> str:
     """Describe what limits the run (a stage or another cause) and why."""
-    cause = stats.cause
+    cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
-    slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
     if slow is None:
         return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
@@ -47,6 +53,19 @@ def bottleneck_text(stats: RunStats) -> str:
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
         f"on={slow.on!r}, {rate(slow.rate)}{limit})"
     )
+
+
+def cause_text(stats: RunStats) -> str:
+    """Name in a few words what limits the run, or return an empty text if it is unknown."""
+    cause, slow = stats.cause, _bottleneck(stats)
+    if cause is not None and cause.kind != "bottleneck":
+        stage = "" if cause.stage is None else f" ({cause.stage})"
+        return f"waits for {_CAUSES[cause.kind]}{stage}"
+    return "" if slow is None else f"bottleneck: {slow.name} (busy {share(slow.busy)})"
+
+
+def _bottleneck(stats: RunStats) -> StageStats | None:
+    return next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
 
 
 _CAUSES: dict[CauseKind, str] = {
