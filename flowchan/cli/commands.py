@@ -246,28 +246,53 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     help="File to write the picture to. [default: <FILE>.svg]",
 )
 @click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
-def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
-    """Draw the graph in FILE without running it. The suffix of the output file selects the format."""
+@click.option(
+    "--timeline", "from_trace", is_flag=True, help="Draw the timeline of the run whose trace is FILE (.svg)."
+)
+def viz(
+    file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool, from_trace: bool
+) -> int:
+    """Draw the graph in FILE without running it. The suffix of the output file selects the format.
+
+    With --timeline, FILE is the trace of a run, and the picture shows what each worker did.
+    """
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
-    path = Path(output or picture_name(file))
-    if path.suffix[1:].lower() not in FORMATS:
+    path, formats = Path(output or picture_name(file)), ("svg",) if from_trace else FORMATS
+    if path.suffix[1:].lower() not in formats:
         raise click.BadParameter(
-            f"{str(path)!r}: the file name must end in one of .{', .'.join(FORMATS)}", param_hint="-o"
+            f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
-    graph = load(file, args)
+    picture = _timeline(file) if from_trace else None
+    graph = None if from_trace else load(file, args)
     try:
-        draw(graph, path)
+        if picture is not None:
+            path.write_text(picture, encoding="utf-8")
+        else:
+            draw(graph, path)
     except OSError as error:
         click.echo(f"flowchan: can't write {path}: {error.strerror or error}", err=True)
         if debug:
             traceback.print_exception(error)
         return WRONG
-    click.echo(f"{path}: {_counts(graph)}")
+    click.echo(str(path) if graph is None else f"{path}: {_counts(graph)}")
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
+
+
+def _timeline(file: str) -> str:
+    """Return the timeline of the run whose trace is in a file, as SVG."""
+    from flowchan.cli.loading import LoadError
+    from flowchan.viz import timeline
+
+    try:
+        return timeline(file)
+    except OSError as error:
+        raise LoadError(f"can't read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
