@@ -216,7 +216,16 @@ def _consumer(view: _View) -> Cause | None:
 
 def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
-        return load.stage.busy + load.stage.waiting_turn
+        """Return the share of the time in which workers were busy or waited because of the order.
+
+        If a reader and a writer of a channel wait at the same time, the channel is full of later outputs.
+        """
+        full = any(
+            edge.waiting_readers and edge.waiting_writers
+            for edge in view.stats.edges
+            if edge.writer == load.stage.name
+        )
+        return load.stage.busy + (load.stage.waiting_output if full else load.stage.waiting_turn)
 
     ordered = [load for load in view.loads.values() if load.stage.waiting_turn >= SEEN and held(load) >= BUSY]
     if not ordered:
@@ -233,14 +242,14 @@ def _order(view: _View) -> Cause | None:
 def _held_up(view: _View, stage: StageStats) -> str:
     """Name the item that holds up the outputs of an ordered stage, if the counters determine it.
 
-    It is the first item without an output, because the outputs have the order of the items. The reader of the
-    outputs has been waiting for it.
+    The outputs have the order of the items. A waiting reader has taken all outputs before the missing one.
+    Failed items have no output, so the number is unknown if there are any.
     """
-    waits = [edge.readers_waiting_for for edge in view.stats.edges if edge.writer == stage.name]
-    held = max(waits, default=0.0)
-    if held < HELD_S or not OPERATORS[stage.kind].owes:
+    outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
+    held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
+    if held < HELD_S or not OPERATORS[stage.kind].owes or stage.failed or stage.unwanted:
         return ""
-    number = stage.items_out + stage.failed + stage.unwanted + 1
+    number = max(edge.passed for edge in outputs) + 1
     return f"item {number:,} has held them up for {held:.1f} s; "
 
 
