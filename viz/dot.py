@@ -99,7 +99,8 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
         head = f"end{index}" if reader is None else f"n{reader}"
-        _join(dot, f"n{writer}", head, _points_back(picture, writer, reader), _arrow(edge, picture))
+        attributes = _arrow(edge, picture, _is_vertical(picture, writer, reader))
+        _join(dot, f"n{writer}", head, _points_back(picture, writer, reader), attributes)
     if picture.wraps:
         _align_columns(dot, picture)
     return labels.encodable(dot.source)
@@ -152,6 +153,11 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
     )
 
 
+def _is_vertical(picture: Picture, writer: int, reader: int | None) -> bool:
+    """Return whether an arrow stays in its column."""
+    return picture.wraps and reader is not None and picture.places[writer][1] == picture.places[reader][1]
+
+
 def _points_back(picture: Picture, writer: int, reader: int | None) -> bool:
     """Return whether an arrow points to the left, or up within a column."""
     if not picture.wraps:
@@ -180,7 +186,7 @@ def _align_columns(dot: Digraph, picture: Picture) -> None:
                     aligned.node(f"n{number}")
 
 
-def _arrow(edge: Edge, picture: Picture) -> dict[str, Any]:
+def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
     import graphviz
 
     attributes = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
@@ -188,7 +194,11 @@ def _arrow(edge: Edge, picture: Picture) -> dict[str, Any]:
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds padding around the text
-        attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
+        cells = f"<TD>{lines}</TD>"
+        if vertical:  # Graphviz centres the label on such an arrow, so the text goes to the right of it
+            widest = max(labels.text_width(item, 9.0, bold=True), labels.text_width(rest, 9.0))
+            cells = f'<TD WIDTH="{widest + 40:.0f}"></TD>{cells}'
+        attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR>{cells}</TR></TABLE>>'
     if edge.transport.copies:
         attributes |= {"penwidth": "2.2"}
     if edge.feedback:
@@ -201,39 +211,37 @@ def _arrow(edge: Edge, picture: Picture) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """Return the title and a row that explains the boxes and arrows that need it."""
+    """Return the title, and rows that explain the boxes and the arrows that need it."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
     used = {*picture.roles, *ends} - {"stage"}
-    keys = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
-    keys += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
+    boxes = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
+    boxes += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
     # Renderers' small fonts contain these characters, but not dashed or heavy arrows.
+    arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
-        keys += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]
+        arrows += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]
     if any(edge.feedback for _, _, edge in picture.arrows):
-        keys.append(_line("← –", BLUE, "feedback"))
+        arrows.append(_line("← –", BLUE, "feedback"))
     if any(edge.errors for _, _, edge in picture.arrows):
-        keys.append(_line("– →", RED, "failed items"))
-    title = (
-        f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
+        arrows.append(_line("– →", RED, "failed items"))
+    title = f'<FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT>'
+    return (
+        '<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="3">'
+        f'<TR><TD ALIGN="LEFT" COLSPAN="{3 * KEYS_PER_ROW}">{title}</TD></TR>'
+        f"{_rows(boxes)}{_rows(arrows)}</TABLE>>"
     )
-    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{title}{_rows(keys)}</TABLE>>'
-
-
-KEYS_PER_ROW = 5
-SPACE = '<TD WIDTH="10"></TD>'
-"""Cell between two keys of the legend."""
 
 
 def _rows(keys: list[str]) -> str:
-    """Return rows of the legend, with spaces after the keys."""
-    rows = [keys[first : first + KEYS_PER_ROW] for first in range(0, len(keys), KEYS_PER_ROW)]
-    return "".join(
-        '<TR><TD ALIGN="LEFT"><TABLE ALIGN="LEFT" BORDER="0" CELLSPACING="0" CELLPADDING="2"><TR>'
-        f"{SPACE.join(row)}</TR></TABLE></TD></TR>"
-        for row in rows
-    )
+    firsts = range(0, len(keys), KEYS_PER_ROW)
+    return "".join(f"<TR>{SPACE.join(keys[first : first + KEYS_PER_ROW])}</TR>" for first in firsts)
+
+
+KEYS_PER_ROW = 5
+"""Number of explanations in a row of the legend. Each takes two columns, followed by a column of space."""
+SPACE = '<TD WIDTH="10"></TD>'
 
 
 def _swatch(border: str, fill: str, words: str) -> str:

@@ -73,7 +73,7 @@ class Picture:
 
     @property
     def wraps(self) -> bool:
-        """Whether the picture has several rows."""
+        """Return whether the picture has several rows."""
         return any(row for row, _ in self.places)
 
     @property
@@ -118,12 +118,18 @@ def _places(
 
 def _width(stage: Stage, captions: Mapping[str, str]) -> float:
     """Return the width of a stage's text in points."""
-    texts = [
-        (f"{stage.name} {workers_text(stage)}", 12.0),
-        (option_text(stage), 10.0),
-        *((line, 9.0) for line in detail_text(stage, captions).splitlines()),
-    ]
-    return max(width_of(text, size, bold=size == 12) or 0.6 * size * len(text) for text, size in texts)
+    details = detail_text(stage, captions).splitlines()
+    return max(
+        text_width(f"{stage.name} {workers_text(stage)}", 12.0, bold=True),
+        text_width(option_text(stage), 10.0),
+        *(text_width(line, 9.0) for line in details),
+    )
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Return the width of a text in points; it is an estimate if the text has unusual characters."""
+    width = width_of(text, size, bold=bold)
+    return 0.6 * size * len(text) if width is None else width
 
 
 def hosts_text(placement: Placement) -> str:

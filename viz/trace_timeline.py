@@ -180,7 +180,10 @@ def _row(worker: _Worker, zero: float, seconds: float) -> Row:
 
 
 def _coarse(spans: Sequence[tuple[float, float, str]], pixel: float) -> list[tuple[float, float, str]]:
-    """Return spans that are multiples of a pixel, each with what the worker did most in that time."""
+    """Return one span for each pixel, with the activity that took most of its time.
+
+    Equal neighbours are joined.
+    """
     times: dict[int, dict[str, float]] = {}
     for begin, end, name in spans:
         for place in range(int(begin / pixel), int(end / pixel) + 1):

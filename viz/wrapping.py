@@ -33,6 +33,9 @@ def wrapped(count: int, arrows: Sequence[tuple[int, int]], width: int) -> tuple[
         count: Number of stages.
         arrows: Pairs (writer, reader) of stage numbers. Only arrows to a later stage affect the layout.
         width: Maximum number of columns.
+
+    Returns:
+        Pairs (row, column), counted from the top left.
     """
     forward = sorted((writer, reader) for writer, reader in arrows if reader > writer)
     depth = [0] * count

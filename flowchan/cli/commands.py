@@ -254,7 +254,7 @@ def viz(
 ) -> int:
     """Draw the graph in FILE without running it. The suffix of the output file selects the format.
 
-    With --timeline, FILE is the trace of a run, and the picture shows what each worker did.
+    If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
     """
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
@@ -264,19 +264,20 @@ def viz(
         raise click.BadParameter(
             f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
-    picture = _timeline(file) if from_trace else None
-    graph = None if from_trace else load(file, args)
+    if from_trace:
+        write: Callable[[], object] = functools.partial(path.write_text, _timeline(file), encoding="utf-8")
+        summary = str(path)
+    else:
+        graph = load(file, args)
+        write, summary = functools.partial(draw, graph, path), f"{path}: {_counts(graph)}"
     try:
-        if picture is not None:
-            path.write_text(picture, encoding="utf-8")
-        else:
-            draw(graph, path)
+        write()
     except OSError as error:
         click.echo(f"flowchan: can't write {path}: {error.strerror or error}", err=True)
         if debug:
             traceback.print_exception(error)
         return WRONG
-    click.echo(str(path) if graph is None else f"{path}: {_counts(graph)}")
+    click.echo(summary)
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE

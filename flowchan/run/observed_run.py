@@ -84,8 +84,8 @@ class ObservedRun(ABC):
                 work, end, fail or die, and retries, stops and aborts.
             every: Seconds between calls of ``stats`` (default: 1).
             window: Number of most recent seconds to which the rates, the shares of time and the cause of the
-                bottleneck refer (default: 5); ``None`` for the whole run. After the run has ended, they
-                always refer to the whole run.
+                bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
+                they always refer to the whole run.
 
         Returns:
             The subscription. Close it, or leave its ``with`` block, to stop the calls.
@@ -117,8 +117,8 @@ class ObservedRun(ABC):
 
         Args:
             window: Number of most recent seconds to which the rates, the shares of time and the bottleneck
-                refer while the run is active (default: 5); ``None`` for the whole run. After the run has
-                ended, they always refer to the whole run.
+                refer. The default is 5; ``None`` selects the whole run. After the run has ended, they always
+                refer to the whole run.
 
         Returns:
             The bottleneck, tables of the stages and channels, and the number of items of each stage.

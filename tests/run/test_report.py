@@ -123,7 +123,7 @@ def test_report_of_an_active_run_names_its_window() -> None:
     assert "last" not in render(dataclasses.replace(recent, window=60.0))
 
 
-def test_report_of_a_run_covers_the_last_seconds_until_it_ends() -> None:
+def test_report_covers_the_last_seconds_until_the_run_ends() -> None:
     gate = Gate()
     graph = Graph("reported")
     graph.source([1]).sink(lambda _: gate.wait())

@@ -67,7 +67,7 @@ def boxes(root: ElementTree.Element) -> list[ElementTree.Element]:
     return [box for box in root.findall(SVG + "rect") if box.find(SVG + "title") is not None]
 
 
-def test_each_worker_has_a_row_in_the_order_of_the_graph(tmp_path: Path) -> None:
+def test_workers_have_rows_in_the_order_of_the_graph(tmp_path: Path) -> None:
     found = words(drawn(written(tmp_path / "out.json", TRACE)))
     rows = [word for word in found if ", worker" in word]
     assert rows == ["numbers, worker 1", "decode, worker 1", "decode, worker 2"]
@@ -75,7 +75,7 @@ def test_each_worker_has_a_row_in_the_order_of_the_graph(tmp_path: Path) -> None
     assert [word for word in found if word.endswith("% busy")] == ["0% busy", "50% busy", "25% busy"]
 
 
-def test_boxes_show_what_each_worker_did(tmp_path: Path) -> None:
+def test_boxes_show_the_activity_of_workers(tmp_path: Path) -> None:
     found = boxes(drawn(written(tmp_path / "out.json", TRACE)))
     titles = [box.findtext(SVG + "title") for box in found]
     assert titles == [

@@ -4,7 +4,7 @@ Algorithm. The estimate is the number of remaining items divided by a recent rat
 ``RECENT_S`` seconds or, in a long run, the last tenth of the run. If fewer than ``FEWEST_ITEMS`` items were
 finished in that time, it covers more. This time is divided into ``PARTS`` equal parts, and the rate is the
 median of the parts' rates. A burst or a pause that lasts for one or two parts therefore does not change the
-estimate, and a lasting change shows after three parts. If most parts have no items because items have become
+estimate. A lasting change shows after three parts. If most parts have no items because items have become
 slow, the rate is that of all parts but the fastest.
 """
 
