@@ -47,7 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("collective.torch",),
     ("collective front",),
     ("flowchan",),
-    ("pipelines", "viz"),
+    ("viz",),
+    ("pipelines",),
     ("viz.live",),
     ("cli",),
 )

@@ -10,7 +10,7 @@ from flowchan.declare.stream import Stream
 from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.interruption import Interruption
-from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.observe.what_if import Prediction
@@ -75,6 +75,7 @@ class ObservedRun(ABC):
         stats: Callable[[RunStats], object] | None = None,
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
+        window: float | None = RECENT_S,
     ) -> Subscription:
         """Call functions with the statistics and events of the run.
 
@@ -86,10 +87,17 @@ class ObservedRun(ABC):
                 seconds, and once after the run has ended.
             events: Function that is called with each event of the run. Events are workers that start, begin
                 work, end, fail or die, and retries, stops and aborts.
-            every: Seconds between calls of ``stats``.
+            every: Seconds between calls of ``stats`` (default: 1).
+            window: Number of most recent seconds to which the rates, the shares of time and the cause of the
+                bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
+                they always refer to the whole run.
 
         Returns:
             The subscription. Close it, or leave its ``with`` block, to stop the calls.
+
+        Raises:
+            TypeError: ``every`` or ``window`` is not a number.
+            ValueError: ``every`` or ``window`` is not positive.
 
         Example:
             >>> from flowchan import Graph
@@ -102,14 +110,27 @@ class ObservedRun(ABC):
             'done'
         """
         return self._supervisor.feed.subscribe(
-            stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
+            stats=stats,
+            events=events,
+            every=finite_seconds("subscribe", "every", every),
+            window=seconds("subscribe", "window", window),
         )
 
-    def report(self) -> str:
+    @refuses_misspelt("report")
+    def report(self, *, window: float | None = RECENT_S) -> str:
         """Return a report of the run as text.
+
+        Args:
+            window: Number of most recent seconds to which the rates, the shares of time and the bottleneck
+                refer. The default is 5; ``None`` selects the whole run. After the run has ended, they always
+                refer to the whole run.
 
         Returns:
             The bottleneck, tables of the stages and channels, and the number of items of each stage.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is not positive.
 
         Example:
             >>> from flowchan import Graph
@@ -120,7 +141,8 @@ class ObservedRun(ABC):
             >>> print(run.report())
             graph 'words': done after ...
         """
-        return render(self.stats())
+        recent = seconds("report", "window", window)
+        return render(self._supervisor.stats(None if self._supervisor.ended.is_set() else recent))
 
     @overload
     def what_if(self, *, window: float = 5.0) -> list[Prediction]: ...

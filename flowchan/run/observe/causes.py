@@ -32,6 +32,8 @@ SLOWEST = 0.25
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
+HELD_S = 0.1
+"""Shortest time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
 """Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
@@ -218,7 +220,16 @@ def _consumer(view: _View) -> Cause | None:
 
 def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
-        return load.stage.busy + load.stage.waiting_turn
+        """Return the share of the time in which workers were busy or waited because of the order.
+
+        If a reader and a writer of a channel wait at the same time, the channel is full of later outputs.
+        """
+        full = any(
+            edge.waiting_readers and edge.waiting_writers
+            for edge in view.stats.edges
+            if edge.writer == load.stage.name
+        )
+        return load.stage.busy + (load.stage.waiting_output if full else load.stage.waiting_turn)
 
     ordered = [load for load in view.loads.values() if load.stage.waiting_turn >= SEEN and held(load) >= BUSY]
     if not ordered:
@@ -228,8 +239,22 @@ def _order(view: _View) -> Cause | None:
         "order",
         worst.name,
         f"outputs of {worst.name!r} wait for earlier items {_percent(worst.waiting_turn)} of the time; "
-        "give the stage a larger buffer, or ordered=False",
+        f"{_held_up(view, worst)}give the stage a larger buffer, or ordered=False",
     )
+
+
+def _held_up(view: _View, stage: StageStats) -> str:
+    """Name the item that holds up the outputs of an ordered stage, if the counters determine it.
+
+    The outputs have the order of the items. A waiting reader has taken all outputs before the missing one.
+    Failed items have no output, so the number is unknown if there are any.
+    """
+    outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
+    held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
+    if held < HELD_S or not OPERATORS[stage.kind].owes or stage.failed or stage.unwanted:
+        return ""
+    number = max(edge.passed for edge in outputs) + 1
+    return f"item {number:,} has held them up for {held:.1f} s; "
 
 
 def _memory(view: _View) -> Cause | None:

@@ -23,6 +23,8 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
+    if recent := recent_text(stats):
+        first += f";\nrates, shares and bottleneck of the {recent}"
     head = [first, bottleneck_text(stats)]
     head += [f"advice: {text}" for text in filter(None, [advice(stats)])]
     head += _scaling_lines(stats)
@@ -37,12 +39,16 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     return "\n".join(head + [f"\n{text}" for text in tables if text])
 
 
+def recent_text(stats: RunStats) -> str:
+    """Return "last 5 s" if the rates and shares refer to a part of the run, or else an empty text."""
+    return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
+
+
 def bottleneck_text(stats: RunStats) -> str:
     """Describe what limits the run (a stage or another cause) and why."""
-    cause = stats.cause
+    cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
-    slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
     if slow is None:
         return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
@@ -60,6 +66,19 @@ def _scaling_lines(stats: RunStats) -> Iterator[str]:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
     for stage, seen in numbers.items():
         yield f"workers of {stage}: {' → '.join(map(str, seen))}"
+
+
+def cause_text(stats: RunStats) -> str:
+    """Name in a few words what limits the run, or return an empty text if it is unknown."""
+    cause, slow = stats.cause, _bottleneck(stats)
+    if cause is not None and cause.kind != "bottleneck":
+        stage = "" if cause.stage is None else f" ({cause.stage})"
+        return f"waits for {_CAUSES[cause.kind]}{stage}"
+    return "" if slow is None else f"bottleneck: {slow.name} (busy {share(slow.busy)})"
+
+
+def _bottleneck(stats: RunStats) -> StageStats | None:
+    return next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
 
 
 _CAUSES: dict[CauseKind, str] = {
