@@ -64,7 +64,7 @@ def described(graph: Graph) -> dict[str, Any]:
         "svg": svg_with_ids(graph),
         "stages": [
             {"id": ids[stage.name], "name": stage.name, "kind": stage.kind, "on": labels.ground(stage.placement),
-             "where": f"thumbnails.py:{12 + number}"}
+             "where": f"thumbnails.py:{12 + number}", "workers": stage.workers}
             for number, stage in enumerate(graph.stages)
         ],
         "edges": [
@@ -101,7 +101,7 @@ class Figures:
         self._random = random.Random(seed)
         stages = graph["stages"]
         self.slowest = (len(stages) * 2 // 5) or 1
-        self._workers = [1 if s["kind"] in ("source", "tee", "merge") else self._random.randint(1, 4) for s in stages]
+        self._workers = [stage["workers"] for stage in stages]
         self._load = [self._random.uniform(0.1, 0.7) for _ in stages]
 
     def history(self, seconds: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const FAR = 0.62;  // pixels per unit below which the picture's texts are too small to read
+const BAR = 5;  // height of the bar below a stage
 const MOST_SQUARES = 8;
 
 function svg(tag, attributes = {}, parent = null) {
@@ -51,12 +52,17 @@ class GraphView {
     const box = this.drawing.getBBox();
     const shift = this.drawing.transform.baseVal.consolidate()?.matrix ?? { e: 0, f: 0 };
     this.whole = { x: box.x + shift.e - 12, y: box.y + shift.f - 12, w: box.width + 24, h: box.height + 24 };
+    this.isWide = box.width > 1.6 * box.height;
     panel.style.setProperty("--shape", `${this.whole.w} / ${this.whole.h}`);
     panel.style.setProperty("--full", `${Math.ceil(this.whole.h * 1.35)}px`);
     this.shift = shift;
     this.listen();
     this.fit();
     new ResizeObserver(() => this.show()).observe(panel);
+  }
+
+  has(fill) {
+    return this.isDrawn && this.picture.querySelector(`.node [fill="${fill}"]`) !== null;
   }
 
   addStage(stage, select) {
@@ -71,24 +77,19 @@ class GraphView {
     const box = shape.getBBox();
     const width = Math.max(box.width, 92), x = box.x + box.width / 2 - width / 2, y = box.y + box.height + 3;
     const g = svg("g", { class: "figures" }, this.live);
-    const halo = svg("rect", { class: "halo", x: x - 5, y: box.y - 5, width: width + 10, height: box.height + 27, rx: 8 }, g);
-    const bars = STATES.map((state) => svg("rect", { class: state, x, y, width: 0, height: 5 }, g));
-    svg("rect", { class: "outline", x, y, width, height: 5 }, g);
-    const text = svg("text", { class: "rate", x, y: y + 15 }, g);
+    const halo = svg("rect", { class: "halo", x: x - 4, y: box.y - 4, width: width + 8, height: box.height + 24, rx: 8 }, g);
+    const bars = STATES.map((state) => svg("rect", { class: state, x, y, width: 0, height: BAR }, g));
+    const outline = svg("rect", { class: "outline", x, y, width, height: BAR }, g);
+    const text = svg("text", { class: "rate", x, y: y + 14 }, g);
     const failed = svg("tspan", { class: "failed" });
     const words = document.createTextNode("");
     text.append(words, failed);
     const squares = svg("g", {}, g);
-    const name = svg("text", { class: "name", x: box.x + box.width / 2, y: box.y + box.height / 2 + 6 }, g);
+    const name = svg("text", { class: "name", x: box.x + box.width / 2, y: box.y + box.height / 2 + 7 }, g);
     name.textContent = stage.name;
-    const most = width + 14;
-    if (name.getComputedTextLength() > most) {
-      set(name, "textLength", most);
-      set(name, "lengthAdjust", "spacingAndGlyphs");
-    }
     node.addEventListener("click", () => select(stage.id));
     g.addEventListener("click", () => select(stage.id));
-    this.stages.set(stage.id, { node, g, halo, bars, words, failed, squares, box, x, y, width, shown: "" });
+    this.stages.set(stage.id, { node, g, halo, bars, outline, words, failed, squares, name, box, x, y, width, shown: "" });
   }
 
   addEdge(edge) {
@@ -142,7 +143,7 @@ class GraphView {
 
   // One square for each worker; a strip with one part for each state if there are many.
   drawSquares(view, workers) {
-    const room = Math.min(view.width - 62, MOST_SQUARES * 8), right = view.x + view.width, y = view.y + 8;
+    const room = Math.min(view.width - 62, MOST_SQUARES * 8), right = view.x + view.width, y = view.y + 7.5;
     const parts = workers.length * 7 <= room
       ? workers.map((worker) => [worker.state, 6, 7])
       : ["busy", "place", "turn", "input", "starting"].map((state) => {
@@ -231,7 +232,23 @@ class GraphView {
 
   show() {
     set(this.picture, "viewBox", `${this.at.x} ${this.at.y} ${this.at.w} ${this.at.h}`);
-    this.picture.classList.toggle("far", this.scale() < FAR);
+    const far = this.scale() < FAR;
+    if (far === this.isFar) return;
+    this.isFar = far;
+    this.picture.classList.toggle("far", far);
+    const views = [...this.stages.values()];
+    const lengths = far ? views.map((view) => view.name.getComputedTextLength()) : [];
+    lengths.forEach((length, number) => {
+      const { name, width } = views[number];
+      if (length > width + 10) set(name, "textLength", width + 10);
+      set(name, "lengthAdjust", "spacingAndGlyphs");
+    });
+    for (const { bars, outline, box, y } of views) {  // the bar covers the box of its stage
+      for (const bar of [...bars, outline]) {
+        set(bar, "y", far ? box.y : y);
+        set(bar, "height", far ? box.height : BAR);
+      }
+    }
   }
 
   listen() {

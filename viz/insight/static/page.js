@@ -10,6 +10,9 @@ const CAUSE_TEXT = {
   gil: "Interpreter lock", cores: "All cores in use", memory: "Out of memory", in_flight: "Too few items in flight",
   starting: "Starting",
 };
+const PLACES = {  // fill colours of the picture
+  "#eef4fb": ["threads", "on threads"], "#fbd99b": ["processes", "in processes"], "#f3bccb": ["hosts", "on other hosts"],
+};
 const STATE_MARK = { running: "●", stopping: "◐", done: "✓", failed: "✗", stopped: "■", aborted: "✗" };
 
 class Page {
@@ -28,6 +31,7 @@ class Page {
     this.view = new GraphView($("picture"), graph, select);
     this.table = new StageTable($("table"), graph, this.history, select);
     $("graph").hidden = !this.view.isDrawn;
+    document.body.classList.toggle("tall", this.view.isDrawn && !this.view.isWide);
     set($("picture"), "aria-label", `Graph of ${graph.stages.length} stages. The table lists the same figures. Arrow keys move, plus and minus zoom.`);
     this.makeLegend();
     this.listen();
@@ -42,6 +46,7 @@ class Page {
       ...STATES.map((state) => key(`key ${state}`, STATE_TEXT[state])),
       key("worker busy", "worker, busy"), key("worker input", "worker, waiting for input"),
       key("key room", "taken places of a channel"),
+      ...Object.entries(PLACES).filter(([fill]) => this.view.has(fill)).map(([, [className, text]]) => key(`key ${className}`, text)),
     );
   }
 
@@ -191,10 +196,10 @@ class Page {
     say($("stage-about"), `${stage.kind} on ${stage.on} · ${stage.where}`);
     say($("busy-of"), stage.name);
     const figures = [
-      ["Rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
+      ["rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
       ["items in", countText(now.items_in)], ["items out", countText(now.items_out)], ["failed", countText(now.failed)],
       ["retried", countText(now.retried)], ["restarts", countText(now.restarts)],
-      ["cores", now.cores === null || now.cores === undefined ? "unknown" : now.cores.toFixed(2)],
+      ["cores in use", now.cores === null || now.cores === undefined ? "unknown" : now.cores.toFixed(2)],
     ];
     const list = $("stage-figures");
     while (list.childElementCount < figures.length) list.append(el("div", {}, el("dt"), el("dd")));
@@ -227,10 +232,10 @@ class Page {
     ]));
   }
 
-  event({ elapsed, stage, text }) {
+  event({ elapsed, stage, text }) {  // of a traceback, the last line
     const where = stage ? [el("b", { textContent: this.names.get(stage)?.name ?? stage }), " "] : [];
     return el("li", {}, el("span", { className: "quiet", textContent: `${secondsText(elapsed)} ` }), ...where,
-      el("span", { className: "text", textContent: text }));
+      el("span", { title: text, textContent: text.trimEnd().split("\n").at(-1) }));
   }
 
   async showStacks() {
