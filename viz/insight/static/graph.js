@@ -32,6 +32,7 @@ class GraphView {
     this.panel = panel;
     this.stages = new Map();
     this.edges = new Map();
+    this.marked = {};
     this.picture = graph.svg ? parsePicture(graph.svg) : null;
     this.isDrawn = this.picture !== null;
     if (!this.isDrawn) return;
@@ -89,7 +90,7 @@ class GraphView {
     name.textContent = stage.name;
     node.addEventListener("click", () => select(stage.id));
     g.addEventListener("click", () => select(stage.id));
-    this.stages.set(stage.id, { node, g, halo, bars, outline, words, failed, squares, name, box, x, y, width, shown: "" });
+    this.stages.set(stage.id, { node, g, halo, bars, outline, words, failed, squares, name, box, x, y, width, widths: [], shown: "" });
   }
 
   addEdge(edge) {
@@ -102,43 +103,55 @@ class GraphView {
     svg("rect", { class: "room", x: at.x - 9, y: at.y + 4, width: 18, height: 5, rx: 1 }, g);
     const full = svg("rect", { class: "full", x: at.x - 9, y: at.y + 4, width: 0, height: 5, rx: 1 }, g);
     this.edges.set(edge.id, { g, full, tips: [svg("title", {}, drawn), svg("title", {}, g)], name: edge.name });
+    for (const part of [drawn, g]) part.addEventListener("pointerenter", () => this.describeEdge(edge.id));
   }
 
   update(snapshot) {
     if (!this.isDrawn) return;
+    this.last = snapshot;
     for (const stage of snapshot.stages) {
       const view = this.stages.get(stage.id);
       if (view) this.updateStage(view, stage);
     }
-    for (const edge of snapshot.edges) {
-      const view = this.edges.get(edge.id);
-      if (!view) continue;
-      const part = edge.capacity ? Math.min(1, edge.inside / edge.capacity) : 0;
-      set(view.full, "width", (18 * part).toFixed(1));
-      set(view.g, "class", part >= 0.9 ? "fill high" : "fill");
-      const text = `${view.name}: ${edge.inside} of ${edge.capacity} places taken, ${rateText(edge.rate)}; waiting: `
-        + `${edge.waiting_readers} readers, ${edge.waiting_writers} writers`;
-      for (const tip of view.tips) say(tip, text);
-    }
-    this.waitFor = snapshot.wait_for;
+    if (!this.isFar) for (const edge of snapshot.edges) this.updateEdge(edge);
     if (this.picture.classList.contains("with-waits")) this.drawWaits();
   }
 
   updateStage(view, stage) {
-    let x = view.x;
-    STATES.forEach((state, number) => {
-      const width = Math.round(view.width * Math.min(1, stage[state]) * 10) / 10;
-      set(view.bars[number], "x", x.toFixed(1));
-      set(view.bars[number], "width", width);
-      x += width;
-    });
+    const widths = STATES.map((state) => Math.round(view.width * Math.min(1, stage[state])));
+    if (view.widths.join() !== widths.join()) {
+      let x = view.x;
+      widths.forEach((width, number) => {
+        set(view.bars[number], "x", x);
+        set(view.bars[number], "width", width);
+        x += width;
+      });
+      view.widths = widths;
+    }
+    set(view.g, "class", `figures ${stage.state}`);
+    if (this.isFar) return;  // the rest does not show
     const text = stage.state === "running" ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
     if (view.words.data !== text) view.words.data = text;
     say(view.failed, stage.failed ? `  ✗${countText(stage.failed)}` : "");
-    set(view.g, "class", `figures ${stage.state} most-${mainState(stage)}${stage.failed ? " has-failed" : ""}`);
     const shown = stage.workers.map((worker) => worker.state[0]).join("");
     if (shown !== view.shown) this.drawSquares(view, stage.workers);
     view.shown = shown;
+  }
+
+  updateEdge({ id, inside, capacity }) {
+    const view = this.edges.get(id);
+    if (!view) return;
+    const part = capacity ? Math.min(1, inside / capacity) : 0;
+    set(view.full, "width", Math.round(18 * part));
+    set(view.g, "class", part >= 0.9 ? "fill high" : "fill");
+  }
+
+  describeEdge(id) {
+    const edge = this.last?.edges.find((one) => one.id === id), { tips, name } = this.edges.get(id);
+    if (!edge) return;
+    const text = `${name}: ${edge.inside} of ${edge.capacity} places taken, ${rateText(edge.rate)}; waiting: `
+      + `${edge.waiting_readers} readers, ${edge.waiting_writers} writers`;
+    for (const tip of tips) say(tip, text);
   }
 
   // One square for each worker; a strip with one part for each state if there are many.
@@ -163,7 +176,7 @@ class GraphView {
 
   drawWaits() {
     this.waits.replaceChildren();
-    for (const wait of this.waitFor ?? []) {
+    for (const wait of this.last?.wait_for ?? []) {
       const from = this.stages.get(wait.from)?.box, to = this.stages.get(wait.to)?.box;
       if (!from || !to) continue;
       const [x1, x2] = [from, to].map((box) => box.x + box.width / 2);
@@ -183,9 +196,10 @@ class GraphView {
   }
 
   mark(kind, id) {  // kind is "selected" or "limits"
-    for (const [stage, view] of this.stages) {
-      view.node.classList.toggle(kind, stage === id);
-      view.halo.classList.toggle(kind, stage === id);
+    if (this.marked[kind] === id) return;
+    this.marked[kind] = id;
+    for (const [stage, { node, halo }] of this.stages) {
+      for (const element of [node, halo]) element.classList.toggle(kind, stage === id);
     }
   }
 
@@ -249,6 +263,7 @@ class GraphView {
         set(bar, "height", far ? box.height : BAR);
       }
     }
+    if (this.last) this.update(this.last);
   }
 
   listen() {

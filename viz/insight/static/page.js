@@ -165,7 +165,7 @@ class Page {
     showList($("decisions"), snapshot.decisions, (decision) => this.event(decision));
   }
 
-  showHeader({ state, elapsed, end_rate, progress, cause, advice }) {
+  showHeader({ state, elapsed, end_rate, progress, cause, advice, failures }) {
     say($("state"), `${STATE_MARK[state] ?? ""} ${state}`);
     set($("state"), "class", `badge ${state}`);
     say($("elapsed"), secondsText(elapsed));
@@ -177,6 +177,9 @@ class Page {
       const left = eta === null || eta === undefined || state !== "running" ? "" : ` · ${secondsText(eta)} left`;
       say($("left"), total ? `${countText(done)} of ${countText(total)}${left}` : countText(done));
     }
+    const failure = state === "failed" ? failures.at(-1) : null;
+    $("failure").hidden = !failure;
+    say($("failure-text"), failure ? lastLine(failure.text) : "");
     $("cause").hidden = !cause && !advice;
     const stage = cause?.stage ? this.names.get(cause.stage) : null;
     say($("cause-kind"), cause ? CAUSE_TEXT[cause.kind] ?? cause.kind : "");
@@ -235,7 +238,7 @@ class Page {
   event({ elapsed, stage, text }) {  // of a traceback, the last line
     const where = stage ? [el("b", { textContent: this.names.get(stage)?.name ?? stage }), " "] : [];
     return el("li", {}, el("span", { className: "quiet", textContent: `${secondsText(elapsed)} ` }), ...where,
-      el("span", { title: text, textContent: text.trimEnd().split("\n").at(-1) }));
+      el("span", { title: text, textContent: lastLine(text) }));
   }
 
   async showStacks() {
@@ -269,6 +272,10 @@ class Page {
     ]));
     place.append(el("h3", { textContent: "Predicted rates after one change" }), el("div", { className: "scroll" }, el("table", {}, head, body)));
   }
+}
+
+function lastLine(text) {
+  return text.trimEnd().split("\n").at(-1);
 }
 
 function fillRows(body, rows) {  // each cell is [text, tooltip]
