@@ -48,7 +48,10 @@ def measure(page: FixturePage, tab: Tab) -> str:
 
     def spent() -> list[float]:
         metrics = {one["name"]: one["value"] for one in tab.call("Performance.getMetrics")["metrics"]}
-        return [1000 * metrics[f"{name}Duration"] / UPDATES for name in ("Script", "RecalcStyle", "Layout", "Task")]
+        return [
+            1000 * metrics[f"{name}Duration"] / UPDATES
+            for name in ("Script", "RecalcStyle", "Layout", "Task")
+        ]
 
     before = spent()
     for number in range(UPDATES):

@@ -82,7 +82,7 @@ def svg_with_ids(graph: Graph) -> str:
     def edge(line: re.Match[str]) -> str:
         writer, reader = line.group(1), line.group(2)
         if writer.startswith("from"):
-            return f"\t{writer} -> {reader} [id=\"e{writer[4:]}-2\" "
+            return f'\t{writer} -> {reader} [id="e{writer[4:]}-2" '
         return f"\t{writer} -> {reader} [id=e{next(number)} "
 
     dot = to_dot(graph)
@@ -169,7 +169,14 @@ class Figures:
             if reader is not None:
                 before = int(writer[1:]) < self.slowest
                 ends = (writer, reader) if before else (reader, writer)
-                waits.append({"from": ends[0], "to": ends[1], "edge": edge["id"], "seconds": self._random.uniform(0, 2)})
+                waits.append(
+                    {
+                        "from": ends[0],
+                        "to": ends[1],
+                        "edge": edge["id"],
+                        "seconds": self._random.uniform(0, 2),
+                    }
+                )
         return waits
 
     def _latency(self) -> list[dict[str, Any]]:
@@ -267,8 +274,16 @@ class FixturePage:
 
         page = re.sub(r'<link rel="stylesheet" href="static/([^"]+)">', inlined("style"), page)
         page = re.sub(r'<script src="static/([^"]+)"></script>', inlined("script"), page)
-        policy = "; ".join(["default-src 'none'", "img-src data:", *(f"{kind}-src {' '.join(known)}" for kind, known in hashes.items())])
-        page = page.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
+        policy = "; ".join(
+            [
+                "default-src 'none'",
+                "img-src data:",
+                *(f"{kind}-src {' '.join(known)}" for kind, known in hashes.items()),
+            ]
+        )
+        page = page.replace(
+            "<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1
+        )
         saved = {"graph": self.graph, "history": self.history, "snapshot": self.snapshot}
         text = json.dumps(saved).replace("<", "\\u003c")
         return page.replace("</body>", f'<script type="application/json" id="saved">{text}</script>\n</body>')

@@ -74,7 +74,11 @@ def test_table_sorts_by_a_column_in_both_directions(
     with FixturePage(small) as page:
         snapshot = page.snapshot
         for number, (one, described_) in enumerate(zip(snapshot["stages"], small["stages"], strict=True)):
-            one |= {"name": described_["name"], "failed": (3 * number) % 5, "items_out": 10 + (2 * number) % 5}
+            one |= {
+                "name": described_["name"],
+                "failed": (3 * number) % 5,
+                "items_out": 10 + (2 * number) % 5,
+            }
         page.send(snapshot)
         with browser.tab(page.address) as tab:
             shown(tab)
@@ -84,7 +88,10 @@ def test_table_sorts_by_a_column_in_both_directions(
             tab.click(f"#table th.{column} button")
             direction = "ascending" if column != "name" else "descending"
             assert tab.evaluate(f"document.querySelector('#table th.{column}').ariaSort") == direction
-            values = [key(next(stage for stage in snapshot["stages"] if stage["id"] == one)) for one in tab.evaluate(ORDER).split(",")]
+            values = [
+                key(next(stage for stage in snapshot["stages"] if stage["id"] == one))
+                for one in tab.evaluate(ORDER).split(",")
+            ]
             assert values == sorted(values, reverse=True)
 
 
@@ -153,7 +160,15 @@ def test_names_with_markup_are_shown_as_text(browser: Browser) -> None:
             shown(tab)
             tab.click("#stacks")
             tab.wait("document.querySelector('#stack-texts pre') !== null")
-            for place in ("#name", "#cause-stage", "#cause-why", "#advice", "#stage-name", "#stack-texts pre", "#stack-texts h3"):
+            for place in (
+                "#name",
+                "#cause-stage",
+                "#cause-why",
+                "#advice",
+                "#stage-name",
+                "#stack-texts pre",
+                "#stack-texts h3",
+            ):
                 assert tab.text(place) == EVIL
             assert EVIL in tab.texts("#table button.stage")
             assert EVIL in tab.text("#failures li")
@@ -169,7 +184,12 @@ def test_picture_with_scripts_runs_none_of_them(browser: Browser, small: dict[st
     shape["svg"] = shape["svg"].replace("</svg>", f"{bad}</svg>")
     with FixturePage(shape) as page, browser.tab(page.address) as tab:
         shown(tab)
-        assert tab.evaluate("document.querySelectorAll('#picture script, #picture image, #picture [href]').length") == 0
+        assert (
+            tab.evaluate(
+                "document.querySelectorAll('#picture script, #picture image, #picture [href]').length"
+            )
+            == 0
+        )
         assert tab.evaluate("document.title") == "thumbnails – flowchan"
         assert tab.complaints() == []
 
@@ -215,7 +235,9 @@ def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, smal
         tab.wait("document.getElementById('connection').hidden")
 
 
-def test_saved_report_opens_from_a_file_without_requests(browser: Browser, small: dict[str, Any], tmp_path: Path) -> None:
+def test_saved_report_opens_from_a_file_without_requests(
+    browser: Browser, small: dict[str, Any], tmp_path: Path
+) -> None:
     with FixturePage(small) as page:
         page.snapshot = page.figures.snapshot(61.0, "done")
         (tmp_path / "report.html").write_text(page.report())
@@ -272,9 +294,14 @@ def test_two_fingers_zoom_the_picture(browser: Browser, small: dict[str, Any]) -
         shown(tab)
         size = "document.querySelector('#picture svg').viewBox.baseVal.width"
         whole = tab.evaluate(size)
-        frame = tab.evaluate("(({x, y, width, height}) => [x + width / 2, y + height / 2])(document.getElementById('picture').getBoundingClientRect())")
+        frame = tab.evaluate(
+            "(({x, y, width, height}) => [x + width / 2, y + height / 2])(document.getElementById('picture').getBoundingClientRect())"
+        )
         for kind, apart in (("touchStart", 20), ("touchMove", 40), ("touchMove", 80)):
-            points = [{"x": frame[0] + sign * apart, "y": frame[1], "id": number} for number, sign in enumerate((-1, 1))]
+            points = [
+                {"x": frame[0] + sign * apart, "y": frame[1], "id": number}
+                for number, sign in enumerate((-1, 1))
+            ]
             tab.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
         tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
         tab.wait(f"{size} < {whole} / 1.5")
@@ -335,7 +362,13 @@ def test_stacks_and_predictions_come_on_demand(browser: Browser, small: dict[str
             assert tab.text("#stack-texts h3") == "s2#1"
             tab.click("#what-if")
             tab.wait("document.querySelectorAll('#what-if-rows tbody tr').length === 2")
-            assert tab.texts("#what-if-rows tbody tr:first-child td")[:5] == ["resize", "one more worker", "240/s", "312/s", "290/s – 330/s"]
+            assert tab.texts("#what-if-rows tbody tr:first-child td")[:5] == [
+                "resize",
+                "one more worker",
+                "240/s",
+                "312/s",
+                "290/s – 330/s",
+            ]
             assert tab.complaints() == []
 
 
@@ -351,7 +384,12 @@ def test_buttons_that_the_run_does_not_offer_disappear(browser: Browser, small: 
 def test_latency_of_a_path_is_shown_if_sampled(browser: Browser, small: dict[str, Any]) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
-        assert tab.texts("#latency tbody td") == ["list files → decode → … → write", "1,234", "42 ms", "1.3 s"]
+        assert tab.texts("#latency tbody td") == [
+            "list files → decode → … → write",
+            "1,234",
+            "42 ms",
+            "1.3 s",
+        ]
         page.send(page.figures.snapshot(61.0) | {"latency": []})
         tab.wait("document.getElementById('latency').hidden")
 

@@ -77,7 +77,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         os.close(self._to)  # ends the browser, which then closes its pipe
         while os.read(self._from, 1 << 20):
             pass
@@ -149,7 +151,13 @@ class Tab:
 
     def show(self, width: int, height: int, *, dark: bool) -> None:
         """Set the size of the window and the preferred colours."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -171,10 +179,16 @@ class Tab:
 
     def texts(self, selector: str) -> list[str]:
         """Return the texts of all elements that a CSS selector matches."""
-        return list(self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"))
+        return list(
+            self.evaluate(
+                f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"
+            )
+        )
 
     def click(self, selector: str) -> None:
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+        self.evaluate(
+            f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {{bubbles: true}}))"
+        )
 
     def press(self, key: str, modifiers: int = 0) -> None:
         """Press and release a key. ``modifiers`` is 8 for Shift."""
@@ -182,7 +196,14 @@ class Tab:
         text = {"text": _TEXTS.get(key, key)} if len(key) == 1 or key in _TEXTS else {}
         for kind in ("keyDown", "keyUp"):
             extra = text if kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=modifiers, **extra)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                windowsVirtualKeyCode=code,
+                modifiers=modifiers,
+                **extra,
+            )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the whole page, as PNG."""
@@ -191,7 +212,9 @@ class Tab:
 
     def complaints(self) -> list[str]:
         """Return errors of scripts, violations of the page's content policy, and other errors in the log."""
-        self.evaluate("new Promise((resolve) => setTimeout(resolve))")  # events before this answer have arrived
+        self.evaluate(
+            "new Promise((resolve) => setTimeout(resolve))"
+        )  # events before this answer have arrived
         found = []
         for event in self._browser.events(self._session):
             parameters = event["params"]
@@ -208,4 +231,8 @@ class Tab:
         """Return the addresses that the page has requested, its own included."""
         self.evaluate("new Promise((resolve) => setTimeout(resolve))")
         events = self._browser.events(self._session)
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
