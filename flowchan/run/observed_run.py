@@ -245,7 +245,7 @@ class ObservedRun(ABC):
         self._page.save(Path(path))
 
     def _open_page(self) -> None:
-        """Serve the page until the run has ended. If that is impossible, end the run and raise ``OSError``."""
+        """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
         # looked up here, because the module imports this package
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
         try:

@@ -90,6 +90,7 @@ from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.measure import summarise
+from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
@@ -180,6 +181,8 @@ class Supervisor:
         self.history = History()
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
+        self.problems = RecentProblems(self.started_at)
+        self.feed.listen(self.problems.record)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)

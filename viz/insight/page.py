@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -32,7 +30,7 @@ from flowchan.run.supervisor import Supervisor
 from flowchan.viz import svg
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
-from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, problems_in, snapshot
+from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
 from flowchan.viz.render import RenderError
 
 SNAPSHOT_EVERY_S = 1.0
@@ -41,8 +39,6 @@ WINDOW_S = 5.0
 """Length of the window for rates, shares and the cause, in seconds."""
 MOST_VIEWERS = 32
 """Maximum number of viewers at the same time."""
-MOST_PROBLEMS = 50
-"""Number of the latest failures that the page shows."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
@@ -77,7 +73,6 @@ class RunPage:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
         self._supervisor = weakref.ref(supervisor)
         self._history = RateHistory()
-        self._problems: deque[Json] = deque(maxlen=MOST_PROBLEMS)
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
@@ -101,7 +96,6 @@ class RunPage:
             },
         )
         supervisor.history.watch(self._history.add)
-        supervisor.feed.listen(self._listen)
         supervisor.feed.at_end(self._end)
 
     @property
@@ -114,12 +108,6 @@ class RunPage:
         path.write_text(self._saved()[0], encoding="utf-8")
 
     # --- called by the run ---
-
-    def _listen(self, event: Any) -> None:
-        for stage, text in problems_in(event):
-            elapsed = round(time.monotonic() - self._run.started_at, 2)
-            stage_id = self._ids.stages.get(stage or "")
-            self._problems.append({"elapsed": elapsed, "stage": stage_id, "text": text})
 
     def _end(self) -> None:
         try:
@@ -143,14 +131,15 @@ class RunPage:
     # --- the sampler ---
 
     def _sample(self, whole: RunStats) -> None:
-        """Publish a snapshot, on the feed's thread."""
+        """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
+        if self._run.ended.is_set():
+            return
         before = self._run.history.before(whole, WINDOW_S)
         self._before, previous = whole, self._before
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
-        state = snapshot(self._graph, self._ids, stats, before)
-        return state | {"failures": list(self._problems), "decisions": []}
+        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest())
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
