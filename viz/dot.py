@@ -3,6 +3,9 @@
 A long graph is broken into rows. An arrow from one row to another is drawn as two separate ends, each
 labelled with the stage at the other end.
 
+In an SVG picture, the element of the first declared stage has the id ``s0``, and that of the first channel
+``e0``. The second end of a broken arrow has the id of the channel and ``-2``.
+
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
 
@@ -69,6 +72,7 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     import graphviz
 
     picture = labels.picture(blueprint)
+    edge_ids = {id(edge): f"e{number}" for number, edge in enumerate(blueprint.edges)}
     dot = graphviz.Digraph(
         name="flowchan",
         graph_attr={
@@ -93,25 +97,27 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
     for number, stage in enumerate(picture.stages):
-        _node(dot, number, stage, picture, LIVE.format(blueprint.stages.index(stage)) if live else "")
+        index = blueprint.stages.index(stage)
+        _node(dot, number, stage, picture, f"s{index}", LIVE.format(index) if live else "")
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.captions))
+            dot.edge(f"n{writer}", f"end{index}", id=edge_ids[id(edge)], **_arrow(edge, picture.captions))
         elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.captions))
+            dot.edge(f"n{writer}", f"n{reader}", id=edge_ids[id(edge)], **_arrow(edge, picture.captions))
         else:
-            _broken(dot, index, picture, writer, reader, edge)
+            _broken(dot, index, picture, writer, reader, edge, edge_ids[id(edge)])
     _begin_rows(dot, picture)
     return labels.encodable(dot.source)
 
 
-def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:
+def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, id: str, does: str) -> None:
     import graphviz
 
     file, line = labels.place(stage)
     dot.node(
         f"n{number}",
+        id=id,
         label=_stage_label(stage, picture.captions, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
         **_style_of(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
@@ -153,7 +159,9 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
     )
 
 
-def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
+def _broken(
+    dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge, id: str
+) -> None:
     """Draw an arrow between two rows as two ends, each labelled with the stage at the other end."""
     for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
         words = escape(arrow.format(picture.stages[other].name))
@@ -164,8 +172,9 @@ def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int
             margin="0.02,0.02",
         )
     attributes = _arrow(edge, picture.captions) | {"constraint": "true"}
-    dot.edge(f"n{writer}", f"to{index}", **attributes)
-    dot.edge(f"from{index}", f"n{reader}", **{key: attributes[key] for key in attributes if key != "label"})
+    dot.edge(f"n{writer}", f"to{index}", id=id, **attributes)
+    attributes.pop("label", None)
+    dot.edge(f"from{index}", f"n{reader}", id=f"{id}-2", **attributes)
 
 
 def _begin_rows(dot: Digraph, picture: Picture) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from flowchan.viz.insight import server as serving
-from flowchan.viz.insight.server import LocalServer, HttpReply, Streaming, json_reply
+from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, json_reply
 
 
 class Endless:

@@ -1,8 +1,7 @@
 """HTTP server on the loopback interface, for the page of a run and for its metrics.
 
-Algorithm. One thread accepts connections, and each connection has a thread of its own, which answers one
-request. A route is a function that returns a :class:`HttpReply`, or a :class:`Streaming` reply whose parts are
-sent one after another.
+Algorithm. One thread accepts connections. Each connection has a thread, which answers one request. A route
+is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by part.
 
 Only GET and HEAD are answered, and nothing can be changed through the server. The ``Host`` header must name
 this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused. With a token,
