@@ -6,26 +6,26 @@ Graphs have 5, 35 or 150 stages. :class:`Figures` gives plausible snapshots for 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import queue
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from flowchan import Graph
-from flowchan.viz import labels
-from flowchan.viz.dot import to_dot
+from flowchan.viz import svg
+from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, error_reply, json_reply
-from flowchan.viz.render import render
+from flowchan.viz.insight.snapshot import describe
 
-STATIC = Path(__file__).parents[2] / "viz" / "insight" / "static"
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-BUSY, INPUT, PLACE, TURN = range(4)
+DECISION = "2 → 3 workers: predicted 1.4 ×, measured 1.35 ×"
+TRACEBACK = """Traceback (most recent call last):
+  File "thumbnails.py", line 31, in decode
+OSError: disk full
+"""
 
 
 def work(item: int) -> int:
@@ -57,44 +57,19 @@ def graph_of(stages: int, name: str = "") -> Graph:
 
 
 def described(graph: Graph) -> dict[str, Any]:
-    """Return the answer of ``/graph``."""
-    ids = {stage.name: f"s{number}" for number, stage in enumerate(graph.stages)}
-    return {
-        "name": graph.name,
-        "svg": svg_with_ids(graph),
-        "stages": [
-            {"id": ids[stage.name], "name": stage.name, "kind": stage.kind, "on": labels.ground(stage.placement),
-             "where": f"thumbnails.py:{12 + number}", "workers": stage.workers}
-            for number, stage in enumerate(graph.stages)
-        ],
-        "edges": [
-            {"id": f"e{number}", "name": edge.name, "writer": ids[edge.writer],
-             "reader": None if edge.reader is None else ids[edge.reader], "transport": edge.transport.name}
-            for number, edge in enumerate(graph.edges)
-        ],
-    }  # fmt: skip
-
-
-def svg_with_ids(graph: Graph) -> str:
-    """Return the picture, with ``id`` attributes on its nodes and edges."""
-    number = iter(range(10_000))
-
-    def edge(line: re.Match[str]) -> str:
-        writer, reader = line.group(1), line.group(2)
-        if writer.startswith("from"):
-            return f'\t{writer} -> {reader} [id="e{writer[4:]}-2" '
-        return f"\t{writer} -> {reader} [id=e{next(number)} "
-
-    dot = to_dot(graph)
-    if "id=s0" not in dot.replace('"', ""):
-        dot = re.sub(r"^\tn(\d+) \[", r"\tn\1 [id=s\1 ", dot, flags=re.MULTILINE)
-        dot = re.sub(r"^\t((?:n|from)\d+) -> (\w+) \[(?!style=invis)", edge, dot, flags=re.MULTILINE)
-    drawn = render(dot, "svg").decode()
-    return drawn[drawn.index("<svg") :]
+    """Return the answer of ``/graph``, with the number of workers of each stage for :class:`Figures`."""
+    drawn = svg(graph)
+    answer = describe(graph) | {"svg": drawn[drawn.index("<svg") :]}
+    for number, (stage, shown) in enumerate(zip(graph.stages, answer["stages"], strict=True)):
+        shown |= {"where": f"thumbnails.py:{12 + number}", "workers": stage.workers}
+    return answer
 
 
 class Figures:
-    """Snapshots of a made-up run: one stage limits it, its predecessors wait for place, its successors for input."""
+    """Snapshots of a made-up run.
+
+    One stage limits the run. The stages before it wait for place, and those after it wait for input.
+    """
 
     def __init__(self, graph: Mapping[str, Any], seed: int = 1) -> None:
         self.graph = graph
@@ -121,22 +96,35 @@ class Figures:
         stages = [self._stage(at, rate, elapsed, state) for at in range(len(self.graph["stages"]))]
         slow = self.graph["stages"][self.slowest]
         done, total = int(240 * elapsed), 10_000 + 240 * int(elapsed)
+        return {
+            "elapsed": elapsed,
+            "state": state,
+            "window": 5.0,
+            "cause": {
+                "kind": "bottleneck",
+                "stage": slow["id"],
+                "why": "its workers are busy 97 % of the time",
+            },
+            "advice": f"one more worker for {slow['name']} gives 1.3 ×" if state == "running" else None,
+            "end_rate": rate,
+            "progress": {"done": done, "total": total, "eta": (total - done) / 240},
+            "stages": stages,
+            "edges": self._edges(rate),
+            "wait_for": self._wait_for(),
+            "latency": self._latency(),
+            "failures": self._failures(elapsed, state),
+            "decisions": [{"elapsed": 12.0, "stage": slow["id"], "text": DECISION}],
+        }
+
+    def _failures(self, elapsed: float, state: str) -> list[dict[str, Any]]:
+        slow = f"s{self.slowest}"
         failures = [
-            {"elapsed": 3.0 + at, "stage": f"s{self.slowest}", "text": f"ValueError: item {at} is truncated"}
+            {"elapsed": 3.0 + at, "stage": slow, "text": f"ValueError: item {at} is truncated"}
             for at in range(min(3, int(elapsed / 20)))
         ]
         if state == "failed":
-            text = 'Traceback (most recent call last):\n  File "thumbnails.py", line 31, in decode\nOSError: disk full'
-            failures.append({"elapsed": elapsed, "stage": f"s{self.slowest}", "text": text})
-        return {
-            "elapsed": elapsed, "state": state, "window": 5.0,
-            "cause": {"kind": "bottleneck", "stage": slow["id"], "why": "its workers are busy 97 % of the time"},
-            "advice": f"one more worker for {slow['name']} would give 1.3 ×" if state == "running" else None,
-            "end_rate": rate, "progress": {"done": done, "total": total, "eta": (total - done) / 240},
-            "stages": stages, "edges": self._edges(rate),
-            "wait_for": self._wait_for(), "latency": self._latency(), "failures": failures,
-            "decisions": [{"elapsed": 12.0, "stage": slow["id"], "text": "2 → 3 workers: predicted 1.4 ×, measured 1.35 ×"}],
-        }  # fmt: skip
+            failures.append({"elapsed": elapsed, "stage": slow, "text": TRACEBACK})
+        return failures
 
     def _stage(self, at: int, rate: float, elapsed: float, state: str) -> dict[str, Any]:
         busy = 0.97 if at == self.slowest else min(0.8, self._load[at] + self._random.uniform(-0.05, 0.05))
@@ -147,19 +135,34 @@ class Figures:
         chosen = self._random.choices(list(shares), list(shares.values()), k=self._workers[at])
         failed = int(elapsed / 20) if at == self.slowest else 0
         return {
-            "id": f"s{at}", "state": "ended" if over else "running", "rate": rate * self._random.uniform(0.97, 1.03),
-            **shares, "items_in": int(240 * elapsed), "items_out": int(240 * elapsed) - 3, "failed": failed,
-            "retried": 2 * failed, "restarts": 0, "cores": busy * self._workers[at] * 0.8,
-            "workers": [] if over else [{"number": n, "state": one} for n, one in enumerate(chosen)],
-        }  # fmt: skip
+            "id": f"s{at}",
+            "state": "ended" if over else "running",
+            "rate": rate * self._random.uniform(0.97, 1.03),
+            **shares,
+            "items_in": int(240 * elapsed),
+            "items_out": int(240 * elapsed) - 3,
+            "failed": failed,
+            "retried": 2 * failed,
+            "restarts": 0,
+            "cores": busy * self._workers[at] * 0.8,
+            "workers": [] if over else [{"number": n, "state": one} for n, one in enumerate(chosen, 1)],
+        }
 
     def _edges(self, rate: float) -> list[dict[str, Any]]:
         edges = []
         for edge in self.graph["edges"]:
             full = int(edge["writer"][1:]) < self.slowest
             inside = self._random.randint(58, 64) if full else self._random.randint(0, 9)
-            edges.append({"id": edge["id"], "inside": inside, "capacity": 64, "rate": rate,
-                          "waiting_readers": 0 if full else 1, "waiting_writers": 1 if full else 0})  # fmt: skip
+            edges.append(
+                {
+                    "id": edge["id"],
+                    "inside": inside,
+                    "capacity": 64,
+                    "rate": rate,
+                    "waiting_readers": 0 if full else 1,
+                    "waiting_writers": 1 if full else 0,
+                }
+            )
         return edges
 
     def _wait_for(self) -> list[dict[str, Any]]:
@@ -169,14 +172,8 @@ class Figures:
             if reader is not None:
                 before = int(writer[1:]) < self.slowest
                 ends = (writer, reader) if before else (reader, writer)
-                waits.append(
-                    {
-                        "from": ends[0],
-                        "to": ends[1],
-                        "edge": edge["id"],
-                        "seconds": self._random.uniform(0, 2),
-                    }
-                )
+                seconds = self._random.uniform(0, 2)
+                waits.append({"from": ends[0], "to": ends[1], "edge": edge["id"], "seconds": seconds})
         return waits
 
     def _latency(self) -> list[dict[str, Any]]:
@@ -260,33 +257,7 @@ class FixturePage:
 
     def report(self) -> str:
         """Return the page as one file, with its scripts, styles and figures inside."""
-        page = (STATIC / "page.html").read_text()
-        hashes: dict[str, list[str]] = {"script": [], "style": []}
-
-        def inlined(kind: str) -> Callable[[re.Match[str]], str]:
-            def replace(found: re.Match[str]) -> str:
-                text = (STATIC / found.group(1)).read_text()
-                digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-                hashes[kind].append(f"'sha256-{digest}'")
-                return f"<{kind}>{text}</{kind}>"
-
-            return replace
-
-        page = re.sub(r'<link rel="stylesheet" href="static/([^"]+)">', inlined("style"), page)
-        page = re.sub(r'<script src="static/([^"]+)"></script>', inlined("script"), page)
-        policy = "; ".join(
-            [
-                "default-src 'none'",
-                "img-src data:",
-                *(f"{kind}-src {' '.join(known)}" for kind, known in hashes.items()),
-            ]
-        )
-        page = page.replace(
-            "<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1
-        )
-        saved = {"graph": self.graph, "history": self.history, "snapshot": self.snapshot}
-        text = json.dumps(saved).replace("<", "\\u003c")
-        return page.replace("</body>", f'<script type="application/json" id="saved">{text}</script>\n</body>')
+        return saved_page({"graph": self.graph, "history": self.history, "snapshot": self.snapshot})[0]
 
     def _publish(self, name: str, data: Any) -> None:
         for viewer in list(self._viewers):
