@@ -139,6 +139,7 @@ def _output_lost() -> int:
     type=click.Path(dir_okay=False),
     help="File that records finished items; a later run with this file skips them.",
 )
+@click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
 def run(
     file: str,
     args: tuple[str, ...],
@@ -146,6 +147,7 @@ def run(
     seed: int | None,
     hosts: str | None,
     resume: str | None,
+    page: bool,
 ) -> int:
     r"""Run the graph in FILE and print a report.
 
@@ -174,9 +176,11 @@ def run(
         try:
             with (
                 LiveView() as view,
-                graph.start(seed=seed, resume=resume) as running,
+                graph.start(seed=seed, resume=resume, page=page) as running,
                 running.subscribe(stats=view.show, every=REFRESH),
             ):
+                if page:
+                    view.print_line(f"page: {running.page}")
                 results = _follow(running, view, interrupts)
         except RunError as error:
             failure = error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, overload
 
 from flowchan.declare.stream import Stream
@@ -14,6 +17,7 @@ from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.observe.what_if import Prediction
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
 from flowchan.run.policy.scaling import ScalingDecision
@@ -32,6 +36,7 @@ class ObservedRun(ABC):
 
     _supervisor: Supervisor
     _interruption: Interruption
+    _page: Any = None
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Results: ...
@@ -332,3 +337,63 @@ class ObservedRun(ABC):
             []
         """
         return list(self._supervisor.decisions)
+
+    @property
+    def page(self) -> str | None:
+        """Return the address of the run's live page, or ``None`` if it was started without ``page=True``.
+
+        Only programs on this machine that know the address can open the page, and only until the run has
+        ended.
+
+        Returns:
+            The URL, which contains a random token.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     print(run.page)
+            http://127.0.0.1:...
+        """
+        return None if self._page is None else str(self._page.address)
+
+    @refuses_misspelt("save_page")
+    def save_page(self, path: str | os.PathLike[str]) -> None:
+        """Save the run's live page as one HTML file, which a browser shows without a server.
+
+        The file shows the current state of the run, or the final state after the run has ended.
+
+        Args:
+            path: Path of the file, for example ``"report.html"``. An existing file is replaced.
+
+        Raises:
+            RuntimeError: The run was started without ``page=True``.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import os, tempfile
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     pass
+            >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
+            >>> run.save_page(path)
+            >>> os.path.exists(path)
+            True
+        """
+        if self._page is None:
+            raise RuntimeError("run.save_page: the run has no page; start it with page=True")
+        self._page.save(Path(path))
+
+    def _open_page(self) -> None:
+        """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
+        # looked up here, because the module imports this package
+        open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
+        try:
+            self._page = open_page(self._supervisor.plan.graph, self._supervisor)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise

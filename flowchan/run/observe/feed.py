@@ -118,6 +118,7 @@ class Feed:
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._listeners: tuple[Callable[[Any], object], ...] = ()
+        self._at_end: tuple[Callable[[], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
 
@@ -170,6 +171,13 @@ class Feed:
         """
         self._listeners += (listener,)
 
+    def at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when the run has ended, after subscribers have received the final statistics.
+
+        The run's ``wait()`` returns only after this call. The function must not raise.
+        """
+        self._at_end += (function,)
+
     def tell(self, event: Any) -> None:
         """Pass an event to listeners at once, and to subscribers with the next delivery."""
         for listener in self._listeners:
@@ -192,6 +200,8 @@ class Feed:
             thread = self._thread
             self._changed.notify_all()
         _join(thread)
+        for function in self._at_end:
+            function()
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:

@@ -80,7 +80,16 @@ class History:
 
     def __init__(self) -> None:
         self._samples: list[RunStats] = []
+        self._watcher: Callable[[RunStats], object] | None = None
         self._next_at = time.monotonic() + EVERY_S
+
+    def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
+        """Call a function with each new snapshot, on the supervisor's thread; ``None`` ends the calls.
+
+        The time that it takes counts as part of the snapshot, so a slow function makes snapshots rare. It
+        must not raise.
+        """
+        self._watcher = watcher
 
     def sample(self, take: Callable[[], RunStats]) -> None:
         """Keep the statistics that ``take`` returns, if a new snapshot is due."""
@@ -94,6 +103,8 @@ class History:
                 samples.append(sample)
         samples += old[-1:]
         self._samples = samples[::-1]  # replaced as a whole, because other threads read the list
+        if (watcher := self._watcher) is not None:
+            watcher(newest)
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 
