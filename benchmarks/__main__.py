@@ -34,6 +34,7 @@ NAMES = (
     "defaults",
     "schedules",
     "autoscale",
+    "page",
 )
 
 

@@ -52,6 +52,7 @@ TITLES = {
     "defaults": "Sequential: defaults",
     "schedules": "Sequential: schedules",
     "autoscale": "Chosen numbers of workers",
+    "page": "The live page",
 }
 """Heading of each benchmark."""
 

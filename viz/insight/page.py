@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -76,7 +77,7 @@ class RunPage:
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
-        self._before: RunStats | None = None  # statistics of the previous snapshot
+        self._recent: deque[RunStats] = deque(maxlen=round(WINDOW_S / SNAPSHOT_EVERY_S))
         self._changed = threading.Condition()
         self._latest = (0, b"")  # number and text of the latest snapshot; number 0: none yet
         self._final: Json | None = None
@@ -114,7 +115,7 @@ class RunPage:
             stats = self._run.stats()
             self._run.history.watch(None)
             self._history.add(stats, last=True)
-            self._final = self._snapshot(stats, self._before)
+            self._final = self._snapshot(stats, None)
             self._publish(self._final)
         finally:
             with self._changed:
@@ -134,8 +135,14 @@ class RunPage:
         """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
         if self._run.ended.is_set():
             return
-        before = self._run.history.before(whole, WINDOW_S)
-        self._before, previous = whole, self._before
+        recent = self._recent
+        if len(recent) == recent.maxlen:
+            before = recent[0]
+        else:  # the window began before the first viewer came
+            before = self._run.history.before(whole, WINDOW_S)
+        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
+        recent.append(whole)
+        self._history.add(whole)
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
@@ -165,7 +172,8 @@ class RunPage:
             self._viewers -= 1
             if not self._viewers and self._subscription is not None:
                 self._subscription.close()
-                self._subscription = self._before = None
+                self._subscription = None
+                self._recent.clear()
                 with self._changed:
                     if not self._over:  # else a viewer may still have to send the final snapshot
                         self._latest = (0, b"")

@@ -223,7 +223,9 @@ class RateHistory:
         points = [*points, _Point(stats.elapsed, tuple(counters))]
         if len(points) > MOST_POINTS:
             points, self._every = points[1::2], 2 * self._every
-        self._points = points  # replaced as a whole, because other threads read the list
+        # Replaced as a whole, because other threads read the list. If two threads add a point at the same
+        # time, one of the points is lost.
+        self._points = points
 
     def series(self, ids: ElementIds) -> Json:
         """Return the rate at the end of the graph, and the rate and busy share of each stage, over time."""

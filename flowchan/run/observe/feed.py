@@ -174,9 +174,15 @@ class Feed:
     def at_end(self, function: Callable[[], object]) -> None:
         """Call a function when the run has ended, after subscribers have received the final statistics.
 
-        The run's ``wait()`` returns only after this call. The function must not raise.
+        If the run has already ended, the function is called at once. The run's ``wait()`` returns only after
+        the call. The function must not raise.
         """
-        self._at_end += (function,)
+        with self._changed:
+            over = self._over
+            if not over:
+                self._at_end += (function,)
+        if over:
+            function()
 
     def tell(self, event: Any) -> None:
         """Pass an event to listeners at once, and to subscribers with the next delivery."""
@@ -197,10 +203,10 @@ class Feed:
         """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
-            thread = self._thread
+            thread, functions = self._thread, self._at_end
             self._changed.notify_all()
         _join(thread)
-        for function in self._at_end:
+        for function in functions:
             function()
 
     def _leave(self, one: Subscription) -> None:
