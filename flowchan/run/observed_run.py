@@ -37,6 +37,7 @@ class ObservedRun(ABC):
     _supervisor: Supervisor
     _interruption: Interruption
     _page: Any = None
+    _metrics: Any = None
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Results: ...
@@ -397,3 +398,31 @@ class ObservedRun(ABC):
             self._supervisor.ask(AbortRequested())
             self._supervisor.wait()
             raise
+
+    @property
+    def metrics(self) -> str | None:
+        """Return the address of the run's metrics, or ``None`` if it was started without ``metrics=``.
+
+        Returns:
+            The URL that Prometheus reads until the run has ended.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(metrics=0) as run:
+            ...     print(run.metrics)
+            http://127.0.0.1:.../metrics
+        """
+        return None if self._metrics is None else str(self._metrics.address)
+
+    def _serve_metrics(self, port: Any) -> None:
+        """Serve metrics on an open port until the run has ended. If that fails, end the run and raise."""
+        self._metrics = port
+        try:
+            port.serve(self._supervisor.stats)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise
+        self._supervisor.feed.at_end(port.close)

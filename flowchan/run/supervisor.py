@@ -94,6 +94,7 @@ from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.measure import summarise
 from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
+from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
@@ -186,6 +187,7 @@ class Supervisor:
         self.feed.listen(Journal(plan).record)
         self.problems = RecentProblems(self.started_at)
         self.feed.listen(self.problems.record)
+        self._view_socket = ViewSocket(plan.graph.name, self.feed)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
@@ -330,6 +332,7 @@ class Supervisor:
                     self.asking.end()
                 self.ended.set()
                 self.feed.end()
+                self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
         # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
@@ -376,6 +379,7 @@ class Supervisor:
         if self.scaler is not None and self.state.goes_on:
             self._scale(self.scaler.due(self._counters))
         self.history.sample(self._counters)
+        self._view_socket.poll()
 
     def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:

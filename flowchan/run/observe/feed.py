@@ -118,9 +118,9 @@ class Feed:
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._listeners: tuple[Callable[[Any], object], ...] = ()
-        self._at_end: tuple[Callable[[], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
+        self._at_end: tuple[Callable[[], object], ...] = ()
 
     def subscribe(
         self,
@@ -171,19 +171,6 @@ class Feed:
         """
         self._listeners += (listener,)
 
-    def at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when the run has ended, after subscribers have received the final statistics.
-
-        If the run has already ended, the function is called at once. The run's ``wait()`` returns only after
-        the call. The function must not raise.
-        """
-        with self._changed:
-            over = self._over
-            if not over:
-                self._at_end += (function,)
-        if over:
-            function()
-
     def tell(self, event: Any) -> None:
         """Pass an event to listeners at once, and to subscribers with the next delivery."""
         for listener in self._listeners:
@@ -199,15 +186,28 @@ class Feed:
             for subscription in self._subscriptions:
                 subscription.keep(decided.event)
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call a function once the feed has ended, or at once if it has already ended.
+
+        The function must not raise. The run's ``wait()`` returns only after this call.
+        """
+        with self._changed:
+            over = self._over
+            if not over:
+                self._at_end += (call,)
+        if over:
+            call()
+
     def end(self) -> None:
         """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
-            thread, functions = self._thread, self._at_end
+            thread, calls = self._thread, self._at_end
+            self._at_end = ()
             self._changed.notify_all()
         _join(thread)
-        for function in functions:
-            function()
+        for call in calls:
+            call()
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:
