@@ -283,28 +283,54 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     help="File to write the picture to. [default: <FILE>.svg]",
 )
 @click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
-def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
-    """Draw the graph in FILE without running it. The suffix of the output file selects the format."""
+@click.option(
+    "--timeline", "from_trace", is_flag=True, help="Draw the timeline of the run whose trace is FILE (.svg)."
+)
+def viz(
+    file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool, from_trace: bool
+) -> int:
+    """Draw the graph in FILE without running it. The suffix of the output file selects the format.
+
+    If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
+    """
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
-    path = Path(output or picture_name(file))
-    if path.suffix[1:].lower() not in FORMATS:
+    path, formats = Path(output or picture_name(file)), ("svg",) if from_trace else FORMATS
+    if path.suffix[1:].lower() not in formats:
         raise click.BadParameter(
-            f"{str(path)!r}: the file name must end in one of .{', .'.join(FORMATS)}", param_hint="-o"
+            f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
-    graph = load(file, args)
+    if from_trace:
+        write: Callable[[], object] = functools.partial(path.write_text, _timeline(file), encoding="utf-8")
+        summary = str(path)
+    else:
+        graph = load(file, args)
+        write, summary = functools.partial(draw, graph, path), f"{path}: {_counts(graph)}"
     try:
-        draw(graph, path)
+        write()
     except OSError as error:
         click.echo(f"flowchan: can't write {path}: {error.strerror or error}", err=True)
         if debug:
             traceback.print_exception(error)
         return WRONG
-    click.echo(f"{path}: {_counts(graph)}")
+    click.echo(summary)
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
+
+
+def _timeline(file: str) -> str:
+    """Return the timeline of the run whose trace is in a file, as SVG."""
+    from flowchan.cli.loading import LoadError
+    from flowchan.viz import timeline
+
+    try:
+        return timeline(file)
+    except OSError as error:
+        raise LoadError(f"can't read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
 
 
 @main.command()

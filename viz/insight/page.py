@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from flowchan.run.supervisor import Supervisor
 from flowchan.viz import svg
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
-from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, problems_in, snapshot
+from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
 from flowchan.viz.render import RenderError
 
 SNAPSHOT_EVERY_S = 1.0
@@ -41,8 +40,6 @@ WINDOW_S = 5.0
 """Length of the window for rates, shares and the cause, in seconds."""
 MOST_VIEWERS = 32
 """Maximum number of viewers at the same time."""
-MOST_PROBLEMS = 50
-"""Number of the latest failures that the page shows."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
@@ -77,11 +74,10 @@ class RunPage:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
         self._supervisor = weakref.ref(supervisor)
         self._history = RateHistory()
-        self._problems: deque[Json] = deque(maxlen=MOST_PROBLEMS)
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
-        self._before: RunStats | None = None  # statistics of the previous snapshot
+        self._recent: deque[RunStats] = deque(maxlen=round(WINDOW_S / SNAPSHOT_EVERY_S))
         self._changed = threading.Condition()
         self._latest = (0, b"")  # number and text of the latest snapshot; number 0: none yet
         self._final: Json | None = None
@@ -101,7 +97,6 @@ class RunPage:
             },
         )
         supervisor.history.watch(self._history.add)
-        supervisor.feed.listen(self._listen)
         supervisor.feed.at_end(self._end)
 
     @property
@@ -115,18 +110,12 @@ class RunPage:
 
     # --- called by the run ---
 
-    def _listen(self, event: Any) -> None:
-        for stage, text in problems_in(event):
-            elapsed = round(time.monotonic() - self._run.started_at, 2)
-            stage_id = self._ids.stages.get(stage or "")
-            self._problems.append({"elapsed": elapsed, "stage": stage_id, "text": text})
-
     def _end(self) -> None:
         try:
             stats = self._run.stats()
             self._run.history.watch(None)
             self._history.add(stats, last=True)
-            self._final = self._snapshot(stats, self._before)
+            self._final = self._snapshot(stats, None)
             self._publish(self._final)
         finally:
             with self._changed:
@@ -143,14 +132,21 @@ class RunPage:
     # --- the sampler ---
 
     def _sample(self, whole: RunStats) -> None:
-        """Publish a snapshot, on the feed's thread."""
-        before = self._run.history.before(whole, WINDOW_S)
-        self._before, previous = whole, self._before
+        """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
+        if self._run.ended.is_set():
+            return
+        recent = self._recent
+        if len(recent) == recent.maxlen:
+            before = recent[0]
+        else:  # the window began before the first viewer came
+            before = self._run.history.before(whole, WINDOW_S)
+        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
+        recent.append(whole)
+        self._history.add(whole)
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
-        state = snapshot(self._graph, self._ids, stats, before)
-        return state | {"failures": list(self._problems), "decisions": []}
+        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest())
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
@@ -176,7 +172,8 @@ class RunPage:
             self._viewers -= 1
             if not self._viewers and self._subscription is not None:
                 self._subscription.close()
-                self._subscription = self._before = None
+                self._subscription = None
+                self._recent.clear()
                 with self._changed:
                     if not self._over:  # else a viewer may still have to send the final snapshot
                         self._latest = (0, b"")

@@ -6,14 +6,12 @@ All functions are pure. Stages and channels are named by the ids of their elemen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.run.policy.decisions import Decided
-from flowchan.run.policy.events import Death, ErrorSent, NotAdded, Warned
-from flowchan.run.policy.failures import text_of
+from flowchan.run.observe.problems import RunProblem
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkerStats, WorkSeconds
 from flowchan.viz import labels
 from flowchan.viz.live.model import bars, items_of
@@ -71,7 +69,13 @@ def describe(graph: Blueprint) -> Json:
     }
 
 
-def snapshot(graph: Blueprint, ids: ElementIds, now: RunStats, before: RunStats | None) -> Json:
+def snapshot(
+    graph: Blueprint,
+    ids: ElementIds,
+    now: RunStats,
+    before: RunStats | None,
+    problems: Iterable[RunProblem] = (),
+) -> Json:
     """Return the state of a run.
 
     Args:
@@ -80,6 +84,7 @@ def snapshot(graph: Blueprint, ids: ElementIds, now: RunStats, before: RunStats 
         now: Statistics with the rates and shares to show.
         before: Statistics about a second older, from which the state of each worker is derived; ``None`` at
             the start of the run.
+        problems: Latest problems of the run.
 
     Returns:
         Values for JSON. Stages that were declared after the start of the run are left out.
@@ -90,8 +95,7 @@ def snapshot(graph: Blueprint, ids: ElementIds, now: RunStats, before: RunStats 
         "elapsed": round(now.elapsed, 2),
         "state": now.state,
         "window": round(now.window, 2),
-        "cause": cause
-        and {"kind": cause.kind, "stage": ids.stages.get(cause.stage or ""), "why": cause.why},
+        "cause": cause and {"kind": cause.kind, "stage": ids.stages.get(cause.stage or ""), "why": cause.why},
         "advice": None,
         "end_rate": _short(sum(stage.rate for stage in now.stages if stage.name in ids.ends)),
         "progress": _progress(graph, now),
@@ -103,6 +107,15 @@ def snapshot(graph: Blueprint, ids: ElementIds, now: RunStats, before: RunStats 
         "edges": [_edge(ids.edges[edge.name], edge) for edge in now.edges if edge.name in ids.edges],
         "wait_for": [wait for edge in now.edges if edge.name in ids.edges for wait in _waits(ids, edge)],
         "latency": [],
+        "failures": [
+            {
+                "elapsed": round(problem.elapsed, 2),
+                "stage": ids.stages.get(problem.stage),
+                "text": problem.text,
+            }
+            for problem in problems
+        ],
+        "decisions": [],
     }
 
 
@@ -180,22 +193,6 @@ def _wait(waiting: str, other: str, edge: str, seconds: float) -> Json:
     return {"from": waiting, "to": other, "edge": edge, "seconds": _short(seconds)}
 
 
-def problems_in(event: Any) -> Iterator[tuple[str | None, str]]:
-    """Yield the stage and the text of each problem that an event from the feed's listeners reports."""
-    match event:
-        case ErrorSent(worker, text):
-            yield worker.stage, text
-        case NotAdded(worker, text):
-            yield worker.stage, text
-        case Warned(stage, text):
-            yield stage or None, text
-        case Decided(decided, before, after):
-            if isinstance(decided, Death) and decided.summary and before.goes_on:
-                yield decided.worker.stage, f"worker {decided.worker} {decided.summary}"
-            for failure in after.failures[len(before.failures) :]:
-                yield failure.worker.stage, text_of(failure.error)
-
-
 MOST_POINTS = 600
 """Number of points of a history from which every second one is dropped."""
 POINT_EVERY_S = 0.9
@@ -222,13 +219,13 @@ class RateHistory:
         points = self._points
         if points and not last and stats.elapsed - points[-1].elapsed < self._every:
             return
-        counters = [
-            (items_of(stage), stage.seconds.work, stage.seconds.working) for stage in stats.stages
-        ]
+        counters = [(items_of(stage), stage.seconds.work, stage.seconds.working) for stage in stats.stages]
         points = [*points, _Point(stats.elapsed, tuple(counters))]
         if len(points) > MOST_POINTS:
             points, self._every = points[1::2], 2 * self._every
-        self._points = points  # replaced as a whole, because other threads read the list
+        # Replaced as a whole, because other threads read the list. If two threads add a point at the same
+        # time, one of the points is lost.
+        self._points = points
 
     def series(self, ids: ElementIds) -> Json:
         """Return the rate at the end of the graph, and the rate and busy share of each stage, over time."""
