@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from flowchan.channel.addressed import ports_of_end
+from flowchan.errors import Closed
 from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.interruption import Interruption
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
+from flowchan.run.policy.events import Event, WorkerId
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.worker.item_recorder import follow_at_program
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 
@@ -189,3 +195,20 @@ class ObservedRun(ABC):
             (False, False, {'show': 'ended'})
         """
         return health(self._supervisor)
+
+
+def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
+    """Follow sampled items through the inputs and results of a run, which the program itself uses."""
+    report = weakref.WeakMethod(supervisor.report)
+
+    def tell(event: Event) -> None:
+        if (method := report()) is None:
+            raise Closed("the run has ended")
+        method(event)
+
+    for place, stage in enumerate(ports.plan.graph.stages):
+        if stage.name in ports.inputs:
+            follow_at_program(place, WorkerId(stage.name, 0), ports_of_end(ports.inputs[stage.name]), tell)
+    for worker in ports.plan.workers:
+        if worker.gathers:
+            follow_at_program(0, worker.id, [ports.gathering_port(worker.id)], tell)

@@ -15,6 +15,7 @@ from flowchan.items.arguments import flag, refuses_misspelt, whole
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
+from flowchan.run.observe.run_trace import RunTrace
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.resume_file import ResumeFile
@@ -37,8 +38,8 @@ class Runnable(ABC):
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
 
-    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
-        return Run(plan, recording=recording)
+    def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
+        return Run(plan, recording=recording, trace=trace)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return the progress display. It is looked up here, because its module imports this package."""
@@ -52,6 +53,7 @@ class Runnable(ABC):
         seed: int | None = None,
         memory: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Run:
         """Check the graph and start it.
 
@@ -62,13 +64,15 @@ class Runnable(ABC):
                 default is half of the memory of the machine or of the process's control group.
             resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
                 ``run.iter()`` are finished when the loop takes the next one.
+            trace: Path of a trace to write; see :meth:`run`.
 
         Returns:
             The running graph.
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory for the channels is short.
+            OSError: Memory for the channels is short, or the trace cannot be written.
+            ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
             >>> from flowchan import Graph
@@ -83,34 +87,36 @@ class Runnable(ABC):
         leave_if_unguarded(graph)
         raise_for(graph)
         with terminate_as_interrupt():
-            return self._start(graph, chosen, memory, resume)
+            return self._start(graph, chosen, memory, resume, trace)
 
     def _start(
-        self, graph: Blueprint, seed: int, memory: int | None, resume: str | os.PathLike[str] | None
+        self,
+        graph: Blueprint,
+        seed: int,
+        memory: int | None,
+        resume: str | os.PathLike[str] | None,
+        trace: str | os.PathLike[str] | None,
     ) -> Run:
         run, deferral = None, DeferralBlock()
         try:
-            with interrupts_deferred() as deferral:
+            with interrupts_deferred() as deferral, contextlib.ExitStack() as undo:
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
-                run = self._begin_run(graph, seed, most, resume)
+                recording = None if resume is None else ResumeFile(graph, resume)
+                if recording is not None:
+                    undo.callback(recording.close)
+                traced = None if trace is None else RunTrace(trace)
+                if traced is not None:
+                    undo.callback(traced.close)
+                finished = None if recording is None else recording.finished
+                planned = plan(graph, seed, most, finished, samples_items=traced is not None)
+                run = self._begin(planned, recording, traced)
+                undo.pop_all()
                 graph._started.update(stage.name for stage in graph.stages)
         except KeyboardInterrupt as interrupt:
             if run is not None:
                 run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
             raise
         return run
-
-    def _begin_run(
-        self, graph: Blueprint, seed: int, memory: int, resume: str | os.PathLike[str] | None
-    ) -> Run:
-        if resume is None:
-            return self._begin(plan(graph, seed, memory), None)
-        recording = ResumeFile(graph, resume)
-        try:
-            return self._begin(plan(graph, seed, memory, recording.finished), recording)
-        except BaseException:
-            recording.close()
-            raise
 
     @refuses_misspelt("run")
     def run(
@@ -120,6 +126,7 @@ class Runnable(ABC):
         memory: int | None = None,
         progress: bool = False,
         resume: str | os.PathLike[str] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Results:
         """Run the graph until it has ended, and return its results.
 
@@ -136,6 +143,9 @@ class Runnable(ABC):
                 items. It processes all others, so sinks may process some items twice. The results contain
                 only the items that this run has processed. The sources must yield the same items in the same
                 order in each run; new items may follow.
+            trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run replaces
+                this file with a trace, which https://ui.perfetto.dev opens. The trace shows what each worker
+                does, the items in the channels, and a few sampled items on their way through the graph.
 
         Returns:
             The results by stream.
@@ -143,7 +153,9 @@ class Runnable(ABC):
         Raises:
             GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
                 another run, belongs to another graph or has other contents. Nothing was started.
+            OSError: The trace cannot be written. Nothing was started.
             RunError: A stage failed, or the disk is full.
+            ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.
 
@@ -171,7 +183,7 @@ class Runnable(ABC):
             run, deferral = None, DeferralBlock()
             try:
                 with interrupts_deferred() as deferral:
-                    run = self.start(seed=seed, memory=memory, resume=resume)
+                    run = self.start(seed=seed, memory=memory, resume=resume, trace=trace)
                     for out in run._ports.inputs.values():
                         out.close()  # the caller does not get the handle, so no items can be put
                     if view is not None:

@@ -89,6 +89,7 @@ from flowchan.errors import Closed, Empty, Full, StageError
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.item_paths import ItemPaths
 from flowchan.run.observe.measure import summarise
 from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.windows import History, between
@@ -119,6 +120,7 @@ from flowchan.run.policy.events import (
     ErrorSent,
     Event,
     Failure,
+    ItemSpans,
     MembersTried,
     Met,
     NotAdded,
@@ -178,6 +180,7 @@ class Supervisor:
         self.unreported: list[Any] = []
         self._tally = Tally()
         self._history = History()
+        self._paths = ItemPaths(plan)
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
         self.asking: Requests | None = None
@@ -220,11 +223,19 @@ class Supervisor:
         if type(event) is tuple:
             self._record_left(*event)
             return
+        if isinstance(event, ItemSpans):
+            self._follow_items(event)
+            return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
         else:
             self._events.put(event)
+
+    def _follow_items(self, spans: ItemSpans) -> None:
+        self.feed.tell(spans)
+        for item in self._paths.add(spans, time.monotonic_ns()):
+            self.feed.tell(item)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
         """Record that an item has left the graph or was split. If that is impossible, the run fails."""
@@ -310,6 +321,8 @@ class Supervisor:
         finally:
             self.ended_at = time.monotonic()
             try:
+                for item in self._paths.end():
+                    self.feed.tell(item)
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
             # even if a logging handler of the program raises, other threads must not wait any longer
@@ -376,8 +389,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember() | MembersTried() | tuple():
-                pass  # only the crew and the recording use these events
+            case TriesMember() | MembersTried() | ItemSpans() | tuple():
+                pass  # other components use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
