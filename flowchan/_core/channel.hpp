@@ -197,7 +197,7 @@ struct In {
     // item.
     uint64_t max_deaths = 0;
     nb::object on_poison;
-    std::vector<nb::object> due;  // functions to call when the leased items are finished
+    std::vector<nb::object> due;     // functions to call when the leased items are finished
     ItemTracing* tracing = nullptr;  // owned by `tracing_owner`
     nb::object tracing_owner;
     bool holds_traced = false;  // whether a leased item is sampled
@@ -272,7 +272,8 @@ bool is_traced(PyObject* item);
 PyObject* unboxed(In* in, PyObject* box);
 // Call a method of the recorder with the port's identity, and the item if it is not null. Return the result;
 // an error is only reported, and the result is then invalid.
-nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port, PyObject* item = nullptr);
+nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port,
+                         PyObject* item = nullptr);
 // Return whether the current Python error is unrelated to the item, because a signal handler raised it.
 bool is_interrupt();
 // set the function that is called with an item that was encoded for another host but not put

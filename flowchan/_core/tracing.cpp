@@ -16,8 +16,9 @@ bool is_traced(PyObject* item) { return reinterpret_cast<PyObject*>(Py_TYPE(item
 nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port, PyObject* item) {
     nb::error_scope kept;
     const auto number = static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(port));
-    nb::object result = nb::steal(item ? PyObject_CallMethod(tracing.recorder.ptr(), method, "KO", number, item)
-                                       : PyObject_CallMethod(tracing.recorder.ptr(), method, "K", number));
+    nb::object result =
+        nb::steal(item ? PyObject_CallMethod(tracing.recorder.ptr(), method, "KO", number, item)
+                       : PyObject_CallMethod(tracing.recorder.ptr(), method, "K", number));
     if (!result.is_valid()) PyErr_WriteUnraisable(tracing.recorder.ptr());
     return result;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ def test_random_readings_keep_sums_and_do_not_overlap(seed: int) -> None:
     spans += worker.end(now)
     assert spans[0].begin == 0
     assert spans[-1].end == now
-    assert all(earlier.end == later.begin for earlier, later in zip(spans, spans[1:], strict=False))
+    assert all(earlier.end == later.begin for earlier, later in itertools.pairwise(spans))
     expected = dict(zip(KINDS, (now - sum(waited), *waited), strict=True))
     for kind, time in totals(spans).items():
         assert abs(time - expected[kind]) <= 4 * FINEST_NS

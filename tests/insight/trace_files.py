@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -67,7 +68,7 @@ def check_trace(events: list[Event]) -> None:
     spans = spans_of(events)
     assert spans.keys() <= threads.keys()
     for own in spans.values():
-        for earlier, later in zip(own, own[1:], strict=False):
+        for earlier, later in itertools.pairwise(own):
             assert later["ts"] >= earlier["ts"] + earlier["dur"] - 0.0011, (earlier, later)
     flows: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
