@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("flowchan",),
     ("pipelines", "viz"),
     ("viz.live",),
+    ("viz.insight",),
     ("cli",),
 )
 FRONTS = {

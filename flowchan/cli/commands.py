@@ -122,6 +122,15 @@ def _output_lost() -> int:
     return NO_READER
 
 
+def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Refuse a path at which no trace can be written."""
+    if path is not None and not path.endswith((".json", ".json.gz")):
+        raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
+    if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
+        raise click.BadParameter(f"the folder of {path!r} must exist, and you must be able to write to it")
+    return path
+
+
 @_command
 @click.option(
     "--seed",
@@ -139,6 +148,12 @@ def _output_lost() -> int:
     type=click.Path(dir_okay=False),
     help="File that records finished items; a later run with this file skips them.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_trace_path,
+    help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
+)
 def run(
     file: str,
     args: tuple[str, ...],
@@ -146,6 +161,7 @@ def run(
     seed: int | None,
     hosts: str | None,
     resume: str | None,
+    trace: str | None,
 ) -> int:
     r"""Run the graph in FILE and print a report.
 
@@ -174,7 +190,7 @@ def run(
         try:
             with (
                 LiveView() as view,
-                graph.start(seed=seed, resume=resume) as running,
+                graph.start(seed=seed, resume=resume, trace=trace) as running,
                 running.subscribe(stats=view.show, every=REFRESH),
             ):
                 results = _follow(running, view, interrupts)

@@ -1,0 +1,1 @@
+"""Insight into a run from outside the program."""
