@@ -49,13 +49,12 @@ def main(rounds: int = ROUNDS) -> None:
             for _ in range(rounds):
                 for name, path in paths.items():
                     found[name].append(cpu_ns(on, path))
-            median = {name: statistics.median(values) for name, values in found.items()}
-            least = {name: min(values) for name, values in found.items()}
-            print(
-                f"{on}: CPU ns per item, trace off {median['off']:.0f} (min {least['off']:.0f}), "
-                f"on {median['on']:.0f} (min {least['on']:.0f}), difference {median['on'] - median['off']:+.0f} "
-                f"(of minima {least['on'] - least['off']:+.0f})"
-            )
+            for name, figure in {"median": statistics.median, "minimum": min}.items():
+                off, traced = figure(found["off"]), figure(found["on"])
+                print(
+                    f"{on}, {name}: {off:.0f} ns of CPU time per item without a trace, {traced:.0f} with, "
+                    f"difference {traced - off:+.0f}"
+                )
 
 
 if __name__ == "__main__":

@@ -140,15 +140,17 @@ struct Out;
 // get takes the item out of its box. Until the port's next get, the worker processes that item, so a put
 // boxes its output with the same marks. The recorder, a Python object, is called for sampled items only.
 struct ItemTracing {
-    nb::object recorder;     // has the methods took, finished, boxed and sent
-    uint64_t countdown = 0;  // number of puts until the next one is sampled; 0: never
-    uint32_t held = 0;       // number of ports with sampled items on lease
+    nb::object recorder;  // has the methods took, finished, boxed and sent
+    // Threads may share the ports. The numbers only decide which items are sampled, so their order is free.
+    std::atomic<uint64_t> countdown = 0;  // number of puts until the next one is sampled; 0: never
+    std::atomic<uint32_t> held = 0;       // number of ports with sampled items on lease
 
     ItemTracing(nb::object recorder, uint64_t countdown)
         : recorder(std::move(recorder)), countdown(countdown) {}
     bool boxes_next_put() {
-        if (countdown > 1) --countdown;
-        return held > 0 || countdown == 1;
+        const uint64_t left = countdown.load(std::memory_order_relaxed);
+        if (left > 1) countdown.store(left - 1, std::memory_order_relaxed);
+        return left == 1 || held.load(std::memory_order_relaxed) > 0;
     }
 };
 

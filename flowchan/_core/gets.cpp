@@ -70,7 +70,7 @@ void raise_again(const nb::object& error) {
 
 }  // namespace
 
-// Such an error interrupts only this call.
+// The handler may be that of Ctrl-C or any other. Such an error interrupts only this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());

@@ -210,7 +210,7 @@ Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_
     }
     if (step != Step::Done) return step;
     const nb::object next = call_recorder(tracing, "sent", &out);
-    if (tracing.countdown && next.is_valid()) tracing.countdown = nb::cast<uint64_t>(next) + 1;
+    if (tracing.countdown && next.is_valid()) tracing.countdown = nb::cast<uint64_t>(next);
     return step;
 }
 

@@ -1,6 +1,6 @@
 """Difference between the monotonic clocks of the driver and of an agent's host.
 
-Algorithm. The driver sends the time of its clock, and the agent returns it with the time of its own clock.
+Algorithm. The driver sends the time of its clock, and the agent returns it with the time of the host's clock.
 The driver assumes that the agent answered in the middle of the round trip (Cristian's algorithm). The error
 is at most half of the round trip, so the driver keeps the answer of the quickest round trip.
 """

@@ -80,7 +80,7 @@ def test_item_with_two_ends_has_a_path_to_each() -> None:
     ]
 
 
-def test_item_whose_source_has_not_reported_is_left_out() -> None:
+def test_item_without_report_from_its_source_is_left_out() -> None:
     assert path_of(chain(), [spans("end", ((MARK,), 2, 3))]) == []
 
 

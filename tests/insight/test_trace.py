@@ -323,7 +323,7 @@ def test_source_samples_few_items_of_a_fast_stream(path: Path) -> None:
     assert 1 <= len(items) < 1000
 
 
-def test_worker_sends_spans_before_it_has_too_many() -> None:
+def test_recorder_keeps_a_bounded_number_of_spans() -> None:
     reports: list[Any] = []
     recorder = item_recorder.ItemRecorder(item_recorder.WorkerId("s", 1), reports.append, 0)
     for _ in range(10 * item_recorder.MOST_SPANS):

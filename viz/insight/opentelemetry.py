@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from opentelemetry import metrics, trace
+from opentelemetry.context import Context
 from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
 from opentelemetry.trace import TracerProvider
 
@@ -76,10 +77,10 @@ class _Spans:
     def _make(self, item: ItemTraced) -> None:
         facts = {"flowchan.graph": self._graph, "flowchan.source": item.source}
         begin, end = self._at(item.spans[0][2]), self._at(item.spans[-1][3])
-        root = self._tracer.start_span("flowchan item", trace.Context(), start_time=begin, attributes=facts)
-        parent = trace.set_span_in_context(root, trace.Context())
+        root = self._tracer.start_span("flowchan item", Context(), start_time=begin, attributes=facts)
+        parent = trace.set_span_in_context(root, Context())
         for stage, worker, taken, put in item.spans:
-            own = {"flowchan.stage": stage, "flowchan.worker": worker}
+            own: dict[str, str | int] = {"flowchan.stage": stage, "flowchan.worker": worker}
             child = self._tracer.start_span(stage, parent, start_time=self._at(taken), attributes=own)
             child.end(self._at(put))
         root.end(end)

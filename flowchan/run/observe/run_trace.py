@@ -1,7 +1,7 @@
 """Write the trace of a run to a file while the graph runs.
 
-Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds, or less often if that
-would use more than 1/``COST`` of a core. It also reads the channels' counters and writes what has been added
+Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds. It does so less often
+if that would use more than a hundredth of a core. It also reads the channels' counters and writes the events
 to the file. All other facts are events in the run's feed. Workers therefore do nothing for the trace except
 for sampled items. A killed worker loses only the sampled items that it had not reported.
 
@@ -50,7 +50,9 @@ from flowchan.run.worker.opening import Channels, Ports
 log = logging.getLogger("flowchan.run")
 
 READ_EVERY_S = 0.01
-COST = 200
+"""Minimum number of seconds between two readings of the wait times."""
+COST = 100
+"""Minimum ratio of the time between two readings to the CPU time that one needs."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
 """Time between two values of each counter. It is doubled after every ``MOST_COUNTS`` values."""
@@ -139,10 +141,10 @@ class RunTrace:
     def _work(self) -> None:
         pause = READ_EVERY_S
         while not self._over.wait(pause):
-            began = time.monotonic()
+            began = time.thread_time()
             with self._lock:
                 self._sample(time.monotonic_ns())
-            pause = max(READ_EVERY_S, COST * (time.monotonic() - began))
+            pause = max(READ_EVERY_S, COST * (time.thread_time() - began))
 
     def _sample(self, now: int) -> None:
         for id in list(self._workers):

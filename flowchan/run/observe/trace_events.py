@@ -1,7 +1,7 @@
 """Events of a trace in Chrome's JSON format, which Perfetto opens.
 
-Each stage is a process of the trace, and each worker has two threads in it: what the worker does, and the
-sampled items that it processes. The run is a process with the counters of the channels.
+Each stage is a process of the trace. Each worker has two threads in it. One shows what the worker does, the
+other the sampled items that it processes. The run is a process with the counters of the channels.
 
 Times are in nanoseconds of the monotonic clock; the events contain microseconds since the start of the run.
 """
@@ -9,7 +9,7 @@ Times are in nanoseconds of the monotonic clock; the events contain microseconds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count
 from typing import Any
 
@@ -28,6 +28,8 @@ LABELS: dict[SpanKind, str] = {
 }
 MOST_ITEMS = 50_000
 """Number of spans of items after which only every second sample is drawn."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceEvents:
@@ -115,7 +117,7 @@ class TraceEvents:
                 del self._names[next(iter(self._names))]
         return number
 
-    def _tid(self, stage: str, worker: int, items: bool) -> Iterator[Any]:
+    def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
         """Return the thread of a worker, after yielding its name at the first use."""
         tid = self._tids.get((stage, worker, items))
         if tid is None:
@@ -146,4 +148,4 @@ def _meta(kind: str, pid: int, tid: int, **args: Any) -> str:
 
 
 def _line(**event: Any) -> str:
-    return json.dumps(event, separators=(",", ":"))
+    return _encode(event)
