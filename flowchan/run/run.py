@@ -102,6 +102,8 @@ class Run(ObservedRun):
         if trace is not None:
             trace.follow(plan, self._ports, self._supervisor.feed)
         self._supervisor.start()
+        if trace is not None:
+            trace.start()
         end_at_exit(self._supervisor)
 
     # --- inputs and outputs ---

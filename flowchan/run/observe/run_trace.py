@@ -12,14 +12,13 @@ still open the file.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import io
 import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from flowchan.errors import FlowchanError
 from flowchan.items.text import shown
@@ -69,6 +68,32 @@ class TracedPorts(Protocol):
     def ports(self) -> Mapping[WorkerId, Ports]: ...
 
 
+class _TraceFile:
+    """File without a buffer, because a forked child would also write the contents of an inherited buffer."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._gzip = zlib.compressobj(1, wbits=31) if path.endswith(".gz") else None
+
+    def write(self, text: str, flush: int = zlib.Z_SYNC_FLUSH) -> None:
+        data = text.encode("ascii")
+        if self._gzip is not None:
+            data = self._gzip.compress(data) + self._gzip.flush(flush)
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def end(self, text: str) -> None:
+        """Write the last text, and close the file."""
+        try:
+            self.write(text, zlib.Z_FINISH)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        os.close(self._file)
+
+
 class RunTrace:
     """Trace of one run.
 
@@ -84,11 +109,11 @@ class RunTrace:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"run: trace must be a path or None, got {shown(path)}")
-        self.path = os.fspath(path)
+        self.path = os.fsdecode(path)
         if not self.path.endswith((".json", ".json.gz")):
             raise ValueError(f"run: trace must end in .json or .json.gz, got {self.path!r}")
         try:
-            self._file: TextIO | None = _opened(self.path)
+            self._file: _TraceFile | None = _TraceFile(self.path)
         except OSError as error:
             text = f"run: trace={self.path!r} could not be opened: {text_of(error)}; choose another path"
             raise type(error)(error.errno, text) from None
@@ -115,24 +140,29 @@ class RunTrace:
         self._add(self._events.begin())
         self._starting = {worker.id: now for worker in plan.workers if not worker.gathers}
         feed.listen(self._record)
-        self._thread = threading.Thread(
-            target=self._work, name=f"flowchan {plan.graph.name} trace", daemon=True
-        )
-        self._thread.start()
+
+    def start(self) -> None:
+        """Start the thread. The run has started its processes, because forking is not safe afterwards."""
+        with self._lock:
+            if not self._over.is_set():
+                name = f"flowchan {self._events.graph} trace"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Complete the file. Later events are ignored."""
-        self._over.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        with self._lock:
+            self._over.set()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
         with self._lock:
             self._write()
             file, self._file = self._file, None
             self._workers.clear()
         if file is not None:
             try:
-                file.write("[\n]\n" if self._is_empty else "\n]\n")
-                file.close()
+                file.end("[\n]\n" if self._is_empty else "\n]\n")
             except OSError as error:
                 self._warn(error)
 
@@ -279,12 +309,6 @@ class RunTrace:
 
     def _warn(self, error: BaseException) -> None:
         log.warning("the trace in %r is incomplete: %s", self.path, text_of(error))
-
-
-def _opened(path: str) -> TextIO:
-    if path.endswith(".gz"):
-        return io.TextIOWrapper(gzip.open(path, "wb", compresslevel=1), encoding="ascii")
-    return open(path, "w", encoding="ascii")
 
 
 def _waited(ports: Ports) -> tuple[int, int, int]:

@@ -42,7 +42,7 @@ class TraceEvents:
     """
 
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
-        self._graph, self._start = graph, start
+        self.graph, self._start = graph, start
         self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
         self._tids: dict[tuple[str, int, bool], int] = {}
         self._item_end: dict[int, int] = {}  # by thread: end of the last span of an item
@@ -52,7 +52,7 @@ class TraceEvents:
 
     def begin(self) -> Iterator[str]:
         """Name the run and the stages."""
-        yield _meta("process_name", RUN_PID, 0, name=f"run of {self._graph}")
+        yield _meta("process_name", RUN_PID, 0, name=f"run of {self.graph}")
         yield _meta("process_sort_index", RUN_PID, 0, sort_index=0)
         for stage, pid in self._pids.items():
             yield _meta("process_name", pid, 0, name=stage)
