@@ -142,6 +142,15 @@ def _output_lost() -> int:
     return NO_READER
 
 
+def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Refuse a path at which no trace can be written."""
+    if path is not None and not path.endswith((".json", ".json.gz")):
+        raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
+    if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
+        raise click.BadParameter(f"the folder of {path!r} must exist, and you must be able to write to it")
+    return path
+
+
 @_command
 @click.option(
     "--seed",
@@ -167,7 +176,16 @@ def _output_lost() -> int:
     help="Port on which the run serves its metrics to Prometheus.",
 )
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print the events of the run as lines of JSON instead of a report."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the events of the run as lines of JSON instead of a report.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_trace_path,
+    help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
 )
 def run(
     file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any

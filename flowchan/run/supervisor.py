@@ -91,6 +91,7 @@ from flowchan.run.auto_scaler import AutoScaler
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.item_paths import ItemPaths
 from flowchan.run.observe.measure import summarise
 from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
@@ -123,6 +124,7 @@ from flowchan.run.policy.events import (
     ErrorSent,
     Event,
     Failure,
+    ItemSpans,
     MembersTried,
     Met,
     NotAdded,
@@ -182,6 +184,7 @@ class Supervisor:
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()
+        self._paths = ItemPaths(plan)
         self.scaler = AutoScaler.of(plan)
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
@@ -228,11 +231,19 @@ class Supervisor:
         if type(event) is tuple:
             self._record_left(*event)
             return
+        if isinstance(event, ItemSpans):
+            self._follow_items(event)
+            return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
         else:
             self._events.put(event)
+
+    def _follow_items(self, spans: ItemSpans) -> None:
+        self.feed.tell(spans)
+        for item in self._paths.add(spans, time.monotonic_ns()):
+            self.feed.tell(item)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
         """Record that an item has left the graph or was split. If that is impossible, the run fails."""
@@ -324,6 +335,8 @@ class Supervisor:
         finally:
             self.ended_at = time.monotonic()
             try:
+                for item in self._paths.end():
+                    self.feed.tell(item)
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
             # even if a logging handler of the program raises, other threads must not wait any longer
@@ -396,8 +409,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember() | MembersTried() | tuple():
-                pass  # only the crew and the recording use these events
+            case TriesMember() | MembersTried() | ItemSpans() | tuple():
+                pass  # other components use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
