@@ -271,11 +271,12 @@ def main() -> None:
         found.append(trial)
         print(".", end="", file=sys.stderr, flush=True)
     table = {name: figures(some) for name, some in rows(found) if some}
-    print(f"\n{'':28}  trials  median    p90  gain right  in range")
+    print("\n| predictions | number | median error | 90 % of errors below | gain right | in range |")
+    print("|---|---|---|---|---|---|")
     for name, row in table.items():
         print(
-            f"{name:28}  {row['trials']:6}  {row['median']:6.1%} {row['p90']:6.1%}  {row['right']:10.0%}"
-            f"  {row['in range']:8.0%}"
+            f"| {name} | {row['trials']} | {row['median']:.1%} | {row['p90']:.1%} | {row['right']:.0%} "
+            f"| {row['in range']:.0%} |"
         )
     record = {
         "python": platform.python_version(),
