@@ -5,7 +5,7 @@ chain of 2 to 5 stages. The program predicts the effects of three changes to eac
 worker for the slowest stage, one more worker for another stage, and the slowest stage twice as fast. Then it
 runs the changed graphs, and runs the unchanged graph again. The table shows the errors of the predicted
 ratios of rates. Its row "same graph" shows the difference between two runs of one graph. Other programs on
-the machine disturb the measurement. 50 graphs take about 9 minutes.
+the machine disturb the measurement. 50 graphs take about 10 minutes.
 """
 
 from __future__ import annotations
