@@ -208,4 +208,4 @@ class ObservedRun(ABC):
             >>> run.decisions()  # the run was too short
             []
         """
-        return list(self._supervisor.decisions)
+        return list(self._supervisor.scaler.decisions)
