@@ -81,7 +81,8 @@ class ObservedRun(ABC):
             stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
                 seconds, and once after the run has ended.
             events: Function that is called with each event of the run. Events are workers that start, begin
-                work, end, fail or die, and retries, stops and aborts.
+                work, end, fail or die, retries, stops and aborts, and each
+                :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls of ``stats``.
 
         Returns:

@@ -302,6 +302,16 @@ def test_reduction_is_kept_if_something_else_has_lowered_the_rate() -> None:
 # --- windows, and run.scale() ---
 
 
+def test_window_is_longer_if_a_changed_stage_took_few_items() -> None:
+    played = Played(Line({"a": 0.01, "b": 0.001}), own(8))
+    played.play()
+    window = played.line.window(played.workers)
+    slow = tuple(dataclasses.replace(stage, busy=0.1, rate=LEAST_ITEMS - 1) for stage in window.stages)
+    slow_window = dataclasses.replace(window, stages=slow)
+    assert not played.scaler.full(slow_window)
+    assert Scaler(own(8)).full(slow_window)
+
+
 def test_first_window_starts_when_all_workers_have_begun() -> None:
     line = Line({"a": 0.1, "b": 0.001})
     window = line.window({"a": 1, "b": 1})

@@ -34,7 +34,7 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
 LEAST_ITEMS = 20
-"""Number of items that each stage takes in a window that is shorter than ``SLOW_WINDOW_S``."""
+"""Number of items that a busy or changed stage takes in a window shorter than ``SLOW_WINDOW_S``."""
 SLOW_WINDOW_S = 10.0
 """Length of a window in seconds after which two items for each busy worker are enough."""
 LONGEST_WINDOW_S = 60.0
@@ -145,13 +145,19 @@ class Scaler:
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
     def full(self, stats: RunStats) -> bool:
-        """Return whether a window is long enough for a decision."""
+        """Return whether a window is long enough for a decision.
+
+        Busy and changed stages must have taken enough items for a comparison of rates.
+        """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
         live = _live(self, stats).values()
-        if stats.window < SLOW_WINDOW_S:
-            return min((stage.rate * stats.window for stage in live), default=0.0) >= LEAST_ITEMS
-        return all(stage.rate * stats.window >= 2 * stage.working for stage in live if stage.busy >= BUSY)
+        busy = [stage for stage in live if stage.busy >= BUSY]
+        if stats.window >= SLOW_WINDOW_S:
+            return all(stage.rate * stats.window >= 2 * stage.working for stage in busy)
+        changed = () if self.trial is None else self.trial.before
+        compared = [*busy, *(stage for stage in live if stage.name in changed)]
+        return all(stage.rate * stats.window >= LEAST_ITEMS for stage in compared)
 
 
 Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
