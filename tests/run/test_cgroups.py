@@ -63,7 +63,7 @@ def test_a_tenth_of_the_memory_stays_free(group: Path, monkeypatch: pytest.Monke
     assert memory.free_for_processes() == 400 * MIB
 
 
-def test_free_memory_of_a_group_includes_files_that_the_kernel_can_drop(
+def test_free_memory_of_a_group_includes_droppable_files(
     group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 10**12)
