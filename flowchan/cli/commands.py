@@ -561,6 +561,7 @@ def _counts(graph: Blueprint) -> str:
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
+        + (" at the start" if any(stage.auto for stage in graph.stages) else "")
         + (f", {own_process} of them in processes" if own_process else "")
         + (f", {on_hosts} on hosts" if on_hosts else "")
     )

@@ -98,7 +98,8 @@ class ObservedRun(ABC):
             stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
                 seconds, and once after the run has ended.
             events: Function that is called with each event of the run. Events are workers that start, begin
-                work, end, fail or die, and retries, stops and aborts.
+                work, end, fail or die, retries, stops and aborts, and each
+                :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls of ``stats`` (default: 1).
             window: Number of most recent seconds to which the rates, the shares of time and the cause of the
                 bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
@@ -343,7 +344,7 @@ class ObservedRun(ABC):
             >>> run.decisions()  # the run was too short
             []
         """
-        return list(self._supervisor.decisions)
+        return list(self._supervisor.scaler.decisions)
 
     @property
     def page(self) -> str | None:
