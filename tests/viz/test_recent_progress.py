@@ -75,6 +75,20 @@ def test_plain_lines_show_remaining_time_and_cause() -> None:
     assert last.endswith("| waits for the cores")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_on_a_terminal_have_the_cause_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with LiveView(terminal, graph=slow_at_the_end()) as view:
+        for tenth in range(151):
+            view.show(stats_at(tenth / 10))
+    assert "waits for the cores" in terminal.getvalue().rpartition(" left")[2]
+
+
 def test_notebook_shows_remaining_time_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     fake = types.ModuleType("IPython.display")

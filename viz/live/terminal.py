@@ -339,12 +339,13 @@ class LiveView:
 
 
 def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
-    """Return the progress bars of a run."""
+    """Return the progress bars of a run, and below them the cause that limits it."""
+    from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    problem = ", ".join(filter(None, [*starting(stats), active_cause(stats), *problems(stats)]))
+    problem = ", ".join([*starting(stats), *problems(stats)])
     drawn = Table.grid(expand=True, padding=(0, 1))
     drawn.add_column(no_wrap=True)
     drawn.add_column(ratio=1)
@@ -353,7 +354,8 @@ def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
         words = ", ".join(filter(None, [headline(bar), times(bar, stats), problem]))
         full = ProgressBar(total=bar.total, completed=bar.done, animation_time=stats.elapsed)
         drawn.add_row(Text(bar.stage), full, Text(words))
-    return drawn
+    cause = active_cause(stats)
+    return Group(drawn, Text(cause, no_wrap=True, overflow="ellipsis")) if cause else drawn
 
 
 def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
