@@ -2,6 +2,7 @@
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
+from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.health import Health
 from flowchan.run.policy.stats import (
     Cause,
@@ -23,6 +24,7 @@ __all__ = [
     "Graph",
     "Health",
     "HostStats",
+    "Prediction",
     "Results",
     "Run",
     "RunStats",

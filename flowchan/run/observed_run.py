@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
+from flowchan.declare.stream import Stream
 from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.interruption import Interruption
 from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
+from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.what_if_question import answer
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 
@@ -138,6 +141,67 @@ class ObservedRun(ABC):
         """
         recent = seconds("report", "window", window)
         return render(self._supervisor.stats(None if self._supervisor.ended.is_set() else recent))
+
+    @overload
+    def what_if(self, *, window: float = 5.0) -> list[Prediction]: ...
+
+    @overload
+    def what_if(
+        self,
+        stage: Stream[Any] | str,
+        *,
+        workers: int | None = None,
+        faster: float | None = None,
+        window: float = 5.0,
+    ) -> Prediction: ...
+
+    @refuses_misspelt("what_if")
+    def what_if(
+        self,
+        stage: Stream[Any] | str | None = None,
+        *,
+        workers: int | None = None,
+        faster: float | None = None,
+        window: float = 5.0,
+    ) -> Prediction | list[Prediction]:
+        """Predict the rate of the run after a change to one stage. The run itself is not changed.
+
+        The prediction comes from the work times, CPU times and item counts in a window; see
+        ``flowchan.run.observe.throughput`` for the model. In a run that has ended, the window is at its end.
+
+        Args:
+            stage: Stage to change, given by its name or one of its streams. Without a stage, the call
+                compares two changes to every stage: one more worker, if the stage can have more workers,
+                and twice the speed.
+            workers: Number of workers to add, or to remove if it is negative (default: 0).
+            faster: Factor by which the stage processes its items faster (default: 1). A cache or a faster
+                library can have this effect.
+            window: Number of most recent seconds on which the prediction is based (default: 5).
+
+        Returns:
+            The prediction; without ``stage``, a list that starts with the largest predicted rate.
+
+        Raises:
+            KeyError: The graph has no such stage.
+            ValueError: The number of the stage's workers can't change, or the stage would have none.
+                ``stage`` is missing, or both ``workers`` and ``faster`` are.
+            RuntimeError: No item has passed the stage and left the graph in the window.
+
+        Example:
+            >>> import time
+            >>> from flowchan import Graph
+            >>> def fetch(number):
+            ...     time.sleep(0.002)
+            >>> graph = Graph()
+            >>> graph.source(range(100)).sink(fetch)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> found = run.what_if("fetch", workers=+1)
+            >>> found.change, found.limited_by, round(found.gain)
+            ('one more worker', 'fetch', 2)
+        """
+        length = finite_seconds("run.what_if", "window", window)
+        return answer(self._supervisor.plan.graph, self.stats(window=length), stage, workers, faster)
 
     def explain(self) -> str:
         """Explain what each stage is waiting for.

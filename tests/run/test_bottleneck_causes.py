@@ -96,7 +96,7 @@ def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Ca
 
     ``edges`` maps the name of a stage to values for the channel after that stage.
     """
-    stages = tuple(stage for stage, _ in loads)
+    stages = tuple(dataclasses.replace(stage, worked=worked) for stage, worked in loads)
     between_two = itertools.pairwise(stages)
     edges = tuple(
         dataclasses.replace(
@@ -105,7 +105,7 @@ def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Ca
         for one, other in between_two
     )
     stats = RunStats("graph", "running", 10.0, stages, edges, None, window=1.0)
-    return cause_of(stats, {stage.name: worked for stage, worked in loads}, cores=8, gil=True)
+    return cause_of(stats, cores=8, gil=True)
 
 
 def kind_of(cause: Cause | None) -> tuple[str, str | None] | None:

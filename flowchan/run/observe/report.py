@@ -1,7 +1,7 @@
 """Render the report of a run as text (R8).
 
-The report contains the bottleneck, warnings, tables of stages and channels, and a count of each stage's
-items.
+The report contains the bottleneck, advice, warnings, tables of stages and channels, and a count of each
+stage's items.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowchan.declare.operators import OPERATORS
+from flowchan.run.observe.what_if import advice
 from flowchan.run.policy.explain import amount, starting_text
 from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState, RunStats, StageStats
 
@@ -24,7 +25,9 @@ def render(stats: RunStats, width: int = 10**6) -> str:
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
     if recent := recent_text(stats):
         first += f";\nrates, shares and bottleneck of the {recent}"
-    head = [first, bottleneck_text(stats), *(f"warning: {text}" for text in stats.warnings)]
+    head = [first, bottleneck_text(stats)]
+    head += [f"advice: {text}" for text in filter(None, [advice(stats)])]
+    head += [f"warning: {text}" for text in stats.warnings]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
         _stage_table(stats, width),

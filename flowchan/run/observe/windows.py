@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
-from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSeconds
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
 """Minimum number of seconds between two snapshots of a run."""
@@ -45,11 +45,7 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
     stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
     edges = tuple(_edge(edges_before.get(edge.name), edge, window) for edge in later.edges)
     now = dataclasses.replace(later, stages=stages, edges=edges, window=window)
-    worked = {
-        stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
-        for stage in stages
-    }
-    cause = cause_of(now, worked, local_cores(), has_gil())
+    cause = cause_of(now, local_cores(), has_gil())
     bottleneck = cause.stage if cause is not None and cause.kind in ("bottleneck", "consumer") else None
     return dataclasses.replace(now, cause=cause, bottleneck=bottleneck)
 
@@ -69,6 +65,7 @@ def _stage(before: StageStats | None, now: StageStats, window: float) -> StageSt
         waiting_output=min(1.0, (worked.place + worked.turn) / total),
         waiting_turn=min(1.0, worked.turn / total),
         cores=None if worked.cpu is None else worked.cpu / window,
+        worked=worked,
     )
 
 

@@ -174,6 +174,7 @@ class StageStats:
         rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
             waits for the start of its item counts as working.
         starting: Number of workers that have not built their callables yet.
+        worked: Time spent by all workers in the window.
 
     Example:
         >>> from flowchan import Graph
@@ -214,6 +215,7 @@ class StageStats:
     discarded: int = 0
     rate_limit: float | None = None
     starting: int = 0
+    worked: WorkSeconds = WorkSeconds()
 
     @property
     def state(self) -> StageState:
