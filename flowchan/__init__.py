@@ -2,6 +2,7 @@
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
+from flowchan.declare.auto_workers import AutoWorkers, auto
 from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.input_stream import Input
@@ -44,6 +45,7 @@ from flowchan.run import (
     Results,
     Run,
     RunStats,
+    ScalingDecision,
     StageStats,
     WorkerPool,
     WorkerStats,
@@ -52,6 +54,7 @@ from flowchan.run import (
 from flowchan.run.policy.seeds import Worker, worker
 
 __all__ = [
+    "AutoWorkers",
     "Broadcast",
     "Broken",
     "Cause",
@@ -92,6 +95,7 @@ __all__ = [
     "Run",
     "RunError",
     "RunStats",
+    "ScalingDecision",
     "Selected",
     "StageError",
     "StageStats",
@@ -103,6 +107,7 @@ __all__ = [
     "WorkerDied",
     "WorkerPool",
     "WorkerStats",
+    "auto",
     "pack",
     "select",
     "unpack",

@@ -50,6 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("viz",),
     ("pipelines",),
     ("viz.live",),
+    ("viz.insight",),
     ("cli",),
 )
 FRONTS = {

@@ -4,6 +4,9 @@ A long graph is arranged in rows that run alternately to the right and to the le
 :mod:`flowchan.viz.wrapping`). Graphviz lays out arrows from left to right. Arrows to the left are therefore
 declared from reader to writer, with ``dir=back``.
 
+In an SVG picture, the element of the first declared stage has the id ``s0``, and that of the first channel
+``e0``.
+
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
 
@@ -70,6 +73,7 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     import graphviz
 
     picture = labels.picture(blueprint)
+    edge_ids = {id(edge): f"e{number}" for number, edge in enumerate(blueprint.edges)}
     dot = graphviz.Digraph(
         name="flowchan",
         graph_attr={
@@ -94,24 +98,27 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
     for number, stage in enumerate(picture.stages):
-        _node(dot, number, stage, picture, LIVE.format(blueprint.stages.index(stage)) if live else "")
+        index = blueprint.stages.index(stage)
+        _node(dot, number, stage, picture, f"s{index}", LIVE.format(index) if live else "")
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
         head = f"end{index}" if reader is None else f"n{reader}"
         attributes = _arrow(edge, picture, _is_vertical(picture, writer, reader))
+        attributes["id"] = edge_ids[id(edge)]
         _join(dot, f"n{writer}", head, _points_back(picture, writer, reader), attributes)
     if picture.wraps:
         _align_columns(dot, picture)
     return labels.encodable(dot.source)
 
 
-def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:
+def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, id: str, does: str) -> None:
     import graphviz
 
     file, line = labels.place(stage)
     dot.node(
         f"n{number}",
+        id=id,
         label=_stage_label(stage, picture.captions, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
         **_style_of(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),

@@ -157,7 +157,12 @@ def end_role(stage: Stage) -> Role:
 
 
 def workers_text(stage: Stage) -> str:
-    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker."""
+    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker.
+
+    If the run chooses the number, the text is ``auto``, with its limit if the user has set one.
+    """
+    if stage.auto is not None:
+        return "auto" if stage.auto.most is None else f"auto \N{LESS-THAN OR EQUAL TO} {stage.auto.most}"
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
@@ -195,7 +200,7 @@ def _options(stage: Stage) -> Iterator[str]:
         yield stage.operator.describe(stage.options)
     if stage.function is not None and is_async(stage.function):
         yield "async"
-    if stage.workers > 1 and stage.operator.ordered and not stage.ordered:
+    if stage.may_have_several_workers and stage.operator.ordered and not stage.ordered:
         yield "unordered"
     if stage.retries:
         yield "1 retry" if stage.retries == 1 else f"{stage.retries} retries"

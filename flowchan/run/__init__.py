@@ -4,6 +4,7 @@ from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
 from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.health import Health
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import (
     Cause,
     EdgeStats,
@@ -28,6 +29,7 @@ __all__ = [
     "Results",
     "Run",
     "RunStats",
+    "ScalingDecision",
     "StageStats",
     "WorkSeconds",
     "WorkerPool",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, overload
 
 from flowchan.declare.stream import Stream
@@ -14,11 +17,14 @@ from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.observe.what_if import Prediction
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
+from flowchan.run.stacks import stacks
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.what_if_question import answer
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
@@ -30,6 +36,8 @@ class ObservedRun(ABC):
 
     _supervisor: Supervisor
     _interruption: Interruption
+    _page: Any = None
+    _metrics: Any = None
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Results: ...
@@ -220,6 +228,42 @@ class ObservedRun(ABC):
         """
         return explain(self.stats())
 
+    @refuses_misspelt("stacks")
+    def stacks(self, stage: Stream[Any] | str | None = None) -> dict[str, str]:
+        """Return the current Python stacks of the running workers: the lines that they are executing.
+
+        This also works while C code holds the GIL. Worker processes write their stacks when they receive the
+        signal ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks,
+        provided that it is on the ``PATH``. The signal interrupts some system calls of C code, so do not call
+        this method continuously.
+
+        Args:
+            stage: A stage, given by its name or one of its streams (default: all stages).
+
+        Returns:
+            Text by worker, such as ``"decode 2"``, in the format of a traceback: the most recent call comes
+            last. A coroutine's text shows everything that it awaits. If a stack is unknown, the text is one
+            line with the reason. Workers that have ended are left out.
+
+        Raises:
+            KeyError: The graph has no such stage.
+
+        Example:
+            >>> from flowchan import Channel, Graph
+            >>> gate = Channel()
+            >>> graph = Graph()
+            >>> numbers = graph.input()
+            >>> numbers.sink(lambda number: gate.get(), name="wait")
+            >>> with graph.start() as run:
+            ...     run[numbers].put(1)
+            ...     while not run.stats().stages[1].in_hand:
+            ...         pass
+            ...     print(run.stacks("wait")["wait 1"])
+            ...     gate.put(None)
+              File ...
+        """
+        return stacks(self._supervisor, stage)
+
     @refuses_misspelt("ready")
     def ready(self, timeout: float | None = None) -> bool:
         """Wait until all workers of all stages have built their callables.
@@ -275,3 +319,110 @@ class ObservedRun(ABC):
             (False, False, {'show': 'ended'})
         """
         return health(self._supervisor)
+
+    def decisions(self) -> list[ScalingDecision]:
+        """Return the changes to the numbers of workers of stages with ``workers="auto"``, in order.
+
+        Each decision is also logged at the level INFO.
+
+        Returns:
+            The decisions so far.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, workers="auto").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> run.decisions()  # the run was too short
+            []
+        """
+        return list(self._supervisor.decisions)
+
+    @property
+    def page(self) -> str | None:
+        """Return the address of the run's live page, or ``None`` if it was started without ``page=True``.
+
+        Only programs on this machine that know the address can open the page, and only until the run has
+        ended.
+
+        Returns:
+            The URL, which contains a random token.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     print(run.page)
+            http://127.0.0.1:...
+        """
+        return None if self._page is None else str(self._page.address)
+
+    @refuses_misspelt("save_page")
+    def save_page(self, path: str | os.PathLike[str]) -> None:
+        """Save the run's live page as one HTML file, which a browser shows without a server.
+
+        The file shows the current state of the run, or the final state after the run has ended.
+
+        Args:
+            path: Path of the file, for example ``"report.html"``. An existing file is replaced.
+
+        Raises:
+            RuntimeError: The run was started without ``page=True``.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import os, tempfile
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     pass
+            >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
+            >>> run.save_page(path)
+            >>> os.path.exists(path)
+            True
+        """
+        if self._page is None:
+            raise RuntimeError("run.save_page: the run has no page; start it with page=True")
+        self._page.save(Path(path))
+
+    def _open_page(self) -> None:
+        """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
+        # looked up here, because the module imports this package
+        open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
+        try:
+            self._page = open_page(self._supervisor.plan.graph, self._supervisor)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise
+
+    @property
+    def metrics(self) -> str | None:
+        """Return the address of the run's metrics, or ``None`` if it was started without ``metrics=``.
+
+        Returns:
+            The URL that Prometheus reads until the run has ended.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(metrics=0) as run:
+            ...     print(run.metrics)
+            http://127.0.0.1:.../metrics
+        """
+        return None if self._metrics is None else str(self._metrics.address)
+
+    def _serve_metrics(self, port: Any) -> None:
+        """Serve metrics on an open port until the run has ended. If that fails, end the run and raise."""
+        self._metrics = port
+        try:
+            port.serve(self._supervisor.stats)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise
+        self._supervisor.feed.at_end(port.close)

@@ -91,7 +91,7 @@ def test_resumed_run_skips_finished_items_and_refuses_other_graphs(tmp_path: Pat
     assert "same    0 = 0 out" in second.output
     refused = run(tmp_path, FAILS, "--resume", path)
     assert refused.exit_code == 2
-    assert "belongs to a graph with other stage names" in refused.output
+    assert "belongs to a graph with different stage names" in refused.output
 
 
 def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:

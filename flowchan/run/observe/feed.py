@@ -120,6 +120,7 @@ class Feed:
         self._listeners: tuple[Callable[[Any], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
+        self._at_end: tuple[Callable[[], object], ...] = ()
 
     def subscribe(
         self,
@@ -185,13 +186,28 @@ class Feed:
             for subscription in self._subscriptions:
                 subscription.keep(decided.event)
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call a function once the feed has ended, or at once if it has already ended.
+
+        The function must not raise. The run's ``wait()`` returns only after this call.
+        """
+        with self._changed:
+            over = self._over
+            if not over:
+                self._at_end += (call,)
+        if over:
+            call()
+
     def end(self) -> None:
         """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
-            thread = self._thread
+            thread, calls = self._thread, self._at_end
+            self._at_end = ()
             self._changed.notify_all()
         _join(thread)
+        for call in calls:
+            call()
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:

@@ -1,12 +1,12 @@
 """Render the report of a run as text (R8).
 
-The report contains the bottleneck, advice, warnings, tables of stages and channels, and a count of each
-stage's items.
+The report contains the bottleneck, advice, the numbers of workers that the run has chosen, warnings, tables
+of stages and channels, and a count of each stage's items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.what_if import advice
@@ -27,6 +27,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
         first += f";\nrates, shares and bottleneck of the {recent}"
     head = [first, bottleneck_text(stats)]
     head += [f"advice: {text}" for text in filter(None, [advice(stats)])]
+    head += _scaling_lines(stats)
     head += [f"warning: {text}" for text in stats.warnings]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
@@ -56,6 +57,15 @@ def bottleneck_text(stats: RunStats) -> str:
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
         f"on={slow.on!r}, {rate(slow.rate)}{limit})"
     )
+
+
+def _scaling_lines(stats: RunStats) -> Iterator[str]:
+    """Yield the numbers of workers over time of each stage whose number the run has changed."""
+    numbers: dict[str, list[int]] = {}
+    for decision in stats.decisions:
+        numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
+    for stage, seen in numbers.items():
+        yield f"workers of {stage}: {' → '.join(map(str, seen))}"
 
 
 def cause_text(stats: RunStats) -> str:

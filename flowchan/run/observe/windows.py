@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
+from flowchan.run.observe.cgroups import most_cores
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
@@ -28,8 +29,9 @@ FINENESS = 8
 
 
 def local_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, also by the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, most_cores() or cores)
 
 
 def has_gil() -> bool:
@@ -78,7 +80,16 @@ class History:
 
     def __init__(self) -> None:
         self._samples: list[RunStats] = []
+        self._watcher: Callable[[RunStats], object] | None = None
         self._next_at = time.monotonic() + EVERY_S
+
+    def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
+        """Call a function with each new snapshot, on the supervisor's thread; ``None`` ends the calls.
+
+        The time that it takes counts as part of the snapshot, so a slow function makes snapshots rare. It
+        must not raise.
+        """
+        self._watcher = watcher
 
     def sample(self, take: Callable[[], RunStats]) -> None:
         """Keep the statistics that ``take`` returns, if a new snapshot is due."""
@@ -92,6 +103,8 @@ class History:
                 samples.append(sample)
         samples += old[-1:]
         self._samples = samples[::-1]  # replaced as a whole, because other threads read the list
+        if (watcher := self._watcher) is not None:
+            watcher(newest)
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 

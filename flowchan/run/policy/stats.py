@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowchan.channel.channel import Holder
+from flowchan.run.policy.scaling import ScalingDecision
 
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
 StageState = Literal["starting", "running", "ended"]
@@ -346,6 +347,7 @@ class RunStats:
         cause: Cause that limited the run in the window; ``None`` if unknown.
         warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
             last warning of each kind is kept for each stage.
+        decisions: Changes to the numbers of workers of stages with ``workers="auto"``.
 
     Example:
         >>> from flowchan import Graph
@@ -371,3 +373,4 @@ class RunStats:
     window: float = 0.0
     cause: Cause | None = None
     warnings: tuple[str, ...] = ()
+    decisions: tuple[ScalingDecision, ...] = ()
