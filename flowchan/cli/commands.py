@@ -310,7 +310,7 @@ def viz(
 
     If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
     """
-    from flowchan.cli.loading import load, picture_name
+    from flowchan.cli.loading import load, load_timeline, picture_name
     from flowchan.viz import FORMATS, draw
 
     path, formats = Path(output or picture_name(file)), ("svg",) if from_trace else FORMATS
@@ -319,7 +319,9 @@ def viz(
             f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
     if from_trace:
-        write: Callable[[], object] = functools.partial(path.write_text, _timeline(file), encoding="utf-8")
+        write: Callable[[], object] = functools.partial(
+            path.write_text, load_timeline(file), encoding="utf-8"
+        )
         summary = str(path)
     else:
         graph = load(file, args)
@@ -335,35 +337,6 @@ def viz(
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
-
-
-def _timeline(file: str) -> str:
-    """Return the timeline of the run whose trace is in a file, as SVG."""
-    from flowchan.cli.loading import LoadError
-    from flowchan.viz import timeline
-
-    try:
-        return timeline(file)
-    except OSError as error:
-        raise LoadError(f"can't read {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise LoadError(str(error)) from error
-
-
-@main.command()
-@click.argument("run", required=False, metavar="[PID]")
-def top(run: str | None) -> None:
-    """Show the live view of a run that another program of yours has started on this machine.
-
-    PID is the process id of the program. If it has several runs, they are listed; write PID-NUMBER to choose
-    one. Without PID, the command shows the only run of your programs, or lists all of them.
-
-    The view ends with the run. Press Ctrl-C to end only the view.
-    """
-    from flowchan.cli.top import top
-
-    with _Interrupts():
-        raise SystemExit(_exit_code(lambda: top(run, _width()), debug=False))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

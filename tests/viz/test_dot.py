@@ -126,12 +126,28 @@ def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -
 
 def test_long_graph_wraps_without_cut_arrows() -> None:
     dot = to_dot(chain(15, 7))
-    arrows = [line for line in dot.splitlines() if " -> " in line]
+    arrows = [line for line in dot.splitlines() if " -> " in line and "invis" not in line]
     assert len(arrows) == 14
     assert dot.count("rank=same") == 5  # 15 stages are 3 rows of 5
     turned = [line.split()[:3] for line in arrows if "dir=back" in line]
     assert turned == [[f"n{reader}", "->", f"n{reader - 1}"] for reader in range(6, 10)]
     assert "rank=same" not in to_dot(chain(6, 7))
+
+
+def test_rows_of_a_long_graph_are_in_order() -> None:
+    """Invisible arrows keep the order, except where an arrow of the graph does."""
+    lines = [line.split() for line in to_dot(chain(15, 7)).splitlines() if "invis" in line]
+    order = [(one, other) for one, arrow, other, *_ in lines if arrow == "->"]
+    assert order == [
+        ("n0", "n9"),
+        ("n1", "n8"),
+        ("n8", "n11"),
+        ("n2", "n7"),
+        ("n7", "n12"),
+        ("n3", "n6"),
+        ("n6", "n13"),
+        ("n5", "n14"),
+    ]
 
 
 def test_result_is_named_after_its_variable(tmp_path: Path) -> None:
