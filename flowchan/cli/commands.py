@@ -53,20 +53,18 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class _Port(click.ParamType):
-    """Port for metrics, such as 9464 or 0.0.0.0:9464."""
+def _port(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """Convert the option for a port, such as 9464 or 0.0.0.0:9464."""
+    from flowchan.viz.insight.metrics_port import host_and_port
 
-    name = "port"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        from flowchan.viz.insight.metrics_port import host_and_port
-
-        port = int(value) if value.isascii() and value.isdigit() else value
-        try:
-            host_and_port(port)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return port
+    if value is None:
+        return None
+    port = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        host_and_port(port)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    return port
 
 
 class _Targeted(click.Command):
@@ -171,7 +169,7 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
 @click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
 @click.option(
     "--metrics",
-    type=_Port(),
+    callback=_port,
     metavar="PORT|HOST:PORT",
     help="Port on which the run serves its metrics to Prometheus.",
 )

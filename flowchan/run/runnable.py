@@ -68,9 +68,9 @@ class Runnable(ABC):
                 default is half of the memory of the machine or of the process's control group.
             resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
                 ``run.iter()`` are finished when the loop takes the next one.
-            page: Serve a live page of the run on this machine, at the address ``run.page`` (default: False).
-            metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which Prometheus reads the metrics of the run at
-                ``/metrics`` (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
+            page: Serve a live page of the run on this machine, at ``run.page`` (default: False).
+            metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves metrics to Prometheus
+                (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
             trace: Path of a trace to write; see :meth:`run`.
 
         Returns:

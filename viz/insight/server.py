@@ -87,14 +87,14 @@ def error_reply(text: str, status: int = HTTPStatus.NOT_FOUND) -> HttpReply:
 
 
 class LocalServer:
-    """Server that answers requests until it is closed. By default, it listens on 127.0.0.1.
+    """Server that answers requests until it is closed.
 
     Args:
         name: Name of its threads.
         routes: Function for each path, without the leading slash and the token. The empty path is the root.
         port: Port to listen on; 0 chooses a free one.
         with_token: Require a random token as the first part of all paths.
-        host: Address to listen on. If it is not 127.0.0.1, the ``Host`` header may have any value.
+        host: Address to listen on. If it is not 127.0.0.1, requests may have any ``Host`` header.
         start: Answer requests from now on; otherwise from the call of :meth:`start`.
 
     Raises:
