@@ -196,7 +196,7 @@ class Page {
     if (!now) return;
     const stage = this.names.get(now.id);
     say($("stage-name"), stage.name);
-    say($("stage-about"), `${stage.kind} on ${stage.on} · ${stage.where}`);
+    say($("stage-about"), `${stage.kind} · on ${stage.on} · ${stage.where}`);
     say($("busy-of"), stage.name);
     const figures = [
       ["rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
