@@ -224,6 +224,7 @@ def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, smal
         page.drop()
         tab.wait("!document.getElementById('connection').hidden")
         assert tab.text("#connection").startswith("Connection to the run lost.")
+        assert page.refused.wait(60)
         page.refuse = False
         tab.wait("document.getElementById('connection').hidden")
 
