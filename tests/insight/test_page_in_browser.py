@@ -256,7 +256,11 @@ def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: S
         tab.evaluate("document.querySelector('#table tr[data-stage=s3] button').focus()")
         tab.press("Enter")
         tab.wait("document.getElementById('stage-name').textContent === 'encode'")
-        assert tab.evaluate("document.activeElement.textContent") == "encode"  # not lost by the update
+        moved = page.figures.snapshot(61.0)
+        moved["stages"][3]["busy"] = 0.99
+        page.send(moved)
+        tab.wait(f"{ORDER}.startsWith('s3,')")
+        assert tab.evaluate("document.activeElement.textContent") == "encode"  # its row has moved
         tab.evaluate("document.getElementById('picture').focus()")
         view = "document.querySelector('#picture svg').getAttribute('viewBox')"
         whole = tab.evaluate(view)

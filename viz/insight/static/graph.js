@@ -68,8 +68,8 @@ class GraphView {
 
   addStage(stage, select) {
     const node = this.picture.getElementById(stage.id);
-    if (!node) return;
-    const shape = node.querySelector("path, polygon, ellipse");
+    const shape = node?.querySelector("path, polygon, ellipse");
+    if (!shape) return;  // a graph may hide stages
     for (const title of node.querySelectorAll("title")) title.remove();
     for (const link of node.querySelectorAll("a")) link.removeAttribute("xlink:title");
     const tip = svg("title", {}, node);

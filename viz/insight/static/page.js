@@ -17,8 +17,6 @@ const STATE_MARK = { running: "●", stopping: "◐", done: "✓", failed: "✗"
 
 class Page {
   constructor(graph, isLive) {
-    this.graph = graph;
-    this.isLive = isLive;
     this.names = new Map(graph.stages.map((stage) => [stage.id, stage]));
     this.history = { elapsed: [], end_rate: [], stages: {} };
     this.snapshot = null;

@@ -1,5 +1,7 @@
 "use strict";
-// The table of stages. In the order of the graph, chains of stages in the same state are one row.
+// The table of stages. In the order of the graph, chains of stages in the same state are one row. In this way
+// 150 stages take about 20 rows, with the bottleneck between those that wait for place and those that wait for
+// input. The picture shows the same as a map of colours, but 150 names are too small to read there.
 
 const SPARK = { width: 72, height: 18, points: 61, step: 1.2 };
 
