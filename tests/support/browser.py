@@ -1,7 +1,7 @@
 """A headless Chromium, driven by the DevTools protocol over a pair of pipes.
 
 Pipes need no port and no package. The browser reads commands from descriptor 3 and writes answers and events
-to descriptor 4; each message is JSON text that ends with a zero byte.
+to descriptor 4. Each message is JSON text that ends with a zero byte.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 TIMEOUT_S = 60.0
@@ -34,6 +34,13 @@ _WAIT = """new Promise((resolve, reject) => {
     else setTimeout(look, 20);
   })();
 })"""
+_START = """import os, sys
+if os.fork():
+    os._exit(0)
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 _KEYS = {"Enter": 13, " ": 32, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 _TEXTS = {"Enter": "\r"}
 
@@ -47,17 +54,25 @@ class Browser:
         commands, self._to = os.pipe()
         self._from, answers = os.pipe()
         options = [
-            "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "--no-first-run",
-            "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--hide-scrollbars",
+            "--headless=new",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={self._profile.name}",
+            "--no-first-run",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-background-networking",
+            "--hide-scrollbars",
             *(["--no-sandbox"] if os.getuid() == 0 else []),
-        ]  # fmt: skip
-        # The shell moves the pipes to the descriptors that the browser expects.
-        self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "sh", CHROMIUM, *options, "about:blank"],
+        ]
+        # The browser is not a child of the tests: their check for leftovers would find the processes of its
+        # tabs.
+        subprocess.run(
+            [sys.executable, "-c", _START, str(commands), str(answers), CHROMIUM, *options, "about:blank"],
             pass_fds=(commands, answers),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            check=True,
         )
         os.close(commands)
         os.close(answers)
@@ -68,10 +83,10 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.call("Browser.close")
-        self._process.wait(TIMEOUT_S)
-        os.close(self._to)
+    def __exit__(self, *_: object) -> None:
+        os.close(self._to)  # ends the browser, which then closes its pipe
+        while os.read(self._from, 1 << 20):
+            pass
         os.close(self._from)
         self._profile.cleanup()
 
@@ -114,7 +129,7 @@ class Browser:
 
     @contextmanager
     def tab(self, address: str, width: int = 1440, height: int = 900, *, dark: bool = False) -> Iterator[Tab]:
-        """Open an address in a tab of its own."""
+        """Open an address in a new tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -140,7 +155,8 @@ class Tab:
 
     def show(self, width: int, height: int, *, dark: bool) -> None:
         """Set the size of the window and the preferred colours."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
@@ -162,18 +178,19 @@ class Tab:
 
     def texts(self, selector: str) -> list[str]:
         """Return the texts of all elements that a CSS selector matches."""
-        return list(self.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map((one) => one.textContent)"))
+        found = f"[...document.querySelectorAll({json.dumps(selector)})]"
+        return list(self.evaluate(f"{found}.map((one) => one.textContent)"))
 
     def click(self, selector: str) -> None:
-        self.evaluate(f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+        event = "new MouseEvent('click', {bubbles: true})"
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).dispatchEvent({event})")
 
-    def press(self, key: str, modifiers: int = 0) -> None:
-        """Press and release a key. ``modifiers`` is 8 for Shift."""
+    def press(self, key: str) -> None:
+        """Press and release a key."""
         code = _KEYS.get(key, ord(key[0].upper()))
         text = {"text": _TEXTS.get(key, key)} if len(key) == 1 or key in _TEXTS else {}
-        for kind in ("keyDown", "keyUp"):
-            extra = text if kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=modifiers, **extra)
+        for kind, extra in (("keyDown", text), ("keyUp", {})):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **extra)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Write a picture of the window, or of the whole page, as PNG."""
@@ -181,10 +198,9 @@ class Tab:
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def complaints(self) -> list[str]:
-        """Return errors of scripts, violations of the page's content policy, and other errors in the log."""
-        self.evaluate("new Promise((resolve) => setTimeout(resolve))")  # events before this answer have arrived
+        """Return errors of scripts, violations of the content policy, and other errors and warnings."""
         found = []
-        for event in self._browser.events(self._session):
+        for event in self._events():
             parameters = event["params"]
             if event["method"] == "Runtime.exceptionThrown":
                 details = parameters["exceptionDetails"]
@@ -197,6 +213,10 @@ class Tab:
 
     def requests(self) -> list[str]:
         """Return the addresses that the page has requested, its own included."""
-        self.evaluate("new Promise((resolve) => setTimeout(resolve))")
-        events = self._browser.events(self._session)
-        return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        sent = [event["params"] for event in self._events() if event["method"] == "Network.requestWillBeSent"]
+        return [parameters["request"]["url"] for parameters in sent]
+
+    def _events(self) -> list[dict[str, Any]]:
+        """Return the events of everything that the page has done so far."""
+        self.evaluate("new Promise((resolve) => setTimeout(resolve))")  # its answer comes after the events
+        return self._browser.events(self._session)

@@ -43,14 +43,20 @@ function secondsText(seconds) {
   return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// The state in which the workers of a stage spend most of their time. A state must lead by 10 points to replace
-// the last one, so that stages between two states do not flicker.
+// What a stage mostly does: it is busy from 85 % of the time (as in the search for the cause), else it waits for
+// whatever it waits for most. The margins keep stages between two states from flickering.
 const mainStates = new Map();
 
 function mainState(stage) {
   if (stage.state !== "running") return stage.state;
   const last = mainStates.get(stage.id);
-  const most = STATES.reduce((a, b) => (stage[b] > stage[a] ? b : a));
-  if (last === undefined || stage[most] > stage[last] + 0.1) mainStates.set(stage.id, most);
-  return mainStates.get(stage.id);
+  let main = last;
+  if (stage.busy >= (last === "busy" ? 0.75 : 0.85)) {
+    main = "busy";
+  } else {
+    const most = ["input", "place", "turn"].reduce((a, b) => (stage[b] > stage[a] ? b : a));
+    if (last === undefined || last === "busy" || stage[most] > stage[last] + 0.1) main = most;
+  }
+  mainStates.set(stage.id, main);
+  return main;
 }

@@ -4,6 +4,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const FAR = 0.62;  // pixels per unit below which the picture's texts are too small to read
+const BAR = 5;  // height of the bar below a stage
 const MOST_SQUARES = 8;
 
 function svg(tag, attributes = {}, parent = null) {
@@ -31,6 +32,7 @@ class GraphView {
     this.panel = panel;
     this.stages = new Map();
     this.edges = new Map();
+    this.marked = {};
     this.picture = graph.svg ? parsePicture(graph.svg) : null;
     this.isDrawn = this.picture !== null;
     if (!this.isDrawn) return;
@@ -51,12 +53,17 @@ class GraphView {
     const box = this.drawing.getBBox();
     const shift = this.drawing.transform.baseVal.consolidate()?.matrix ?? { e: 0, f: 0 };
     this.whole = { x: box.x + shift.e - 12, y: box.y + shift.f - 12, w: box.width + 24, h: box.height + 24 };
+    this.isWide = box.width > 1.6 * box.height;
     panel.style.setProperty("--shape", `${this.whole.w} / ${this.whole.h}`);
     panel.style.setProperty("--full", `${Math.ceil(this.whole.h * 1.35)}px`);
     this.shift = shift;
     this.listen();
     this.fit();
     new ResizeObserver(() => this.show()).observe(panel);
+  }
+
+  has(fill) {
+    return this.isDrawn && this.picture.querySelector(`.node [fill="${fill}"]`) !== null;
   }
 
   addStage(stage, select) {
@@ -71,24 +78,19 @@ class GraphView {
     const box = shape.getBBox();
     const width = Math.max(box.width, 92), x = box.x + box.width / 2 - width / 2, y = box.y + box.height + 3;
     const g = svg("g", { class: "figures" }, this.live);
-    const halo = svg("rect", { class: "halo", x: x - 5, y: box.y - 5, width: width + 10, height: box.height + 27, rx: 8 }, g);
-    const bars = STATES.map((state) => svg("rect", { class: state, x, y, width: 0, height: 5 }, g));
-    svg("rect", { class: "outline", x, y, width, height: 5 }, g);
-    const text = svg("text", { class: "rate", x, y: y + 15 }, g);
+    const halo = svg("rect", { class: "halo", x: x - 4, y: box.y - 4, width: width + 8, height: box.height + 24, rx: 8 }, g);
+    const bars = STATES.map((state) => svg("rect", { class: state, x, y, width: 0, height: BAR }, g));
+    const outline = svg("rect", { class: "outline", x, y, width, height: BAR }, g);
+    const text = svg("text", { class: "rate", x, y: y + 14 }, g);
     const failed = svg("tspan", { class: "failed" });
     const words = document.createTextNode("");
     text.append(words, failed);
     const squares = svg("g", {}, g);
-    const name = svg("text", { class: "name", x: box.x + box.width / 2, y: box.y + box.height / 2 + 6 }, g);
+    const name = svg("text", { class: "name", x: box.x + box.width / 2, y: box.y + box.height / 2 + 7 }, g);
     name.textContent = stage.name;
-    const most = width + 14;
-    if (name.getComputedTextLength() > most) {
-      set(name, "textLength", most);
-      set(name, "lengthAdjust", "spacingAndGlyphs");
-    }
     node.addEventListener("click", () => select(stage.id));
     g.addEventListener("click", () => select(stage.id));
-    this.stages.set(stage.id, { node, g, halo, bars, words, failed, squares, box, x, y, width, shown: "" });
+    this.stages.set(stage.id, { node, g, halo, bars, outline, words, failed, squares, name, box, x, y, width, widths: [], shown: "" });
   }
 
   addEdge(edge) {
@@ -101,48 +103,61 @@ class GraphView {
     svg("rect", { class: "room", x: at.x - 9, y: at.y + 4, width: 18, height: 5, rx: 1 }, g);
     const full = svg("rect", { class: "full", x: at.x - 9, y: at.y + 4, width: 0, height: 5, rx: 1 }, g);
     this.edges.set(edge.id, { g, full, tips: [svg("title", {}, drawn), svg("title", {}, g)], name: edge.name });
+    for (const part of [drawn, g]) part.addEventListener("pointerenter", () => this.describeEdge(edge.id));
   }
 
   update(snapshot) {
     if (!this.isDrawn) return;
+    this.last = snapshot;
     for (const stage of snapshot.stages) {
       const view = this.stages.get(stage.id);
       if (view) this.updateStage(view, stage);
     }
-    for (const edge of snapshot.edges) {
-      const view = this.edges.get(edge.id);
-      if (!view) continue;
-      const part = edge.capacity ? Math.min(1, edge.inside / edge.capacity) : 0;
-      set(view.full, "width", (18 * part).toFixed(1));
-      set(view.g, "class", part >= 0.9 ? "fill high" : "fill");
-      const text = `${view.name}: ${edge.inside} of ${edge.capacity} places taken, ${rateText(edge.rate)}; waiting: `
-        + `${edge.waiting_readers} readers, ${edge.waiting_writers} writers`;
-      for (const tip of view.tips) say(tip, text);
-    }
-    this.waitFor = snapshot.wait_for;
+    if (!this.isFar) for (const edge of snapshot.edges) this.updateEdge(edge);
     if (this.picture.classList.contains("with-waits")) this.drawWaits();
   }
 
   updateStage(view, stage) {
-    let x = view.x;
-    STATES.forEach((state, number) => {
-      const width = Math.round(view.width * Math.min(1, stage[state]) * 10) / 10;
-      set(view.bars[number], "x", x.toFixed(1));
-      set(view.bars[number], "width", width);
-      x += width;
-    });
-    const text = stage.state === "running" ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
+    const widths = STATES.map((state) => Math.round(view.width * Math.min(1, stage[state])));
+    if (view.widths.join() !== widths.join()) {
+      let x = view.x;
+      widths.forEach((width, number) => {
+        set(view.bars[number], "x", x);
+        set(view.bars[number], "width", width);
+        x += width;
+      });
+      view.widths = widths;
+    }
+    const isOver = !["running", "stopping"].includes(this.last.state);
+    set(view.g, "class", isOver ? "figures" : `figures ${stage.state}`);
+    if (this.isFar) return;  // the rest does not show
+    const text = stage.state === "running" || isOver ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
     if (view.words.data !== text) view.words.data = text;
     say(view.failed, stage.failed ? `  ✗${countText(stage.failed)}` : "");
-    set(view.g, "class", `figures ${stage.state} most-${mainState(stage)}${stage.failed ? " has-failed" : ""}`);
     const shown = stage.workers.map((worker) => worker.state[0]).join("");
     if (shown !== view.shown) this.drawSquares(view, stage.workers);
     view.shown = shown;
   }
 
+  updateEdge({ id, inside, capacity }) {
+    const view = this.edges.get(id);
+    if (!view) return;
+    const part = capacity ? Math.min(1, inside / capacity) : 0;
+    set(view.full, "width", Math.round(18 * part));
+    set(view.g, "class", part >= 0.9 ? "fill high" : "fill");
+  }
+
+  describeEdge(id) {
+    const edge = this.last?.edges.find((one) => one.id === id), { tips, name } = this.edges.get(id);
+    if (!edge) return;
+    const text = `${name}: ${edge.inside} of ${edge.capacity} places taken, ${rateText(edge.rate)}; waiting: `
+      + `${edge.waiting_readers} readers, ${edge.waiting_writers} writers`;
+    for (const tip of tips) say(tip, text);
+  }
+
   // One square for each worker; a strip with one part for each state if there are many.
   drawSquares(view, workers) {
-    const room = Math.min(view.width - 62, MOST_SQUARES * 8), right = view.x + view.width, y = view.y + 8;
+    const room = Math.min(view.width - 62, MOST_SQUARES * 8), right = view.x + view.width, y = view.y + 7.5;
     const parts = workers.length * 7 <= room
       ? workers.map((worker) => [worker.state, 6, 7])
       : ["busy", "place", "turn", "input", "starting"].map((state) => {
@@ -162,12 +177,13 @@ class GraphView {
 
   drawWaits() {
     this.waits.replaceChildren();
-    for (const wait of this.waitFor ?? []) {
+    for (const wait of this.last?.wait_for ?? []) {
       const from = this.stages.get(wait.from)?.box, to = this.stages.get(wait.to)?.box;
       if (!from || !to) continue;
       const [x1, x2] = [from, to].map((box) => box.x + box.width / 2);
       const level = Math.abs(from.y - to.y) < 20;  // stages of one row: the arrow passes above them
-      const y1 = level ? from.y : from.y + from.height / 2, y2 = level ? to.y : to.y + to.height / 2;
+      const up = level || to.y < from.y;
+      const y1 = up ? from.y : from.y + from.height, y2 = level || !up ? to.y : to.y + to.height;
       const bend = level ? Math.min(y1, y2) - 16 : (y1 + y2) / 2;
       svg("path", { d: `M${x1},${y1}C${x1},${bend} ${x2},${bend} ${x2},${y2}`, "marker-end": "url(#wait-end)" }, this.waits);
       const text = svg("text", { x: (x1 + x2) / 2, y: level ? bend + 2 : bend - 3 }, this.waits);
@@ -182,9 +198,10 @@ class GraphView {
   }
 
   mark(kind, id) {  // kind is "selected" or "limits"
-    for (const [stage, view] of this.stages) {
-      view.node.classList.toggle(kind, stage === id);
-      view.halo.classList.toggle(kind, stage === id);
+    if (this.marked[kind] === id) return;
+    this.marked[kind] = id;
+    for (const [stage, { node, halo }] of this.stages) {
+      for (const element of [node, halo]) element.classList.toggle(kind, stage === id);
     }
   }
 
@@ -231,7 +248,24 @@ class GraphView {
 
   show() {
     set(this.picture, "viewBox", `${this.at.x} ${this.at.y} ${this.at.w} ${this.at.h}`);
-    this.picture.classList.toggle("far", this.scale() < FAR);
+    const far = this.scale() < FAR;
+    if (far === this.isFar) return;
+    this.isFar = far;
+    this.picture.classList.toggle("far", far);
+    const views = [...this.stages.values()];
+    const lengths = far ? views.map((view) => view.name.getComputedTextLength()) : [];
+    lengths.forEach((length, number) => {
+      const { name, width } = views[number];
+      if (length > width + 10) set(name, "textLength", width + 10);
+      set(name, "lengthAdjust", "spacingAndGlyphs");
+    });
+    for (const { bars, outline, box, y } of views) {  // the bar covers the box of its stage
+      for (const bar of [...bars, outline]) {
+        set(bar, "y", far ? box.y : y);
+        set(bar, "height", far ? box.height : BAR);
+      }
+    }
+    if (this.last) this.update(this.last);
   }
 
   listen() {

@@ -10,6 +10,9 @@ const CAUSE_TEXT = {
   gil: "Interpreter lock", cores: "All cores in use", memory: "Out of memory", in_flight: "Too few items in flight",
   starting: "Starting",
 };
+const PLACES = {  // fill colours of the picture
+  "#eef4fb": ["threads", "on threads"], "#fbd99b": ["processes", "in processes"], "#f3bccb": ["hosts", "on other hosts"],
+};
 const STATE_MARK = { running: "●", stopping: "◐", done: "✓", failed: "✗", stopped: "■", aborted: "✗" };
 
 class Page {
@@ -28,6 +31,7 @@ class Page {
     this.view = new GraphView($("picture"), graph, select);
     this.table = new StageTable($("table"), graph, this.history, select);
     $("graph").hidden = !this.view.isDrawn;
+    document.body.classList.toggle("tall", this.view.isDrawn && !this.view.isWide);
     set($("picture"), "aria-label", `Graph of ${graph.stages.length} stages. The table lists the same figures. Arrow keys move, plus and minus zoom.`);
     this.makeLegend();
     this.listen();
@@ -42,6 +46,7 @@ class Page {
       ...STATES.map((state) => key(`key ${state}`, STATE_TEXT[state])),
       key("worker busy", "worker, busy"), key("worker input", "worker, waiting for input"),
       key("key room", "taken places of a channel"),
+      ...Object.entries(PLACES).filter(([fill]) => this.view.has(fill)).map(([, [className, text]]) => key(`key ${className}`, text)),
     );
   }
 
@@ -160,7 +165,7 @@ class Page {
     showList($("decisions"), snapshot.decisions, (decision) => this.event(decision));
   }
 
-  showHeader({ state, elapsed, end_rate, progress, cause, advice }) {
+  showHeader({ state, elapsed, end_rate, progress, cause, advice, failures }) {
     say($("state"), `${STATE_MARK[state] ?? ""} ${state}`);
     set($("state"), "class", `badge ${state}`);
     say($("elapsed"), secondsText(elapsed));
@@ -172,6 +177,9 @@ class Page {
       const left = eta === null || eta === undefined || state !== "running" ? "" : ` · ${secondsText(eta)} left`;
       say($("left"), total ? `${countText(done)} of ${countText(total)}${left}` : countText(done));
     }
+    const failure = state === "failed" ? failures.at(-1) : null;
+    $("failure").hidden = !failure;
+    say($("failure-text"), failure ? lastLine(failure.text) : "");
     $("cause").hidden = !cause && !advice;
     const stage = cause?.stage ? this.names.get(cause.stage) : null;
     say($("cause-kind"), cause ? CAUSE_TEXT[cause.kind] ?? cause.kind : "");
@@ -191,10 +199,10 @@ class Page {
     say($("stage-about"), `${stage.kind} on ${stage.on} · ${stage.where}`);
     say($("busy-of"), stage.name);
     const figures = [
-      ["Rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
+      ["rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
       ["items in", countText(now.items_in)], ["items out", countText(now.items_out)], ["failed", countText(now.failed)],
       ["retried", countText(now.retried)], ["restarts", countText(now.restarts)],
-      ["cores", now.cores === null || now.cores === undefined ? "unknown" : now.cores.toFixed(2)],
+      ["cores in use", now.cores === null || now.cores === undefined ? "unknown" : now.cores.toFixed(2)],
     ];
     const list = $("stage-figures");
     while (list.childElementCount < figures.length) list.append(el("div", {}, el("dt"), el("dd")));
@@ -227,10 +235,10 @@ class Page {
     ]));
   }
 
-  event({ elapsed, stage, text }) {
+  event({ elapsed, stage, text }) {  // of a traceback, the last line
     const where = stage ? [el("b", { textContent: this.names.get(stage)?.name ?? stage }), " "] : [];
     return el("li", {}, el("span", { className: "quiet", textContent: `${secondsText(elapsed)} ` }), ...where,
-      el("span", { className: "text", textContent: text }));
+      el("span", { title: text, textContent: lastLine(text) }));
   }
 
   async showStacks() {
@@ -264,6 +272,10 @@ class Page {
     ]));
     place.append(el("h3", { textContent: "Predicted rates after one change" }), el("div", { className: "scroll" }, el("table", {}, head, body)));
   }
+}
+
+function lastLine(text) {
+  return text.trimEnd().split("\n").at(-1);
 }
 
 function fillRows(body, rows) {  // each cell is [text, tooltip]

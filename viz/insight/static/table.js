@@ -1,7 +1,7 @@
 "use strict";
 // The table of stages. In the order of the graph, chains of stages in the same state are one row.
 
-const SPARK = { width: 72, height: 18, points: 60 };
+const SPARK = { width: 72, height: 18, points: 61, step: 1.2 };
 
 const COLUMNS = [  // id, title, hint, value to sort by
   ["number", "#", "Order of the graph", (stage) => stage.number],
@@ -83,6 +83,7 @@ class StageTable {
   }
 
   update(snapshot) {
+    this.isOver = !["running", "stopping"].includes(snapshot.state);
     for (const now of snapshot.stages) {
       const stage = this.byId.get(now.id);
       if (!stage) continue;
@@ -185,8 +186,10 @@ class StageTable {
     }
     const classes = `${now.state}${stage.id === this.marks.limits ? " limits" : ""}${stage.id === this.marks.selected ? " selected" : ""}`;
     if (row.tr.className !== classes) row.tr.className = classes;
-    const badge = stage.id === this.marks.limits ? this.marks.kind : now.state === "running" ? "" : now.state;
+    const limits = stage.id === this.marks.limits;
+    const badge = limits ? this.marks.kind : now.state === "running" || this.isOver ? "" : now.state;
     say(row.badge, badge);
+    set(row.badge, "class", limits ? "tag" : "tag quiet");
     row.badge.hidden = !badge;
     set(row.tr, "aria-current", stage.id === this.marks.selected);
     return row.tr;
@@ -214,12 +217,11 @@ class StageTable {
   }
 
   drawSpark(line, rates) {
-    const last = rates.slice(-SPARK.points);
-    const top = Math.max(...last, 1e-9), step = SPARK.width / (SPARK.points - 1);
-    const left = SPARK.width - (last.length - 1) * step;
+    const last = rates.slice(-SPARK.points), height = SPARK.height - 3;
+    const scale = height / Math.max(...last, 1e-9), first = SPARK.points - last.length;
     let d = "";
     last.forEach((rate, index) => {
-      d += `${index ? "L" : "M"}${(left + index * step).toFixed(0)},${(SPARK.height - 1 - (SPARK.height - 3) * rate / top).toFixed(1)}`;
+      d += `${index ? "L" : "M"}${SPARK.step * (first + index)},${Math.round(10 * (height - scale * rate)) / 10 + 1}`;
     });
     set(line, "d", d);
   }
