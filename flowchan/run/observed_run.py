@@ -249,7 +249,7 @@ class ObservedRun(ABC):
         # looked up here, because the module imports this package
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
         try:
-            self._page = open_page(self._supervisor.plan.graph, self._supervisor)
+            self._page = open_page(self._supervisor.plan.graph, self._supervisor.feed)
         except BaseException:
             self._supervisor.ask(AbortRequested())
             self._supervisor.wait()

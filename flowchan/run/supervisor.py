@@ -90,7 +90,6 @@ from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.measure import summarise
-from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
@@ -178,11 +177,9 @@ class Supervisor:
         # list.
         self.unreported: list[Any] = []
         self._tally = Tally()
-        self.history = History()
-        self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
+        self._history = History()
+        self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats), self._history)
         self.feed.listen(Journal(plan).record)
-        self.problems = RecentProblems(self.started_at)
-        self.feed.listen(self.problems.record)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
@@ -290,7 +287,7 @@ class Supervisor:
         Rates and shares refer to the last ``window`` seconds, or to the whole run.
         """
         now = self._counters()
-        return between(None if window is None else self.history.before(now, window), now)
+        return between(None if window is None else self._history.before(now, window), now)
 
     def _counters(self) -> RunStats:
         now = time.monotonic() if self.ended_at is None else self.ended_at
@@ -362,7 +359,7 @@ class Supervisor:
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        self.history.sample(self._counters)
+        self._history.sample(self._counters)
 
     def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:

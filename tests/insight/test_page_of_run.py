@@ -299,7 +299,7 @@ def test_actions_answer_and_their_errors_are_not_found() -> None:
 
     gate = Gate()
     with gated(gate).start() as run:
-        page = RunPage(run._supervisor.plan.graph, run._supervisor, {"stacks": stacks})
+        page = RunPage(run._supervisor.plan.graph, run._supervisor.feed, {"stacks": stacks})
         assert get_json(page.address, "stacks?stage=s1") == {"stacks": {"work#1": "s1"}}
         assert get(page.address, "stacks") == (404, b'{"error":"stage"}')
         gate.open()
@@ -332,9 +332,14 @@ def test_workers_do_not_inherit_the_page_sockets(start_method: None) -> None:
     graph.source([1, 2]).map(gate.wait, on="process", name="work").sink(abs)
     with graph.start(page=True) as run:
         gate.wait_held()
-        os.kill(run.stats().stages[1].pids[0], 9)  # the replacement is started while the page is open
-        wait_until(lambda: run.stats().stages[1].restarts == 1)
-        gate.wait_held()
+        (first,) = run.stats().stages[1].pids
+        os.kill(first, 9)  # the replacement is started while the page is open
+
+        def replaced() -> bool:
+            stage = run.stats().stages[1]
+            return stage.working == 1 and len(stage.pids) == 1 and stage.pids != (first,)
+
+        wait_until(replaced)
         inode = os.fstat(run._page._server._http.socket.fileno()).st_ino
         (pid,) = run.stats().stages[1].pids
         folder = Path(f"/proc/{pid}/fd")

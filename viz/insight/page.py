@@ -7,15 +7,13 @@ from snapshots that the supervisor takes anyway. When the run has ended, all vie
 and the server is closed.
 
 Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
-or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other. The page refers to
-the supervisor weakly, so that a run is freed without a garbage collection.
+or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -24,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.feed import Feed, Subscription
 from flowchan.run.observe.windows import between
 from flowchan.run.policy.stats import RunStats
-from flowchan.run.supervisor import Supervisor
 from flowchan.viz import svg
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
@@ -54,7 +51,7 @@ class RunPage:
 
     Args:
         graph: Graph of the run.
-        supervisor: Supervisor of the run.
+        feed: Feed of the run.
         actions: Functions for further paths of the page, such as ``stacks``.
         routes: Further routes of the server, such as ``metrics``.
         static: Folder with the files of the page.
@@ -66,13 +63,13 @@ class RunPage:
     def __init__(
         self,
         graph: Blueprint,
-        supervisor: Supervisor,
+        feed: Feed,
         actions: Mapping[str, Action] | None = None,
         routes: Mapping[str, Callable[[Mapping[str, str]], HttpReply]] | None = None,
         static: Path = STATIC,
     ) -> None:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
-        self._supervisor = weakref.ref(supervisor)
+        self._feed = feed
         self._history = RateHistory()
         self._joining = threading.Lock()
         self._viewers = 0
@@ -96,8 +93,8 @@ class RunPage:
                 **(routes or {}),
             },
         )
-        supervisor.history.watch(self._history.add)
-        supervisor.feed.at_end(self._end)
+        feed.history.watch(self._history.add)
+        feed.at_end(self._end)
 
     @property
     def address(self) -> str:
@@ -112,8 +109,8 @@ class RunPage:
 
     def _end(self) -> None:
         try:
-            stats = self._run.stats()
-            self._run.history.watch(None)
+            stats = self._feed.stats()
+            self._feed.history.watch(None)
             self._history.add(stats, last=True)
             self._final = self._snapshot(stats, None)
             self._publish(self._final)
@@ -123,30 +120,22 @@ class RunPage:
                 self._changed.notify_all()
             self._server.close()
 
-    @property
-    def _run(self) -> Supervisor:
-        supervisor = self._supervisor()
-        assert supervisor is not None  # it, or the run's handle, called the page
-        return supervisor
-
     # --- the sampler ---
 
     def _sample(self, whole: RunStats) -> None:
         """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
-        if self._run.ended.is_set():
+        if self._feed.over:
             return
         recent = self._recent
-        if len(recent) == recent.maxlen:
-            before = recent[0]
-        else:  # the window began before the first viewer came
-            before = self._run.history.before(whole, WINDOW_S)
-        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
+        complete = len(recent) == recent.maxlen  # else the window began before the first viewer came
+        before = recent[0] if complete else self._feed.history.before(whole, WINDOW_S)
+        previous = recent[-1] if recent else self._feed.history.before(whole, 0.0)
         recent.append(whole)
         self._history.add(whole)
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
-        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest())
+        return snapshot(self._graph, self._ids, stats, before, self._feed.problems.latest())
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
@@ -162,7 +151,7 @@ class RunPage:
                 text = f"the page already has {MOST_VIEWERS} viewers; close one of them"
                 return error_reply(text, HTTPStatus.SERVICE_UNAVAILABLE)
             if not self._viewers:
-                self._subscription = self._run.feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
+                self._subscription = self._feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
             self._viewers += 1
         return _Viewer(self)
 
@@ -213,8 +202,7 @@ class RunPage:
     def _saved(self) -> tuple[str, str]:
         state = self._final
         if state is None:
-            whole = self._run.stats()
-            state = self._snapshot(whole, None)
+            state = self._snapshot(self._feed.stats(), None)
         data = {
             "graph": self._description(),
             "history": self._history.series(self._ids),

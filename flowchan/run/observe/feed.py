@@ -23,6 +23,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from flowchan.run.observe.problems import RecentProblems
+from flowchan.run.observe.windows import History
 from flowchan.run.policy.decisions import Decided, Tick
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats
@@ -105,13 +107,18 @@ class Feed:
 
     ``stats`` is a weak reference to the function that computes statistics, so that the run can be freed
     without a garbage collection.
+
+    Attributes:
+        history: Past statistics.
+        problems: Latest failures, deaths and warnings.
     """
 
-    def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]]) -> None:
+    def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]], history: History) -> None:
+        self.history, self.problems = history, RecentProblems()
         self._name, self._ref = name, stats
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
-        self._listeners: tuple[Callable[[Any], object], ...] = ()
+        self._listeners: tuple[Callable[[Any], object], ...] = (self.problems.record,)
         self._at_end: tuple[Callable[[], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
@@ -147,10 +154,11 @@ class Feed:
                     self._thread.start()
                 self._changed.notify_all()
         if over:
-            new.serve(time.monotonic(), self._stats, last=True)
+            new.serve(time.monotonic(), self.stats, last=True)
         return new
 
-    def _stats(self) -> RunStats:
+    def stats(self) -> RunStats:
+        """Return the current statistics of the whole run."""
         stats = self._ref()
         assert stats is not None  # subscribers and the supervisor keep the run alive
         return stats()
@@ -161,6 +169,11 @@ class Feed:
         The listener must not raise.
         """
         self._listeners += (listener,)
+
+    @property
+    def over(self) -> bool:
+        """Return whether the run has ended."""
+        return self._over
 
     def at_end(self, function: Callable[[], object]) -> None:
         """Call a function when the run has ended, after subscribers have received the final statistics.
@@ -197,6 +210,7 @@ class Feed:
             thread, functions = self._thread, self._at_end
             self._changed.notify_all()
         _join(thread)
+        self._at_end = ()  # the functions may refer to this feed
         for function in functions:
             function()
 
@@ -218,14 +232,14 @@ class Feed:
                 if self._over or self._thread is not me:
                     break
                 served = self._subscriptions
-            now, stats = time.monotonic(), functools.cache(self._stats)
+            now, stats = time.monotonic(), functools.cache(self.stats)
             for subscription in served:
                 subscription.serve(now, stats)
             with self._changed:
                 if not self._over and self._thread is me and served == self._subscriptions:
                     self._changed.wait(max(0.0, self._next(served) - time.monotonic()))
         if self._over:
-            stats = functools.cache(self._stats)
+            stats = functools.cache(self.stats)
             for subscription in self._subscriptions:
                 subscription.serve(0.0, stats, last=True)
             self._subscriptions = ()
