@@ -250,7 +250,7 @@ def test_failed_items_and_deaths_are_shown(quick: None) -> None:
     assert any("WorkerDied" in text for text in texts)
 
 
-def test_page_of_a_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object) -> str:
         raise RenderError("no renderer")
 
@@ -278,7 +278,7 @@ def test_page_shows_150_stages(quick: None) -> None:
     assert len(snapshot["edges"]) == 149
 
 
-def test_waiting_stage_and_its_workers_show_what_they_wait_for(quick: None) -> None:
+def test_snapshot_has_wait_for_edges_and_worker_states(quick: None) -> None:
     gate = Gate()
     with gated(gate, workers=2).start(page=True) as run:
         assert run.page is not None
