@@ -218,7 +218,7 @@ class StageTable {
 
   drawSpark(line, rates) {
     const last = rates.slice(-SPARK.points), height = SPARK.height - 3;
-    const scale = height / Math.max(...last, 1e-9), first = SPARK.points - last.length;
+    const scale = height / Math.max(1.2 * Math.max(...last), 1e-9), first = SPARK.points - last.length;
     let d = "";
     last.forEach((rate, index) => {
       d += `${index ? "L" : "M"}${SPARK.step * (first + index)},${Math.round(10 * (height - scale * rate)) / 10 + 1}`;
