@@ -33,6 +33,7 @@ NAMES = (
     "training",
     "defaults",
     "schedules",
+    "autoscale",
     "page",
 )
 

@@ -7,25 +7,33 @@ from snapshots that the supervisor takes anyway. When the run has ended, all vie
 and the server is closed.
 
 Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
-or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other.
+or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other. The page refers to
+the supervisor weakly, so that a run is freed without a garbage collection.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
-from flowchan.run.observe.feed import Feed, Subscription
+from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.latency import PathLatencies
 from flowchan.run.observe.windows import between
+from flowchan.run.policy.events import ItemTraced
 from flowchan.run.policy.stats import RunStats
+from flowchan.run.supervisor import Supervisor
 from flowchan.viz import svg
+from flowchan.viz.insight.metrics_port import metrics_route
+from flowchan.viz.insight.page_actions import Action, actions_of
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
 from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
@@ -40,20 +48,13 @@ MOST_VIEWERS = 32
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
-Action = Callable[[Mapping[str, str]], Any]
-"""Function behind a button of the page: it receives the query's parameters and returns a JSON value.
-
-It raises ``LookupError`` or ``ValueError`` if the parameters are wrong."""
-
 
 class RunPage:
     """Page of one run, served until the run has ended.
 
     Args:
         graph: Graph of the run.
-        feed: Feed of the run.
-        actions: Functions for further paths of the page, such as ``stacks``.
-        routes: Further routes of the server, such as ``metrics``.
+        supervisor: Supervisor of the run.
         static: Folder with the files of the page.
 
     Raises:
@@ -63,14 +64,12 @@ class RunPage:
     def __init__(
         self,
         graph: Blueprint,
-        feed: Feed,
-        actions: Mapping[str, Action] | None = None,
-        routes: Mapping[str, Callable[[Mapping[str, str]], HttpReply]] | None = None,
+        supervisor: Supervisor,
         static: Path = STATIC,
     ) -> None:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
-        self._feed = feed
-        self._history = RateHistory()
+        self._supervisor = weakref.ref(supervisor)
+        self._history, self._latencies = RateHistory(), PathLatencies()
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
@@ -89,12 +88,13 @@ class RunPage:
                 "graph": lambda _: json_reply(self._description()),
                 "snapshots": self._join,
                 "report.html": self._report,
-                **{path: partial(_act, action) for path, action in (actions or {}).items()},
-                **(routes or {}),
+                "metrics": metrics_route(self._stats),
+                **{path: partial(_act, action) for path, action in actions_of(supervisor, self._ids).items()},
             },
         )
-        feed.history.watch(self._history.add)
-        feed.at_end(self._end)
+        supervisor.history.watch(self._history.add)
+        supervisor.feed.listen(self._follow)
+        supervisor.feed.at_end(self._end)
 
     @property
     def address(self) -> str:
@@ -109,8 +109,8 @@ class RunPage:
 
     def _end(self) -> None:
         try:
-            stats = self._feed.stats()
-            self._feed.history.watch(None)
+            stats = self._run.stats()
+            self._run.history.watch(None)
             self._history.add(stats, last=True)
             self._final = self._snapshot(stats, None)
             self._publish(self._final)
@@ -120,22 +120,36 @@ class RunPage:
                 self._changed.notify_all()
             self._server.close()
 
+    @property
+    def _run(self) -> Supervisor:
+        supervisor = self._supervisor()
+        assert supervisor is not None  # it, or the run's handle, called the page
+        return supervisor
+
+    def _follow(self, event: Any) -> None:
+        if isinstance(event, ItemTraced):
+            self._latencies.add(event)
+
+    def _stats(self) -> RunStats:
+        return self._run.stats()
+
     # --- the sampler ---
 
     def _sample(self, whole: RunStats) -> None:
         """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
-        if self._feed.over:
+        if self._run.ended.is_set():
             return
         recent = self._recent
-        complete = len(recent) == recent.maxlen  # else the window began before the first viewer came
-        before = recent[0] if complete else self._feed.history.before(whole, WINDOW_S)
-        previous = recent[-1] if recent else self._feed.history.before(whole, 0.0)
+        full = len(recent) == recent.maxlen  # else the window began before the first viewer came
+        before = recent[0] if full else self._run.history.before(whole, WINDOW_S)
+        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
         recent.append(whole)
         self._history.add(whole)
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
-        return snapshot(self._graph, self._ids, stats, before, self._feed.problems.latest())
+        latencies = self._latencies.paths(monotonic())
+        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest(), latencies)
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
@@ -151,7 +165,7 @@ class RunPage:
                 text = f"the page already has {MOST_VIEWERS} viewers; close one of them"
                 return error_reply(text, HTTPStatus.SERVICE_UNAVAILABLE)
             if not self._viewers:
-                self._subscription = self._feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
+                self._subscription = self._run.feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
             self._viewers += 1
         return _Viewer(self)
 
@@ -202,7 +216,8 @@ class RunPage:
     def _saved(self) -> tuple[str, str]:
         state = self._final
         if state is None:
-            state = self._snapshot(self._feed.stats(), None)
+            whole = self._run.stats()
+            state = self._snapshot(whole, None)
         data = {
             "graph": self._description(),
             "history": self._history.series(self._ids),
@@ -233,8 +248,8 @@ class _Viewer:
 def _act(action: Action, query: Mapping[str, str]) -> HttpReply:
     try:
         return json_reply(action(query))
-    except (LookupError, ValueError) as error:
-        return error_reply(str(error.args[0]) if error.args else type(error).__name__)
+    except (LookupError, RuntimeError, ValueError) as error:
+        return error_reply(str(error.args[0] if error.args else error), HTTPStatus.BAD_REQUEST)
 
 
 def _event(name: str, value: Json) -> bytes:

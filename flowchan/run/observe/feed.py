@@ -4,10 +4,10 @@ Views subscribe to the feed and therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
 leaves or the run ends. If the feed has no subscribers, an event therefore costs only the test of a flag. The
-thread computes statistics only when a subscriber is due to receive them, and all subscribers that are due
-receive the same value. Events are queued until the next delivery. A slow subscriber can therefore delay other
-subscribers but never a worker. When the run ends, each subscriber receives the remaining events and the final
-statistics.
+thread computes statistics only when a subscriber is due to receive them. All subscribers that are due and
+have the same window receive the same value. Events are queued until the next delivery. A slow subscriber can
+therefore delay other subscribers but never a worker. When the run ends, each subscriber receives the
+remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from flowchan.run.observe.problems import RecentProblems
-from flowchan.run.observe.windows import History
 from flowchan.run.policy.decisions import Decided, Tick
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats
@@ -32,6 +30,8 @@ from flowchan.transport.interrupts import interrupts_deferred
 
 log = logging.getLogger("flowchan.run")
 
+RECENT_S = 5.0
+"""Seconds that the rates and shares in the views cover."""
 EVENTS_EVERY_S = 0.1
 """Seconds between two deliveries of events."""
 MOST_EVENTS = 10_000
@@ -50,9 +50,10 @@ class Subscription:
         stats: Callable[[RunStats], object] | None,
         events: Callable[[Any], object] | None,
         every: float,
+        window: float | None,
     ) -> None:
         self._feed, self._stats, self._events = feed, stats, events
-        self._every = every
+        self._every, self._window = every, window
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
         self._context = contextvars.copy_context()  # in a notebook, the context identifies the current cell
         self.due = 0.0 if stats is not None else float("inf")
@@ -65,13 +66,16 @@ class Subscription:
     def listens(self) -> bool:
         return self._events is not None
 
-    def serve(self, now: float, stats: Callable[[], RunStats], last: bool = False) -> None:
-        """Deliver the queued events, and the statistics if they are due."""
+    def serve(self, now: float, stats: Callable[[float | None], RunStats], last: bool = False) -> None:
+        """Deliver the queued events, and the statistics if they are due.
+
+        The last statistics cover the whole run.
+        """
         while self._kept:
             self._call(self._events, self._kept.popleft())
         if self._stats is not None and (last or now >= self.due):
             self.due = now + self._every
-            self._call(self._stats, stats())
+            self._call(self._stats, stats(None if last else self._window))
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
         """Call the subscriber. If it raises, end its subscription without affecting the run."""
@@ -105,23 +109,18 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics, so that the run can be freed
-    without a garbage collection.
-
-    Attributes:
-        history: Past statistics.
-        problems: Latest failures, deaths and warnings.
+    ``stats`` is a weak reference to the function that computes statistics for a window, so that the run can
+    be freed without a garbage collection.
     """
 
-    def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]], history: History) -> None:
-        self.history, self.problems = history, RecentProblems()
+    def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
-        self._listeners: tuple[Callable[[Any], object], ...] = (self.problems.record,)
-        self._at_end: tuple[Callable[[], object], ...] = ()
+        self._listeners: tuple[Callable[[Any], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
+        self._at_end: tuple[Callable[[], object], ...] = ()
 
     def subscribe(
         self,
@@ -129,20 +128,23 @@ class Feed:
         stats: Callable[[RunStats], object] | None = None,
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
+        window: float | None = RECENT_S,
     ) -> Subscription:
         """Call a subscriber with statistics and events, on the feed's own thread.
 
         Args:
-            stats: Receives the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then
-                after each interval, and once after the run has ended.
+            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: at once, then after
+                each interval, and once after the run has ended.
             events: Receives the events from workers and the supervisor's decisions in order. Events precede
                 the statistics that include them (see ``flowchan.run.policy.events``).
             every: Seconds between two deliveries of statistics (default: 1).
+            window: Seconds that the rates and shares cover; ``None`` for the whole run. The last statistics
+                always cover the whole run.
 
         Returns:
             The subscription. Close it to stop the calls.
         """
-        new = Subscription(self, stats, events, every)
+        new = Subscription(self, stats, events, every, window)
         with self._changed:
             over = self._over
             if not over:
@@ -154,14 +156,13 @@ class Feed:
                     self._thread.start()
                 self._changed.notify_all()
         if over:
-            new.serve(time.monotonic(), self.stats, last=True)
+            new.serve(time.monotonic(), self._stats, last=True)
         return new
 
-    def stats(self) -> RunStats:
-        """Return the current statistics of the whole run."""
+    def _stats(self, window: float | None) -> RunStats:
         stats = self._ref()
         assert stats is not None  # subscribers and the supervisor keep the run alive
-        return stats()
+        return stats(window)
 
     def listen(self, listener: Callable[[Any], object]) -> None:
         """Call a listener with each event and each whole decision, on the thread that reports it.
@@ -169,24 +170,6 @@ class Feed:
         The listener must not raise.
         """
         self._listeners += (listener,)
-
-    @property
-    def over(self) -> bool:
-        """Return whether the run has ended."""
-        return self._over
-
-    def at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when the run has ended, after subscribers have received the final statistics.
-
-        If the run has already ended, the function is called at once. The run's ``wait()`` returns only after
-        the call. The function must not raise.
-        """
-        with self._changed:
-            over = self._over
-            if not over:
-                self._at_end += (function,)
-        if over:
-            function()
 
     def tell(self, event: Any) -> None:
         """Pass an event to listeners at once, and to subscribers with the next delivery."""
@@ -203,16 +186,28 @@ class Feed:
             for subscription in self._subscriptions:
                 subscription.keep(decided.event)
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call a function once the feed has ended, or at once if it has already ended.
+
+        The function must not raise. The run's ``wait()`` returns only after this call.
+        """
+        with self._changed:
+            over = self._over
+            if not over:
+                self._at_end += (call,)
+        if over:
+            call()
+
     def end(self) -> None:
         """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
-            thread, functions = self._thread, self._at_end
+            thread, calls = self._thread, self._at_end
+            self._at_end = ()
             self._changed.notify_all()
         _join(thread)
-        self._at_end = ()  # the functions may refer to this feed
-        for function in functions:
-            function()
+        for call in calls:
+            call()
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:
@@ -232,14 +227,14 @@ class Feed:
                 if self._over or self._thread is not me:
                     break
                 served = self._subscriptions
-            now, stats = time.monotonic(), functools.cache(self.stats)
+            now, stats = time.monotonic(), functools.cache(self._stats)
             for subscription in served:
                 subscription.serve(now, stats)
             with self._changed:
                 if not self._over and self._thread is me and served == self._subscriptions:
                     self._changed.wait(max(0.0, self._next(served) - time.monotonic()))
         if self._over:
-            stats = functools.cache(self.stats)
+            stats = functools.cache(self._stats)
             for subscription in self._subscriptions:
                 subscription.serve(0.0, stats, last=True)
             self._subscriptions = ()
