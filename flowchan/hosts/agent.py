@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,9 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.agent_messages import (
+    AskStacks,
     AskWaits,
+    ClockReading,
     Close,
     Command,
     Echo,
@@ -44,10 +47,12 @@ from flowchan.hosts.agent_messages import (
     Start,
     Waiting,
     WorkerWaits,
+    WrittenStack,
     refusal,
     too_large,
 )
 from flowchan.hosts.code import lacking
+from flowchan.run.crew.process_stacks import stacks_of_processes
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy.actions import Terminate
@@ -56,7 +61,7 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
 from flowchan.run.worker.gang_membership import Memberships
-from flowchan.run.worker.opening import Ports, open_ports
+from flowchan.run.worker.opening import Ports, SharedWithRun, open_ports
 from flowchan.transport import link_events
 from flowchan.transport.dial import Backoff, reach
 from flowchan.transport.link_events import AHEAD, BEHIND
@@ -168,9 +173,14 @@ class Agent:
             self._processes.terminate(command.worker, command.force)
         elif isinstance(command, Echo):
             self._events.put(command)
+        elif isinstance(command, ClockReading):
+            self._events.put(ClockReading(command.asked, time.monotonic_ns()))
         elif isinstance(command, AskWaits):
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
+        elif isinstance(command, AskStacks):
+            # on a thread, because a process may take seconds to answer
+            threading.Thread(target=self._send_stacks, args=(command,), daemon=True).start()
         elif isinstance(command, Close) and command.worker in self._workers:
             for port in self._workers[command.worker].ports.everything():
                 port.close()
@@ -236,6 +246,13 @@ class Agent:
             if waiting:
                 (reading if key.startswith("in ") else writing)[channel._name] = waiting
         return WorkerWaits(reading, writing, tuple(counts), moves)
+
+    def _send_stacks(self, command: AskStacks) -> None:
+        known = self._processes.known
+        stacks = stacks_of_processes({id: one for id, one in list(known.items()) if id in command.workers})
+        with contextlib.suppress(Closed, Broken):
+            for id in command.workers:
+                self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
         """Drop a worker's rings. If its process is still running, the process ends with the agent."""
@@ -337,7 +354,8 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
     """Open the ports that a worker's process reads and writes."""
     inputs = {port: f"in {port}" for port in start.inputs}
     outputs = {port: f"out {port}" for port in start.outputs}
-    return open_ports(_PortNames(inputs, outputs, None if start.errors is None else "errors"), channels)
+    names = _PortNames(inputs, outputs, None if start.errors is None else "errors")
+    return open_ports(names, channels, SharedWithRun(sampled=start.sampled))
 
 
 def _or_end(work: Callable[[], None]) -> None:

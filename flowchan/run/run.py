@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from flowchan.channel.channel import Out
+from flowchan.declare.fixed_workers import fixed_workers
 from flowchan.declare.input_stream import Input
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Interrupted, RunError
@@ -21,7 +22,8 @@ from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.interruption import Interruption
-from flowchan.run.observed_run import ObservedRun
+from flowchan.run.observe.run_trace import RunTrace
+from flowchan.run.observed_run import ObservedRun, follow_items_at_program
 from flowchan.run.policy.decisions import AbortRequested, StopRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan
@@ -65,7 +67,11 @@ class Run(ObservedRun):
     """
 
     def __init__(
-        self, plan: Plan, pooled: PooledProcesses | None = None, recording: ResumeFile | None = None
+        self,
+        plan: Plan,
+        pooled: PooledProcesses | None = None,
+        recording: ResumeFile | None = None,
+        trace: RunTrace | None = None,
     ) -> None:
         self._plan = plan
         self._pooled = pooled is not None
@@ -92,7 +98,13 @@ class Run(ObservedRun):
         self._supervisor.asking = self._asking
         if pooled is not None:  # the end of the pool's `with` block waits for this run
             self._supervisor.unreported.append(self)
+        if plan.samples_items:
+            follow_items_at_program(self._supervisor, self._ports)
+        if trace is not None:
+            trace.follow(plan, self._ports, self._supervisor.feed)
         self._supervisor.start()
+        if trace is not None:
+            trace.start()
         end_at_exit(self._supervisor)
 
     # --- inputs and outputs ---
@@ -441,7 +453,7 @@ class Run(ObservedRun):
             raise KeyError(f"{stage!r} is not a stage of graph {self._plan.graph.name!r}")
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
-        why = self._plan.is_fixed(found)
+        why = fixed_workers(found)
         if not why and self._pooled and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:

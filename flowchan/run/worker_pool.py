@@ -17,6 +17,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.crew.pool_processes import PooledProcesses
+from flowchan.run.observe.run_trace import RunTrace
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
@@ -83,10 +84,10 @@ class WorkerPool(Runnable):
         before_exit(_close_all, 101)  # before active runs are aborted
         return self
 
-    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
+    def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
         self._refuse_forked_child()
         with self._lock:
-            run = Run(plan, self._prepared(plan), recording)
+            run = Run(plan, self._prepared(plan), recording, trace)
             self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unreported
             return run
 
@@ -128,6 +129,7 @@ class WorkerPool(Runnable):
                 "before the first run, or use another pool"
             )
         _refuse_hosts(self._graph)
+        _refuse_auto(self._graph)
         _refuse_ports(plan)
         self._stages = stages
         return self._pooled
@@ -213,6 +215,20 @@ def _refuse_hosts(graph: Blueprint) -> None:
             "graph.run(), or place the stage on='process'"
         )
         raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
+
+
+def _refuse_auto(graph: Blueprint) -> None:
+    message = (
+        "workers='auto' is not possible, because a pool can't add processes during a run; set a number of "
+        "workers, place the stage on='thread', or use graph.run()"
+    )
+    problems = [
+        Problem("pool", stage.name, stage.where, message)
+        for stage in graph.stages
+        if stage.auto is not None and stage.placement.own_process
+    ]
+    if problems:
+        raise GraphError(graph.name, problems)
 
 
 def _refuse_ports(plan: Plan) -> None:

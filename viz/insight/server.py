@@ -1,11 +1,11 @@
-"""HTTP server on the loopback interface, for the page of a run and for its metrics.
+"""HTTP server for the page of a run and for its metrics, usually on the loopback interface.
 
 Algorithm. One thread accepts connections. Each connection has a thread, which answers one request. A route
 is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by part.
 
-Only GET and HEAD are answered, and nothing can be changed through the server. The ``Host`` header must name
-this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused. With a token,
-all paths begin with it.
+Only GET and HEAD are answered, and nothing can be changed through the server. On 127.0.0.1, the ``Host``
+header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused.
+With a token, all paths begin with it.
 
 Invariants. A client that does not read, or does not send its request, holds its thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have
@@ -87,25 +87,39 @@ def error_reply(text: str, status: int = HTTPStatus.NOT_FOUND) -> HttpReply:
 
 
 class LocalServer:
-    """Server that answers requests on 127.0.0.1 until it is closed.
+    """Server that answers requests until it is closed. By default, it listens on 127.0.0.1.
 
     Args:
         name: Name of its threads.
         routes: Function for each path, without the leading slash and the token. The empty path is the root.
         port: Port to listen on; 0 chooses a free one.
         with_token: Require a random token as the first part of all paths.
+        host: Address to listen on. If it is not 127.0.0.1, the ``Host`` header may have any value.
+        start: Answer requests from now on; otherwise from the call of :meth:`start`.
 
     Raises:
         OSError: The port is in use.
     """
 
     def __init__(
-        self, name: str, routes: Mapping[str, Route], *, port: int = 0, with_token: bool = True
+        self,
+        name: str,
+        routes: Mapping[str, Route],
+        *,
+        port: int = 0,
+        with_token: bool = True,
+        host: str = LOOPBACK,
+        start: bool = True,
     ) -> None:
         self._token = secrets.token_urlsafe(TOKEN_BYTES) if with_token else ""
-        self._http = _Http(name, routes, port, self._token)
+        self._http = _Http(name, routes, (host, port), self._token)
         self._thread = threading.Thread(target=self._http.accept_all, name=f"{name} server", daemon=True)
         _open.add(self._http)
+        if start:
+            self.start()
+
+    def start(self) -> None:
+        """Start the thread that accepts connections. If that fails, close the port and raise."""
         try:
             self._thread.start()
         except BaseException:  # for example, because the process may not have more threads
@@ -116,7 +130,8 @@ class LocalServer:
     def address(self) -> str:
         """Return the URL of the root, which ends in a slash."""
         token = f"{self._token}/" if self._token else ""
-        return f"http://{LOOPBACK}:{self._http.server_port}/{token}"
+        host = self._http.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._http.server_port}/{token}"
 
     def close(self) -> None:
         """Stop listening, and return when all connections have ended.
@@ -125,7 +140,8 @@ class LocalServer:
         closed.
         """
         self._http.stop_accepting()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._http.end(monotonic() + CLOSE_TIMEOUT_S)
 
 
@@ -135,11 +151,13 @@ class _Http(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
 
-    def __init__(self, name: str, routes: Mapping[str, Route], port: int, token: str) -> None:
+    def __init__(self, name: str, routes: Mapping[str, Route], address: tuple[str, int], token: str) -> None:
         self.name, self.routes, self.token = name, routes, token.encode()
         self.ending = False
         self.connections: dict[socket.socket, threading.Thread] = {}
-        super().__init__((LOOPBACK, port), _Handler)
+        self.host = address[0]
+        self.address_family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        super().__init__(address, _Handler)
         self.hosts = {f"{LOOPBACK}:{self.server_port}", f"localhost:{self.server_port}"}
 
     def server_bind(self) -> None:
@@ -227,7 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reply(self) -> HttpReply | Streaming:
         hosts = self.headers.get_all("Host") or []
-        if len(hosts) != 1 or hosts[0].lower() not in self.server.hosts:
+        is_local = self.server.host == LOOPBACK
+        if is_local and (len(hosts) != 1 or hosts[0].lower() not in self.server.hosts):
             return _status(HTTPStatus.FORBIDDEN)
         url = urlsplit(self.path)
         path = url.path.removeprefix("/")

@@ -66,7 +66,8 @@ class Plan:
     It has one channel for each of ``edges``; together they may use ``memory`` bytes. ``inputs`` maps the name
     of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
     random numbers of the workers derive from ``seed``. ``finished`` is set in a run that can be resumed: the
-    items of each source that earlier runs have finished.
+    items of each source that earlier runs have finished. ``samples_items`` is true if the run follows a few
+    items of each source along their way.
     """
 
     graph: Blueprint
@@ -76,6 +77,7 @@ class Plan:
     seed: int
     memory: int
     finished: Mapping[str, FinishedItems] | None = None
+    samples_items: bool = False
 
     @property
     def share(self) -> int:
@@ -132,27 +134,6 @@ class Plan:
         first = next(worker for worker in self.workers if worker.id.stage == id.stage)
         return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
 
-    def is_fixed(self, stage: Stage) -> str:
-        """Explain why the number of the stage's workers cannot change during the run.
-
-        Args:
-            stage: A stage of the graph.
-
-        Returns:
-            A description of the stage, such as "a map on hosts"; empty if the number can change.
-        """
-        if not stage.operator.per_item:
-            return f"a {stage.kind}"
-        if "key" in stage.options:
-            return f"a {stage.kind} with key="
-        if is_async(stage.function):
-            return f"a {stage.kind} with an async def function"
-        if stage.placement.is_remote:
-            return f"a {stage.kind} on hosts"
-        if stage.gpus:
-            return f"a {stage.kind} with gpus={stage.gpus} for each worker"
-        return f"a {stage.kind} with an output or input for each worker" if stage.output_per_worker else ""
-
     @property
     def elastic(self) -> frozenset[str]:
         """Return the stages with elastic gangs, which continue while a worker is replaced.
@@ -204,7 +185,11 @@ class Plan:
 
 
 def plan(
-    graph: Blueprint, seed: int, memory: int, finished: Mapping[str, FinishedItems] | None = None
+    graph: Blueprint,
+    seed: int,
+    memory: int,
+    finished: Mapping[str, FinishedItems] | None = None,
+    samples_items: bool = False,
 ) -> Plan:
     """Plan a run of ``graph``."""
     edges = tuple(edge for edge in graph.edges if edge.reader is not None)
@@ -216,7 +201,7 @@ def plan(
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
             workers += _on_hosts(_workers(stage, edges), stage.placement, taken)
-    return Plan(graph, edges, tuple(workers), inputs, seed, memory, finished)
+    return Plan(graph, edges, tuple(workers), inputs, seed, memory, finished, samples_items)
 
 
 def _on_hosts(

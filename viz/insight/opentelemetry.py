@@ -1,0 +1,169 @@
+"""Send spans and metrics of a run to OpenTelemetry.
+
+This module needs the package ``opentelemetry-api``. The program sets up an SDK, which exports the data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+from opentelemetry.trace import TracerProvider
+
+from flowchan import Run, RunStats
+from flowchan.run.policy.events import ItemTraced
+
+NAME = "flowchan"
+MOST_ITEMS_PER_S = 100
+"""Maximum number of items per second for which spans are made. A span costs tens of microseconds."""
+STATS_EVERY_S = 1.0
+"""Seconds for which all instruments use the same statistics."""
+
+
+def instrument(
+    run: Run, *, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+) -> None:
+    """Send spans and metrics of a run to OpenTelemetry, until the run has ended.
+
+    Each sampled item that reaches an end of the graph has a span named "flowchan item", with one child per
+    stage. The run must sample items for this: start it with ``trace=``. The metrics have the names and labels
+    of flowchan's metrics for Prometheus.
+
+    Args:
+        run: The run.
+        tracer_provider: Provider of the tracer (default: the global one).
+        meter_provider: Provider of the meter (default: the global one).
+
+    Example:
+        >>> from flowchan import Graph
+        >>> from flowchan.viz.insight.opentelemetry import instrument
+        >>> graph = Graph()
+        >>> graph.source(["a", "bb"]).sink(len)
+        >>> with graph.start() as run:
+        ...     instrument(run)
+    """
+    tracer = trace.get_tracer(NAME, tracer_provider=tracer_provider)
+    run.subscribe(events=_Spans(tracer, run.stats().graph).add)
+    meter = (meter_provider or metrics.get_meter_provider()).get_meter(NAME)
+    stats = _CachedStats(run)
+    for name, (is_counter, observe) in _INSTRUMENTS.items():
+        create = meter.create_observable_counter if is_counter else meter.create_observable_gauge
+        create(name, [_callback(stats, observe)])
+
+
+class _Spans:
+    """Maker of the spans of sampled items."""
+
+    def __init__(self, tracer: trace.Tracer, graph: str) -> None:
+        self._tracer, self._graph = tracer, graph
+        self._ahead = time.time_ns() - time.monotonic_ns()
+        self._second, self._count = 0, 0
+
+    def add(self, event: Any) -> None:
+        """Make the spans if the event is a complete item, unless there are too many in this second."""
+        if not isinstance(event, ItemTraced):
+            return
+        second = int(event.spans[-1][3])
+        if second != self._second:
+            self._second, self._count = second, 0
+        self._count += 1
+        if self._count <= MOST_ITEMS_PER_S:
+            self._make(event)
+
+    def _make(self, item: ItemTraced) -> None:
+        facts = {"flowchan.graph": self._graph, "flowchan.source": item.source}
+        begin, end = self._at(item.spans[0][2]), self._at(item.spans[-1][3])
+        root = self._tracer.start_span("flowchan item", Context(), start_time=begin, attributes=facts)
+        parent = trace.set_span_in_context(root, Context())
+        for stage, worker, taken, put in item.spans:
+            own: dict[str, str | int] = {"flowchan.stage": stage, "flowchan.worker": worker}
+            child = self._tracer.start_span(stage, parent, start_time=self._at(taken), attributes=own)
+            child.end(self._at(put))
+        root.end(end)
+
+    def _at(self, seconds: float) -> int:
+        return round(seconds * 1e9) + self._ahead
+
+
+class _CachedStats:
+    """Statistics of the run, which are computed once for all instruments."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._until = 0.0
+        self._stats: RunStats | None = None
+
+    def __call__(self) -> RunStats:
+        now = time.monotonic()
+        if self._stats is None or now >= self._until:
+            self._until, self._stats = now + STATS_EVERY_S, self._run.stats()
+        return self._stats
+
+
+Observed = Iterator[tuple[float, dict[str, str]]]
+
+
+def _callback(
+    stats: _CachedStats, observe: Callable[[RunStats], Observed]
+) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    def callback(_: CallbackOptions) -> Iterator[Observation]:
+        now = stats()
+        for value, labels in observe(now):
+            yield Observation(value, {"graph": now.graph, **labels})
+
+    return callback
+
+
+def _stages(value: Callable[[Any], float | None]) -> Callable[[RunStats], Observed]:
+    def observe(stats: RunStats) -> Observed:
+        for stage in stats.stages:
+            if (number := value(stage)) is not None:
+                yield number, {"stage": stage.name}
+
+    return observe
+
+
+def _channels(value: Callable[[Any], float]) -> Callable[[RunStats], Observed]:
+    def observe(stats: RunStats) -> Observed:
+        for edge in stats.edges:
+            yield value(edge), {"channel": edge.name, "writer": edge.writer, "reader": edge.reader or ""}
+
+    return observe
+
+
+def _waits(stats: RunStats) -> Observed:
+    for stage in stats.stages:
+        for reason in ("input", "place", "turn"):
+            yield getattr(stage.seconds, reason), {"stage": stage.name, "for": reason}
+
+
+def _workers(stats: RunStats) -> Observed:
+    for stage in stats.stages:
+        states = {
+            "starting": stage.starting,
+            "working": stage.alive - stage.starting,
+            "ended": max(0, stage.workers - stage.alive),
+        }
+        for state, number in states.items():
+            yield number, {"stage": stage.name, "state": state}
+
+
+_INSTRUMENTS: dict[str, tuple[bool, Callable[[RunStats], Observed]]] = {
+    "flowchan_stage_items_in_total": (True, _stages(lambda stage: stage.items_in)),
+    "flowchan_stage_items_out_total": (True, _stages(lambda stage: stage.items_out)),
+    "flowchan_stage_items_failed_total": (True, _stages(lambda stage: stage.failed + stage.members_failed)),
+    "flowchan_stage_retries_total": (True, _stages(lambda stage: stage.retried)),
+    "flowchan_stage_restarts_total": (True, _stages(lambda stage: stage.restarts)),
+    "flowchan_stage_busy_seconds_total": (True, _stages(lambda stage: stage.seconds.work)),
+    "flowchan_stage_wait_seconds_total": (True, _waits),
+    "flowchan_stage_cpu_seconds_total": (True, _stages(lambda stage: stage.seconds.cpu)),
+    "flowchan_stage_workers": (False, _workers),
+    "flowchan_channel_items": (False, _channels(lambda edge: edge.inside)),
+    "flowchan_channel_capacity": (False, _channels(lambda edge: edge.capacity)),
+    "flowchan_channel_items_total": (True, _channels(lambda edge: edge.passed)),
+}
+"""Instruments by name, each with whether it is a counter, and its values."""
