@@ -249,7 +249,7 @@ def test_failed_items_and_deaths_are_shown(quick: None) -> None:
     assert any("WorkerDied" in text for text in texts)
 
 
-def test_page_of_a_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object) -> str:
         raise RenderError("no renderer")
 
@@ -277,7 +277,7 @@ def test_page_shows_150_stages(quick: None) -> None:
     assert len(snapshot["edges"]) == 149
 
 
-def test_waiting_stage_and_its_workers_show_what_they_wait_for(quick: None) -> None:
+def test_snapshot_has_wait_for_edges_and_worker_states(quick: None) -> None:
     gate = Gate()
     with gated(gate, workers=2).start(page=True) as run:
         assert run.page is not None
@@ -373,9 +373,14 @@ def test_workers_do_not_inherit_the_page_sockets(start_method: None) -> None:
     graph.source([1, 2]).map(gate.wait, on="process", name="work").sink(abs)
     with graph.start(page=True) as run:
         gate.wait_held()
-        os.kill(run.stats().stages[1].pids[0], 9)  # the replacement is started while the page is open
-        wait_until(lambda: run.stats().stages[1].restarts == 1)
-        gate.wait_held()
+        (first,) = run.stats().stages[1].pids
+        os.kill(first, 9)  # the replacement is started while the page is open
+
+        def replaced() -> bool:
+            stage = run.stats().stages[1]
+            return stage.working == 1 and len(stage.pids) == 1 and stage.pids != (first,)
+
+        wait_until(replaced)
         inode = os.fstat(run._page._server._http.socket.fileno()).st_ino
         (pid,) = run.stats().stages[1].pids
         folder = Path(f"/proc/{pid}/fd")
