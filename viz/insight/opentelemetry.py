@@ -21,7 +21,7 @@ NAME = "flowchan"
 MOST_ITEMS_PER_S = 100
 """Maximum number of items per second for which spans are made. A span costs tens of microseconds."""
 STATS_EVERY_S = 1.0
-"""Seconds for which all instruments use the same statistics."""
+"""Seconds between two updates of the statistics that all instruments use."""
 
 
 def instrument(
@@ -46,13 +46,14 @@ def instrument(
         >>> with graph.start() as run:
         ...     instrument(run)
     """
-    tracer = trace.get_tracer(NAME, tracer_provider=tracer_provider)
-    run.subscribe(events=_Spans(tracer, run.stats().graph).add)
+    last = _LastStats(run.stats())
+    spans = _Spans(trace.get_tracer(NAME, tracer_provider=tracer_provider), last.stats.graph)
+    # The providers outlive the run, so the instruments must not refer to it.
+    run.subscribe(stats=last.update, events=spans.add, every=STATS_EVERY_S)
     meter = (meter_provider or metrics.get_meter_provider()).get_meter(NAME)
-    stats = _CachedStats(run)
     for name, (is_counter, observe) in _INSTRUMENTS.items():
         create = meter.create_observable_counter if is_counter else meter.create_observable_gauge
-        create(name, [_callback(stats, observe)])
+        create(name, [_callback(last, observe)])
 
 
 class _Spans:
@@ -89,29 +90,24 @@ class _Spans:
         return round(seconds * 1e9) + self._ahead
 
 
-class _CachedStats:
-    """Statistics of the run, which are computed once for all instruments."""
+class _LastStats:
+    """The last statistics of the run, which all instruments use."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._until = 0.0
-        self._stats: RunStats | None = None
+    def __init__(self, stats: RunStats) -> None:
+        self.stats = stats
 
-    def __call__(self) -> RunStats:
-        now = time.monotonic()
-        if self._stats is None or now >= self._until:
-            self._until, self._stats = now + STATS_EVERY_S, self._run.stats()
-        return self._stats
+    def update(self, stats: RunStats) -> None:
+        self.stats = stats
 
 
 Observed = Iterator[tuple[float, dict[str, str]]]
 
 
 def _callback(
-    stats: _CachedStats, observe: Callable[[RunStats], Observed]
+    last: _LastStats, observe: Callable[[RunStats], Observed]
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def callback(_: CallbackOptions) -> Iterator[Observation]:
-        now = stats()
+        now = last.stats
         for value, labels in observe(now):
             yield Observation(value, {"graph": now.graph, **labels})
 
