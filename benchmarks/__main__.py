@@ -33,6 +33,8 @@ NAMES = (
     "training",
     "defaults",
     "schedules",
+    "autoscale",
+    "page",
 )
 
 

@@ -246,8 +246,8 @@ def compare(
 def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
     """Time an operation, repeated for about the length of a round.
 
-    A run that takes less than half of that is repeated. Next to busy processes, some runs fit into one time
-    slice of both ranks, and others wait for whole time slices of other processes.
+    A run that takes less than half of that is repeated. On a busy machine, some runs complete
+    within one time slice of each rank. Others wait until other processes have used up theirs.
     """
     once = partial(job.run, operation, size)
     count = 2

@@ -51,6 +51,8 @@ TITLES = {
     "training": "Sequential: training",
     "defaults": "Sequential: defaults",
     "schedules": "Sequential: schedules",
+    "autoscale": "Chosen numbers of workers",
+    "page": "The live page",
 }
 """Heading of each benchmark."""
 

@@ -2,6 +2,7 @@
 
 from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
 from flowchan.channel.select import NothingReady, Selected, select
+from flowchan.declare.auto_workers import AutoWorkers, auto
 from flowchan.declare.broadcast import Broadcast
 from flowchan.declare.feedback import Feedback
 from flowchan.declare.input_stream import Input
@@ -40,9 +41,11 @@ from flowchan.run import (
     Graph,
     Health,
     HostStats,
+    Prediction,
     Results,
     Run,
     RunStats,
+    ScalingDecision,
     StageStats,
     WorkerPool,
     WorkerStats,
@@ -51,6 +54,7 @@ from flowchan.run import (
 from flowchan.run.policy.seeds import Worker, worker
 
 __all__ = [
+    "AutoWorkers",
     "Broadcast",
     "Broken",
     "Cause",
@@ -83,6 +87,7 @@ __all__ = [
     "Mismatch",
     "NothingReady",
     "Out",
+    "Prediction",
     "Problem",
     "Reduced",
     "Refused",
@@ -90,6 +95,7 @@ __all__ = [
     "Run",
     "RunError",
     "RunStats",
+    "ScalingDecision",
     "Selected",
     "StageError",
     "StageStats",
@@ -101,6 +107,7 @@ __all__ = [
     "WorkerDied",
     "WorkerPool",
     "WorkerStats",
+    "auto",
     "pack",
     "select",
     "unpack",

@@ -4,7 +4,7 @@ Pictures and live views only read frozen values and statistics. While a live vie
 additional thread reads the program's output.
 
 ``draw(graph, "graph.svg")`` writes a picture; :func:`to_dot` and :func:`to_mermaid` return text that needs no
-renderer.
+renderer. :func:`timeline` draws a run from its trace.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from flowchan.viz.dot import to_dot
 from flowchan.viz.mermaid import to_mermaid
 from flowchan.viz.render import PICTURES, RenderError
 from flowchan.viz.render import render as _render
+from flowchan.viz.trace_timeline import timeline
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
 
-__all__ = ["FORMATS", "RenderError", "draw", "svg", "to_dot", "to_mermaid"]
+__all__ = ["FORMATS", "RenderError", "draw", "svg", "timeline", "to_dot", "to_mermaid"]
 
 FORMATS = (*PICTURES, "dot", "mmd")
 """File suffixes that :func:`draw` supports."""

@@ -1,7 +1,11 @@
 """Convert a graph to DOT text, which :mod:`flowchan.viz.render` turns into pictures.
 
-A long graph is broken into rows. An arrow from one row to another is drawn as two separate ends, each
-labelled with the stage at the other end.
+A long graph is arranged in rows that run alternately to the right and to the left (see
+:mod:`flowchan.viz.wrapping`). Graphviz lays out arrows from left to right. Arrows to the left are therefore
+declared from reader to writer, with ``dir=back``.
+
+In an SVG picture, the element of the first declared stage has the id ``s0``, and that of the first channel
+``e0``.
 
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
@@ -69,6 +73,7 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
     import graphviz
 
     picture = labels.picture(blueprint)
+    edge_ids = {id(edge): f"e{number}" for number, edge in enumerate(blueprint.edges)}
     dot = graphviz.Digraph(
         name="flowchan",
         graph_attr={
@@ -93,25 +98,27 @@ def to_dot(blueprint: Blueprint, *, live: bool = False) -> str:
         edge_attr={"fontname": FONT, "fontsize": "9", "fontcolor": FAINT, "color": BLUE, "arrowsize": "0.7"},
     )
     for number, stage in enumerate(picture.stages):
-        _node(dot, number, stage, picture, LIVE.format(blueprint.stages.index(stage)) if live else "")
+        index = blueprint.stages.index(stage)
+        _node(dot, number, stage, picture, f"s{index}", LIVE.format(index) if live else "")
     for index, (writer, reader, edge) in enumerate(picture.arrows):
         if reader is None:
             _loose_end(dot, f"end{index}", picture.stages[writer], edge)
-            dot.edge(f"n{writer}", f"end{index}", **_arrow(edge, picture.captions))
-        elif picture.rows[writer] == picture.rows[reader]:
-            dot.edge(f"n{writer}", f"n{reader}", **_arrow(edge, picture.captions))
-        else:
-            _broken(dot, index, picture, writer, reader, edge)
-    _begin_rows(dot, picture)
+        head = f"end{index}" if reader is None else f"n{reader}"
+        attributes = _arrow(edge, picture, _is_vertical(picture, writer, reader))
+        attributes["id"] = edge_ids[id(edge)]
+        _join(dot, f"n{writer}", head, _points_back(picture, writer, reader), attributes)
+    if picture.wraps:
+        _align_columns(dot, picture)
     return labels.encodable(dot.source)
 
 
-def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, does: str) -> None:
+def _node(dot: Digraph, number: int, stage: Stage, picture: Picture, id: str, does: str) -> None:
     import graphviz
 
     file, line = labels.place(stage)
     dot.node(
         f"n{number}",
+        id=id,
         label=_stage_label(stage, picture.captions, does),
         tooltip=graphviz.escape(f"{stage.name}: {stage.kind}, {labels.relative(file)}:{line}"),
         **_style_of(picture.roles[number], GROUNDS[labels.ground(stage.placement)][0]),
@@ -153,112 +160,108 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
     )
 
 
-def _broken(dot: Digraph, index: int, picture: Picture, writer: int, reader: int, edge: Edge) -> None:
-    """Draw an arrow between two rows as two ends, each labelled with the stage at the other end."""
-    for node, other, arrow in ((f"to{index}", reader, "→ {}"), (f"from{index}", writer, "{} →")):
-        words = escape(arrow.format(picture.stages[other].name))
-        dot.node(
-            node,
-            label=f'<<FONT POINT-SIZE="10" COLOR="{FAINT}"><I>{words}</I></FONT>>',
-            shape="plaintext",
-            margin="0.02,0.02",
-        )
-    attributes = _arrow(edge, picture.captions) | {"constraint": "true"}
-    dot.edge(f"n{writer}", f"to{index}", **attributes)
-    dot.edge(f"from{index}", f"n{reader}", **{key: attributes[key] for key in attributes if key != "label"})
+def _is_vertical(picture: Picture, writer: int, reader: int | None) -> bool:
+    """Return whether an arrow stays in its column."""
+    return picture.wraps and reader is not None and picture.places[writer][1] == picture.places[reader][1]
 
 
-def _begin_rows(dot: Digraph, picture: Picture) -> None:
-    """Arrange the rows below each other.
-
-    Each row has an invisible point on its left, with an invisible arrow to the row's first nodes.
-    """
-    rows = max(picture.rows, default=0) + 1
-    if rows == 1:
-        return
-    led = {
-        reader
-        for writer, reader, edge in picture.arrows
-        if reader is not None and picture.rows[writer] == picture.rows[reader] and not edge.feedback
-    }
-    entered: dict[int, list[str]] = {}
-    for index, (writer, reader, _) in enumerate(picture.arrows):
-        if reader is not None and picture.rows[writer] != picture.rows[reader]:
-            entered.setdefault(reader, []).append(f"from{index}")
-    with dot.subgraph() as first:
-        first.attr(rank="same")
-        for row in range(rows):
-            first.node(f"row{row}", label="", shape="point", style="invis", width="0", height="0")
-    for row in range(1, rows):
-        dot.edge(f"row{row - 1}", f"row{row}", style="invis")
-    for number, row in enumerate(picture.rows):
-        for node in entered.get(number, () if number in led else [f"n{number}"]):
-            dot.edge(f"row{row}", node, style="invis")
+def _points_back(picture: Picture, writer: int, reader: int | None) -> bool:
+    """Return whether an arrow points to the left, or up within a column."""
+    if not picture.wraps:
+        return False
+    row, column = picture.places[writer]
+    if reader is None:
+        return row % 2 == 1
+    row_to, column_to = picture.places[reader]
+    return (column_to, row_to) < (column, row)
 
 
-def _arrow(edge: Edge, captions: Mapping[str, str]) -> dict[str, Any]:
+def _join(dot: Digraph, tail: str, head: str, back: bool, attributes: dict[str, Any]) -> None:
+    if back:
+        dot.edge(head, tail, **attributes, dir="back")
+    else:
+        dot.edge(tail, head, **attributes)
+
+
+def _align_columns(dot: Digraph, picture: Picture) -> None:
+    """Align the stages of each column. An arrow within a column leads to a lower row."""
+    for column in range(1 + max(column for _, column in picture.places)):
+        with dot.subgraph() as aligned:
+            aligned.attr(rank="same")
+            for number, (_, own) in enumerate(picture.places):
+                if own == column:
+                    aligned.node(f"n{number}")
+
+
+def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
     import graphviz
 
     attributes = {"tooltip": graphviz.escape(labels.channel_tooltip(edge))}
-    item, rest = labels.channel_text(edge, captions)
+    item, rest = labels.channel_text(edge, picture.captions)
     if item or rest:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds padding around the text
-        attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR><TD>{lines}</TD></TR></TABLE>>'
+        cells = f"<TD>{lines}</TD>"
+        if vertical:  # Graphviz centres the label on such an arrow, so the text goes to the right of it
+            widest = max(labels.text_width(item, 9.0, bold=True), labels.text_width(rest, 9.0))
+            cells = f'<TD WIDTH="{widest + 40:.0f}"></TD>{cells}'
+        attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR>{cells}</TR></TABLE>>'
     if edge.transport.copies:
         attributes |= {"penwidth": "2.2"}
-    if edge.feedback:  # it points backwards, and must not influence the layout
-        attributes |= {"style": "dashed", "constraint": "false"}
+    if edge.feedback:
+        attributes |= {"style": "dashed"}
+        if not picture.wraps:  # it points backwards, and must not influence the layout
+            attributes |= {"constraint": "false"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
     return attributes
 
 
 def _legend(picture: Picture) -> str:
-    """Return the title and the legend: a row that explains the boxes, and a row that explains the arrows."""
+    """Return the title, and rows that explain the boxes and the arrows that need it."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
-    used = {*picture.roles, *ends}
-    boxes = [
-        _swatch(STYLES[role][0], "#ffffff") + _key(labels.MEANING[role]) for role in STYLES if role in used
-    ]
-    boxes += [
-        _swatch(FAINT, GROUNDS[kind][0]) + _key(GROUNDS[kind][1])
-        for kind in GROUNDS
-        if kind in picture.grounds
-    ]
+    used = {*picture.roles, *ends} - {"stage"}
+    boxes = [_swatch(STYLES[role][0], "#ffffff", labels.MEANING[role]) for role in STYLES if role in used]
+    boxes += [_swatch(FAINT, *GROUNDS[kind]) for kind in GROUNDS if kind in picture.grounds]
     # Renderers' small fonts contain these characters, but not dashed or heavy arrows.
     arrows = []
     if {edge.transport.copies for _, _, edge in picture.arrows} == {True, False}:
-        arrows += [
-            _line("→", BLUE) + _key("within the program"),
-            _line("▬►", BLUE) + _key("between processes"),
-        ]
+        arrows += [_line("→", BLUE, "within the program"), _line("▬►", BLUE, "between processes")]
     if any(edge.feedback for _, _, edge in picture.arrows):
-        arrows.append(_line("← –", BLUE) + _key("feedback"))
+        arrows.append(_line("← –", BLUE, "feedback"))
     if any(edge.errors for _, _, edge in picture.arrows):
-        arrows.append(_line("– →", RED) + _key("failed items"))
-    title = (
-        f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT></TD></TR>'
+        arrows.append(_line("– →", RED, "failed items"))
+    title = f'<FONT POINT-SIZE="15"><B>{escape(picture.name) or "?"}</B></FONT>'
+    return (
+        '<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="3">'
+        f'<TR><TD ALIGN="LEFT" COLSPAN="{3 * KEYS_PER_ROW}">{title}</TD></TR>'
+        f"{_rows(boxes)}{_rows(arrows)}</TABLE>>"
     )
-    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="2">{title}{_row(boxes)}{_row(arrows)}</TABLE>>'
 
 
-def _row(keys: list[str]) -> str:
-    if not keys:
-        return ""
-    cells = f'<TABLE BORDER="0" CELLSPACING="4" CELLPADDING="1"><TR>{"".join(keys)}</TR></TABLE>'
-    return f'<TR><TD ALIGN="LEFT">{cells}</TD></TR>'
+def _rows(keys: list[str]) -> str:
+    firsts = range(0, len(keys), KEYS_PER_ROW)
+    return "".join(f"<TR>{SPACE.join(keys[first : first + KEYS_PER_ROW])}</TR>" for first in firsts)
 
 
-def _swatch(border: str, fill: str) -> str:
-    return f'<TD BORDER="1" COLOR="{border}" BGCOLOR="{fill}" WIDTH="18"></TD>'
+KEYS_PER_ROW = 5
+"""Number of explanations in a row of the legend. Each takes two columns, followed by a column of space."""
+SPACE = '<TD WIDTH="10"></TD>'
 
 
-def _line(arrow: str, colour: str) -> str:
-    return f'<TD><FONT COLOR="{colour}">{arrow}</FONT></TD>'
+def _swatch(border: str, fill: str, words: str) -> str:
+    box = (
+        f'<TABLE BORDER="1" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0" COLOR="{border}" '
+        f'BGCOLOR="{fill}" FIXEDSIZE="TRUE" WIDTH="14" HEIGHT="9"><TR><TD></TD></TR></TABLE>'
+    )
+    return f"<TD>{box}</TD>{_key(words)}"
+
+
+def _line(arrow: str, colour: str, words: str) -> str:
+    return f'<TD><FONT POINT-SIZE="9" COLOR="{colour}">{arrow}</FONT></TD>{_key(words)}'
 
 
 def _key(words: str) -> str:
-    return f'<TD ALIGN="LEFT"><FONT POINT-SIZE="10" COLOR="{FAINT}">{words}</FONT></TD>'
+    return f'<TD ALIGN="LEFT"><FONT POINT-SIZE="9" COLOR="{FAINT}">{words}</FONT></TD>'

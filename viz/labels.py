@@ -1,4 +1,4 @@
-"""Choose the texts, roles, colours and rows of a picture, for all picture formats.
+"""Choose the texts, roles, colours and places of a picture, for all picture formats.
 
 A picture shows only settings that differ from their defaults. For a channel, these are the item type and the
 capacity. For a stage, these are its number of items, retries, order and hosts.
@@ -21,6 +21,8 @@ from flowchan.declare.callables import bare, is_async
 from flowchan.declare.placements import Placement
 from flowchan.declare.values import DEFAULT_CAPACITY, Edge, Stage
 from flowchan.errors import Where
+from flowchan.viz.text_widths import width_of
+from flowchan.viz.wrapping import columns_that_fit, wrapped
 
 if TYPE_CHECKING:
     from flowchan.declare.blueprint import Blueprint
@@ -43,8 +45,8 @@ def encodable(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-PER_ROW = 6
-"""Number of stages in a row that fit the width of a page."""
+ARROW = 55.0
+"""Width in points of an arrow between two stages and of the space around their texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Picture:
         stages: Stages that are drawn.
         roles: Role of each stage.
         arrows: Triples (writer, reader, edge); the reader is ``None`` if the channel leaves the graph.
-        rows: Row of each stage, counted from the top.
+        places: Row and column of each stage, counted from the top left.
         captions: Labels that the graph sets for stages; they replace the operator and the source line.
     """
 
@@ -66,8 +68,13 @@ class Picture:
     stages: tuple[Stage, ...]
     roles: tuple[Role, ...]
     arrows: tuple[tuple[int, int | None, Edge], ...]
-    rows: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
     captions: Mapping[str, str]
+
+    @property
+    def wraps(self) -> bool:
+        """Return whether the picture has several rows."""
+        return any(row for row, _ in self.places)
 
     @property
     def grounds(self) -> set[Ground]:
@@ -92,7 +99,7 @@ def picture(blueprint: Blueprint) -> Picture:
     error_readers = {reader for _, reader, edge in arrows if edge.errors and reader is not None}
     roles = tuple(_role(index, stage, error_readers) for index, stage in enumerate(stages))
     captions = {name: text for name, text in drawn.items() if text}
-    return Picture(blueprint.name, stages, roles, arrows, _rows(stages, arrows), captions)
+    return Picture(blueprint.name, stages, roles, arrows, _places(stages, arrows, captions), captions)
 
 
 def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
@@ -101,16 +108,28 @@ def _role(index: int, stage: Stage, error_readers: set[int]) -> Role:
     return stage.operator.role
 
 
-def _rows(stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]]) -> tuple[int, ...]:
-    """Return the row of each stage. A long graph is broken into rows of equal length."""
-    depth = [0] * len(stages)
-    for writer, reader, edge in sorted(arrows, key=lambda arrow: arrow[0]):
-        if reader is not None and reader > writer and not edge.feedback:
-            depth[reader] = max(depth[reader], depth[writer] + 1)
-    length = max(depth, default=0) + 1
-    rows = -(-length // PER_ROW)
-    each = -(-length // rows)
-    return tuple(place // each for place in depth)
+def _places(
+    stages: Sequence[Stage], arrows: Sequence[tuple[int, int | None, Edge]], captions: Mapping[str, str]
+) -> tuple[tuple[int, int], ...]:
+    joined = [(writer, reader) for writer, reader, edge in arrows if reader is not None and not edge.feedback]
+    widest = max((_width(stage, captions) for stage in stages), default=1.0)
+    return wrapped(len(stages), joined, columns_that_fit(widest + ARROW))
+
+
+def _width(stage: Stage, captions: Mapping[str, str]) -> float:
+    """Return the width of a stage's text in points."""
+    details = detail_text(stage, captions).splitlines()
+    return max(
+        text_width(f"{stage.name} {workers_text(stage)}", 12.0, bold=True),
+        text_width(option_text(stage), 10.0),
+        *(text_width(line, 9.0) for line in details),
+    )
+
+
+def text_width(text: str, size: float, *, bold: bool = False) -> float:
+    """Return the width of a text in points; it is an estimate if the text has unusual characters."""
+    width = width_of(text, size, bold=bold)
+    return 0.6 * size * len(text) if width is None else width
 
 
 def hosts_text(placement: Placement) -> str:
@@ -138,7 +157,12 @@ def end_role(stage: Stage) -> Role:
 
 
 def workers_text(stage: Stage) -> str:
-    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker."""
+    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker.
+
+    If the run chooses the number, the text is ``auto``, with its limit if the user has set one.
+    """
+    if stage.auto is not None:
+        return "auto" if stage.auto.most is None else f"auto \N{LESS-THAN OR EQUAL TO} {stage.auto.most}"
     return f"\N{MULTIPLICATION SIGN}{stage.workers}" if stage.workers > 1 else ""
 
 
@@ -176,7 +200,7 @@ def _options(stage: Stage) -> Iterator[str]:
         yield stage.operator.describe(stage.options)
     if stage.function is not None and is_async(stage.function):
         yield "async"
-    if stage.workers > 1 and stage.operator.ordered and not stage.ordered:
+    if stage.may_have_several_workers and stage.operator.ordered and not stage.ordered:
         yield "unordered"
     if stage.retries:
         yield "1 retry" if stage.retries == 1 else f"{stage.retries} retries"

@@ -39,7 +39,9 @@ ENDS = "fill:#fff5c2"
 
 
 def to_mermaid(blueprint: Blueprint) -> str:
-    """Return the graph as a Mermaid flowchart from left to right, without starting any stage or source.
+    """Return the graph as a Mermaid flowchart, without starting any stage or source.
+
+    A graph that fits one row runs from left to right, and a longer one from top to bottom.
 
     Args:
         blueprint: Graph to convert.
@@ -56,7 +58,9 @@ def to_mermaid(blueprint: Blueprint) -> str:
         True
     """
     picture = labels.picture(blueprint)
-    lines = ["---", f"title: {json.dumps(picture.name)}", "---", "flowchart LR"]
+    # Mermaid cannot wrap, and a page has room for a long graph only below.
+    direction = "TB" if picture.wraps else "LR"
+    lines = ["---", f"title: {json.dumps(picture.name)}", "---", f"flowchart {direction}"]
     classes = {}
     for number, stage in enumerate(picture.stages):
         role, ground = picture.roles[number], labels.ground(stage.placement)

@@ -17,6 +17,7 @@
 #include "process.hpp"
 #include "raising.hpp"
 #include "sizes.hpp"
+#include "stack_dumps.hpp"
 #include "system.hpp"
 
 namespace nb = nanobind;
@@ -499,4 +500,7 @@ NB_MODULE(_core, m) {
     m.def("_select", select_one, "gets"_a, "puts"_a, "timeout"_a.none(), "ready"_a = nb::list());
     m.def("_die_with", die_with, "pid"_a);
     m.def("_die_of", die_of, "number"_a);
+    m.def("_claim_signal", claim_signal, "number"_a);
+    m.def("_frame_dumps", frame_dumps, "number"_a, "fd"_a);
+    m.def("_dump_before_death", dump_before_death, "number"_a);
 }

@@ -26,7 +26,7 @@ def pickle_problems(stage: Stage) -> Iterator[Problem]:
     if not stage.placement.own_process:
         return
     for name, part in _parts(stage):
-        with for_several_processes(stage.worker_count > 1):
+        with for_several_processes(stage.may_have_several_workers):
             error = refusal(part)
             found = None if error is None else smallest(part, error)
         if found is not None:

@@ -19,6 +19,7 @@
 | spent | a source has an iterator that is at its end, or that an earlier run has read |
 | capacity | a capacity is not an int of at least 1 |
 | memory | the channels between processes need more memory than is free |
+| workers | a stage whose number of workers cannot change has ``workers="auto"`` |
 | system | the system refuses a resource that channels between processes need |
 | limit | a channel has more workers than ports, or a ``select`` has too many operations |
 """
@@ -41,6 +42,7 @@ from flowchan.check.pickling import pickle_problems
 from flowchan.check.types import port_problems, type_problems
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.callables import is_async
+from flowchan.declare.fixed_workers import auto_refusal, fixed_workers
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Edge, Origin, Stage
 from flowchan.errors import GraphError, Problem
@@ -247,7 +249,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = [edge for edge in graph.edges if edge.transport.copies and _is_capacity(edge.capacity)]
     if not shared:
         return
-    needed, free = sum(map(_bytes_of, shared)), _free_memory()
+    needed, free = sum(map(_bytes_of, shared)), free_memory()
     if needed > free:
         largest = max(shared, key=_bytes_of)
         index = next(index for index, stage in enumerate(stages) if stage.name == largest.writer)
@@ -259,7 +261,7 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
         yield index, Problem("memory", largest.writer, largest.where, message)
 
 
-def _free_memory() -> float:
+def free_memory() -> float:
     """Return the free memory in bytes, or infinity if the kernel does not report it."""
     try:
         lines = MEMINFO.read_text().splitlines()
@@ -280,9 +282,13 @@ def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
             yield index, Problem("system", shared.writer, shared.where, str(error.strerror))
 
 
+def _most_workers(stage: Stage) -> int:
+    return stage.worker_count if stage.auto is None else stage.auto.most or 1
+
+
 def _limits(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    writing = {stage.name: stage.worker_count for stage in stages}
-    reading = {stage.name: 1 if stage.operator.worker_per_input else stage.workers for stage in stages}
+    writing = {stage.name: _most_workers(stage) for stage in stages}
+    reading = {stage.name: 1 if stage.operator.worker_per_input else _most_workers(stage) for stage in stages}
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         readers = 1 if edge.to_worker else reading.get(edge.reader or "", 0)
@@ -417,6 +423,13 @@ def _is_capacity(value: object) -> bool:
     return is_whole(value) and value >= 1
 
 
+def _autos(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
+    """Check stages whose readers were declared after the stage, and need a fixed number of its workers."""
+    for index, stage in enumerate(stages):
+        if stage.auto is not None and (why := fixed_workers(stage)):
+            yield index, Problem("workers", stage.name, stage.where, auto_refusal(stage, why))
+
+
 _RULES = (
     _empty,
     duplicates,
@@ -435,4 +448,5 @@ _RULES = (
     _broadcasts,
     _gangs,
     _addressed,
+    _autos,
 )

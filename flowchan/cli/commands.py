@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import click
 
 if TYPE_CHECKING:
+    from flowchan.cli.json_lines import JsonLines
     from flowchan.declare.blueprint import Blueprint
     from flowchan.errors import Problem, RunError
     from flowchan.viz.live.terminal import LiveView
@@ -50,6 +51,22 @@ def main() -> None:
     # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class _Port(click.ParamType):
+    """Port for metrics, such as 9464 or 0.0.0.0:9464."""
+
+    name = "port"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        from flowchan.viz.insight.metrics_port import host_and_port
+
+        port = int(value) if value.isascii() and value.isdigit() else value
+        try:
+            host_and_port(port)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return port
 
 
 class _Targeted(click.Command):
@@ -91,6 +108,9 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
     except BrokenPipeError:
         return _output_lost()
     except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # of --metrics
+            click.echo(f"flowchan: {error.strerror}", err=True)
+            return WRONG
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
             raise
         click.echo(f"flowchan: can't write to standard output: {error.strerror}", err=True)
@@ -148,6 +168,19 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
     type=click.Path(dir_okay=False),
     help="File that records finished items; a later run with this file skips them.",
 )
+@click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
+@click.option(
+    "--metrics",
+    type=_Port(),
+    metavar="PORT|HOST:PORT",
+    help="Port on which the run serves its metrics to Prometheus.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the events of the run as lines of JSON instead of a report.",
+)
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, writable=True),
@@ -155,26 +188,25 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
     help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
 )
 def run(
-    file: str,
-    args: tuple[str, ...],
-    debug: bool,
-    seed: int | None,
-    hosts: str | None,
-    resume: str | None,
-    trace: str | None,
+    file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any
 ) -> int:
     r"""Run the graph in FILE and print a report.
 
     Press Ctrl-C to stop the sources and finish the items in flight; press it again to end the run at once.
     Press Ctrl-\ (SIGQUIT) to see which channel each stage is waiting for.
     """
+    from flowchan.cli.json_lines import JsonLines
     from flowchan.cli.loading import LoadError, load
     from flowchan.cli.result_lines import result_lines
     from flowchan.errors import RunError
     from flowchan.run.observe.report import render
     from flowchan.viz.live.terminal import LiveView
 
-    with _Interrupts() as interrupts, _logging():
+    with (
+        _Interrupts() as interrupts,
+        _logging(),
+        JsonLines() if as_json else contextlib.nullcontext() as lines,
+    ):
         graph: Any = load(file, args)
         inputs = [stage.name for stage in graph.stages if stage.operator.outside]
         if inputs:
@@ -189,16 +221,22 @@ def run(
         results: Any = {}
         try:
             with (
-                LiveView() as view,
-                graph.start(seed=seed, resume=resume, trace=trace) as running,
-                running.subscribe(stats=view.show, every=REFRESH),
+                LiveView() if lines is None else contextlib.nullcontext(lines) as view,
+                graph.start(**options) as running,
+                running.subscribe(stats=view.show, every=REFRESH) if lines is None else lines.follow(running),
             ):
-                results = _follow(running, view, interrupts)
+                for name in ("page", "metrics"):
+                    if address := getattr(running, name):
+                        view.print_line(f"{name}: {address}")
+                results = _follow(running, view, interrupts, lines)
         except RunError as error:
             failure = error
-        click.echo(render(running.stats(), _width()))
-        for line in result_lines(results):
-            click.echo(line)
+        if lines is not None:
+            lines.end(running.stats(), results, failure)
+        else:
+            click.echo(render(running.stats(), _width()))
+            for line in result_lines(results):
+                click.echo(line)
     if failure is not None:
         _print_failures(failure, debug)
     if interrupts.count:
@@ -262,28 +300,70 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
     help="File to write the picture to. [default: <FILE>.svg]",
 )
 @click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
-def viz(file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool) -> int:
-    """Draw the graph in FILE without running it. The suffix of the output file selects the format."""
+@click.option(
+    "--timeline", "from_trace", is_flag=True, help="Draw the timeline of the run whose trace is FILE (.svg)."
+)
+def viz(
+    file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool, from_trace: bool
+) -> int:
+    """Draw the graph in FILE without running it. The suffix of the output file selects the format.
+
+    If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
+    """
     from flowchan.cli.loading import load, picture_name
     from flowchan.viz import FORMATS, draw
 
-    path = Path(output or picture_name(file))
-    if path.suffix[1:].lower() not in FORMATS:
+    path, formats = Path(output or picture_name(file)), ("svg",) if from_trace else FORMATS
+    if path.suffix[1:].lower() not in formats:
         raise click.BadParameter(
-            f"{str(path)!r}: the file name must end in one of .{', .'.join(FORMATS)}", param_hint="-o"
+            f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
-    graph = load(file, args)
+    if from_trace:
+        write: Callable[[], object] = functools.partial(path.write_text, _timeline(file), encoding="utf-8")
+        summary = str(path)
+    else:
+        graph = load(file, args)
+        write, summary = functools.partial(draw, graph, path), f"{path}: {_counts(graph)}"
     try:
-        draw(graph, path)
+        write()
     except OSError as error:
         click.echo(f"flowchan: can't write {path}: {error.strerror or error}", err=True)
         if debug:
             traceback.print_exception(error)
         return WRONG
-    click.echo(f"{path}: {_counts(graph)}")
+    click.echo(summary)
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
+
+
+def _timeline(file: str) -> str:
+    """Return the timeline of the run whose trace is in a file, as SVG."""
+    from flowchan.cli.loading import LoadError
+    from flowchan.viz import timeline
+
+    try:
+        return timeline(file)
+    except OSError as error:
+        raise LoadError(f"can't read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+
+
+@main.command()
+@click.argument("run", required=False, metavar="[PID]")
+def top(run: str | None) -> None:
+    """Show the live view of a run that another program of yours has started on this machine.
+
+    PID is the process id of the program. If it has several runs, they are listed; write PID-NUMBER to choose
+    one. Without PID, the command shows the only run of your programs, or lists all of them.
+
+    The view ends with the run. Press Ctrl-C to end only the view.
+    """
+    from flowchan.cli.top import top
+
+    with _Interrupts():
+        raise SystemExit(_exit_code(lambda: top(run, _width()), debug=False))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -417,10 +497,14 @@ class _Interrupts:
             raise Termination if number == signal.SIGTERM else KeyboardInterrupt
 
 
-def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
+def _follow(
+    running: Any, view: LiveView | JsonLines, interrupts: _Interrupts, lines: JsonLines | None
+) -> Any:
     """Wait until the run ends, pass interrupts on to the run, and return its results."""
     handled = 0
     while True:
+        if lines is not None:
+            lines.write()
         if interrupts.count > handled:
             handled = interrupts.count
             _interrupt(running, view, handled, interrupts.first)
@@ -431,7 +515,7 @@ def _follow(running: Any, view: LiveView, interrupts: _Interrupts) -> Any:
             return running.wait(timeout=REFRESH)
 
 
-def _interrupt(running: Any, view: LiveView, times: int, number: int) -> None:
+def _interrupt(running: Any, view: LiveView | JsonLines, times: int, number: int) -> None:
     if times == 1:
         key = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
         view.print_line(f"stopping: finishing the items in flight; press {key} again to discard them")

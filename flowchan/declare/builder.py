@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from flowchan.declare.auto_workers import workers_argument
 from flowchan.declare.callables import name_of
+from flowchan.declare.fixed_workers import auto_refusal, fixed_workers
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.options import StageSettings
 from flowchan.declare.placements import Placement
@@ -121,6 +123,7 @@ class Builder:
         """
         given = StageSettings(**settings)
         placement = given.checked(kind, function)
+        workers, auto = workers_argument(kind, given.workers)
         name = self._free_name(name_from(function, kind)) if given.name is None else given.name
         single = len(outputs) == 1
         stage = Stage(
@@ -141,7 +144,7 @@ class Builder:
             ),
             errors=Output(f"{name}.errors", "errors") if given.errors else None,
             placement=placement,
-            workers=given.workers,
+            workers=workers,
             ordered=given.ordered,
             retries=given.retries,
             retry_delay=pause(kind, "retry_delay", given.retry_delay),
@@ -155,7 +158,10 @@ class Builder:
             gpus=given.gpus,
             gang=given.gang,
             may_get_requests=any(map(self._may_carry_requests, inputs)),
+            auto=auto,
         )
+        if auto is not None and (why := fixed_workers(stage)):
+            raise ValueError(f"{kind}: {auto_refusal(stage, why)}")
         self._add(stage)
         return stage
 

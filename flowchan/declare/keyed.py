@@ -54,6 +54,11 @@ def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -
         raise TypeError(f"{kind}: key must be a function that is not async, got {shown(key)}")
     settings = StageSettings(**rest)
     placement = settings.checked(kind, function)
+    if not isinstance(settings.workers, int):
+        raise ValueError(
+            f"{kind}: key requires a fixed number of workers, because each key belongs to one worker, got "
+            f"workers={settings.workers!r}; set a number of workers"
+        )
     if placement.is_remote:
         raise ValueError(
             f"{kind}: key requires on='thread' or on='process', because hosts do not number items alike; "

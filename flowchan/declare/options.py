@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
+from flowchan.declare.auto_workers import WorkersOption, workers_argument
 from flowchan.declare.callables import is_async, is_callable_class
 from flowchan.declare.placements import Placement, PlacementOption, placement_argument
 from flowchan.declare.values import DEFAULT_CAPACITY, DEFAULT_MAX_DEATHS, DEFAULT_RESTARTS, Gang
@@ -39,8 +40,8 @@ class WorkOptions(NameOption, total=False):
     on: PlacementOption
     """Placement of the workers: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``.
     ``"hosts"`` means the hosts of ``flowchan run --hosts``."""
-    workers: int
-    """Number of workers (default: 1)."""
+    workers: WorkersOption
+    """Number of workers (default: 1). With ``"auto"`` or ``auto(most=8)``, the run chooses the number."""
     retries: int
     """Number of times that an item is retried if the function raises (default: 0)."""
     retry_delay: float | None
@@ -145,7 +146,7 @@ class StageSettings:
     capacity: int = DEFAULT_CAPACITY
     errors: bool = False
     on: PlacementOption = "thread"
-    workers: int = 1
+    workers: WorkersOption = 1
     ordered: bool = True
     retries: int = 0
     retry_delay: float | None = None
@@ -162,7 +163,7 @@ class StageSettings:
     def checked(self, kind: str, function: Callable[..., Any] | None) -> Placement:
         """Check the settings that all operators share. Return the placement."""
         whole(kind, "capacity", self.capacity, 1)
-        whole(kind, "workers", self.workers, 1)
+        workers_argument(kind, self.workers)
         whole(kind, "retries", self.retries, 0)
         whole(kind, "restarts", self.restarts, 0)
         whole(kind, "max_deaths", self.max_deaths, 1)

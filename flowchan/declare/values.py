@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flowchan.channel.transports import Transport
+from flowchan.declare.auto_workers import AutoWorkers
 from flowchan.declare.operators import Operator
 from flowchan.declare.placements import THREAD, Placement
 from flowchan.errors import Where
@@ -126,6 +127,7 @@ class Stage:
     errors: Output | None = None
     placement: Placement = THREAD
     workers: int = 1
+    """Number of workers at the start of a run."""
     ordered: bool = True
     retries: int = 0
     retry_delay: float | None = None
@@ -148,6 +150,8 @@ class Stage:
     """Input ports whose writers choose the worker for each item."""
     may_get_requests: bool = False
     """Whether items sent with ``ask()`` may reach this stage, because an input leads to it."""
+    auto: AutoWorkers | None = None
+    """Limit of a stage whose number of workers the run chooses."""
 
     @property
     def kind(self) -> str:
@@ -168,6 +172,11 @@ class Stage:
     def worker_count(self) -> int:
         """Return the number of workers."""
         return len(self.inputs) if self.operator.worker_per_input else self.workers
+
+    @property
+    def may_have_several_workers(self) -> bool:
+        """Return whether the stage has several workers, or may get them during the run."""
+        return self.worker_count > 1 if self.auto is None else self.auto.most != 1
 
     @property
     def output_per_worker(self) -> bool:

@@ -32,6 +32,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.agent_messages import (
+    AskStacks,
     AskWaits,
     ClockReading,
     Close,
@@ -46,10 +47,12 @@ from flowchan.hosts.agent_messages import (
     Start,
     Waiting,
     WorkerWaits,
+    WrittenStack,
     refusal,
     too_large,
 )
 from flowchan.hosts.code import lacking
+from flowchan.run.crew.process_stacks import stacks_of_processes
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy.actions import Terminate
@@ -175,6 +178,9 @@ class Agent:
         elif isinstance(command, AskWaits):
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
+        elif isinstance(command, AskStacks):
+            # on a thread, because a process may take seconds to answer
+            threading.Thread(target=self._send_stacks, args=(command,), daemon=True).start()
         elif isinstance(command, Close) and command.worker in self._workers:
             for port in self._workers[command.worker].ports.everything():
                 port.close()
@@ -240,6 +246,13 @@ class Agent:
             if waiting:
                 (reading if key.startswith("in ") else writing)[channel._name] = waiting
         return WorkerWaits(reading, writing, tuple(counts), moves)
+
+    def _send_stacks(self, command: AskStacks) -> None:
+        known = self._processes.known
+        stacks = stacks_of_processes({id: one for id, one in list(known.items()) if id in command.workers})
+        with contextlib.suppress(Closed, Broken):
+            for id in command.workers:
+                self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
         """Drop a worker's rings. If its process is still running, the process ends with the agent."""

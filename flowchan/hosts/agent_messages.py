@@ -117,6 +117,14 @@ class AskWaits:
 
 
 @dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Send the Python stacks of these workers, one ``WrittenStack`` for each."""
+
+    number: int
+    workers: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """The run is over: end all remaining workers and the agent."""
 
@@ -132,6 +140,7 @@ Command = (
     | Echo
     | ClockReading
     | AskWaits
+    | AskStacks
     | Leave
 )
 
@@ -177,7 +186,16 @@ class Waiting:
     workers: Mapping[WorkerId, WorkerWaits]
 
 
-AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | Logged
+@dataclass(frozen=True, slots=True)
+class WrittenStack:
+    """Part of the answer to ``AskStacks``. ``text`` is empty if the worker has no running process."""
+
+    number: int
+    worker: WorkerId
+    text: str
+
+
+AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | WrittenStack | Logged
 REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
 """Types of the reports; items of a run that can be resumed are left out, because hosts cannot run it."""
 

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flowchan.channel.channel import most_bytes
@@ -39,6 +39,7 @@ from flowchan.hosts.agent_messages import (
     Release,
     Start,
     Waiting,
+    WrittenStack,
     refusal,
 )
 from flowchan.hosts.agent_questions import AgentQuestions
@@ -46,6 +47,7 @@ from flowchan.hosts.agent_starts import AgentStarts
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.providers.provider import Provider
+from flowchan.hosts.stack_requests import StackRequests
 from flowchan.hosts.worker_ports import HostWorkers, WorkerPorts, host_for, together
 from flowchan.items.text import shown
 from flowchan.run.crew.death_log import DeathLog
@@ -109,6 +111,7 @@ class HostsPart:
         self._gangs = HostGangs()
         self._closing = False
         self._questions = AgentQuestions()
+        self._stack_requests = StackRequests()
         self._dying: list[AgentHandle] = []  # agents that are being closed
 
     # --- starting ---
@@ -225,6 +228,8 @@ class HostsPart:
                 self._report(message.shifted(-agent.clock.ahead))
             case Waiting():
                 agent.waiting = message
+            case WrittenStack():
+                self._stack_requests.receive(message)
             case logs.Logged():
                 logs.log_locally(message)
             case Ended() | PeerEnded() | Lacking():
@@ -490,6 +495,12 @@ class HostsPart:
         with self._lock:
             streams = {id: self._streams.get(id) for id in sorted(alive & self._workers.keys(), key=str)}
         return together(agents, streams)
+
+    def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
+        """See :class:`CrewPart`."""
+        with self._lock:
+            agents = {id: self._streams[id].agent for id in ids if id in self._streams}
+        return self._stack_requests.ask(agents)
 
     def _agents(self) -> list[AgentHandle]:
         with self._lock:

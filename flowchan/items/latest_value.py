@@ -13,6 +13,7 @@ to the program; a reader that is killed at any point leaves nothing behind.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import mmap
 import os
@@ -26,6 +27,7 @@ from typing import Any
 from flowchan import _core
 from flowchan.errors import Broken
 from flowchan.items.codec import pack_away, unpack
+from flowchan.items.program_file import ProgramFile
 from flowchan.items.text import shown
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -55,14 +57,13 @@ class LatestValue:
 
     def __init__(self, first: Versioned) -> None:
         parts = parts_of(first.value)
-        word_fd = os.memfd_create("flowchan version")
+        self._word_file = ProgramFile("flowchan version")
+        os.ftruncate(self._word_file.fd, _SIZE.size)
+        self._word = _mapped_word(self._word_file.fd)
         self._file = os.memfd_create("flowchan value")
-        self._close = weakref.finalize(self, _close, (word_fd, self._file))
-        os.ftruncate(word_fd, _SIZE.size)
-        self._word = _mapped_word(word_fd)
-        self._paths = (_path(word_fd), _path(self._file))
-        self._inode = os.fstat(word_fd).st_ino
+        self._close = weakref.finalize(self, os.close, self._file)
         self.pid = os.getpid()
+        self._path = f"/proc/{self.pid}/fd/{self._file}"
         _live.add(self)
         self._publish(first.version, parts)
 
@@ -90,10 +91,10 @@ class LatestValue:
 
     def opened(self) -> LatestValueReader:
         """Return a reader for this process, which is a forked child of the program."""
-        return LatestValueReader(*self._paths, self._inode)
+        return LatestValueReader(copy.copy(self._word_file), self._path)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LatestValueReader, (*self._paths, self._inode)
+        return LatestValueReader, (self._word_file, self._path)
 
 
 _live: weakref.WeakSet[LatestValue] = weakref.WeakSet()
@@ -110,13 +111,12 @@ class LatestValueReader:
     """Reader of the latest version, in another process.
 
     Args:
-        word_path: Path of the file with the version number.
+        word_file: File with the version number.
         file_path: Path of the file with the value.
-        inode: Inode of the file with the version number.
     """
 
-    def __init__(self, word_path: str, file_path: str, inode: int) -> None:
-        self._word_path, self._file_path, self._inode = word_path, file_path, inode
+    def __init__(self, word_file: ProgramFile, file_path: str) -> None:
+        self._word_file, self._file_path = word_file, file_path
         self._lock = threading.Lock()
         self._word: Any = (-1,)  # until the first read, which opens the files
         self._last: Versioned | None = None
@@ -128,7 +128,8 @@ class LatestValueReader:
     def latest(self) -> Versioned:
         """Return the version in force.
 
-        Raises ``Broken`` if the program has ended, and any error that unpickling the value raises.
+        Raises ``Broken`` if the program has ended or has released the value, and any error that unpickling
+        the value raises.
         """
         last = self._last
         return last if last is not None and last.version == self._word[0] else self._read()
@@ -137,24 +138,15 @@ class LatestValueReader:
         with self._lock:
             try:
                 if self._last is None:
-                    self._word = self._opened_word()
+                    self._word = _mapped_word(self._word_file.fd)
                 fd = os.open(self._file_path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError as error:
-                raise Broken("the program of this value has ended") from error
+            except (Broken, FileNotFoundError) as error:
+                raise Broken("the program of this value has ended or has released it") from error
             try:
                 self._last = _read(fd)
             finally:
                 os.close(fd)
             return self._last
-
-    def _opened_word(self) -> Any:
-        fd = os.open(self._word_path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_ino != self._inode:  # the program has reused the descriptor for another file
-                raise Broken("the value has been dropped")
-            return _mapped_word(fd)
-        finally:
-            os.close(fd)
 
 
 def parts_of(value: Any) -> list[memoryview]:
@@ -167,15 +159,6 @@ def parts_of(value: Any) -> list[memoryview]:
     if any(isinstance(part, _core.Channel) for part in parts):
         raise TypeError(f"value must not contain channels, got {shown(value)}; pass channels as items")
     return [memoryview(part).cast("B") for part in parts]
-
-
-def _path(fd: int) -> str:
-    return f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def _close(descriptors: tuple[int, ...]) -> None:
-    for fd in descriptors:
-        os.close(fd)
 
 
 def _mapped_word(fd: int) -> memoryview:

@@ -2,7 +2,9 @@
 
 from flowchan.items.failed import Failed
 from flowchan.run.graph import Graph
+from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.health import Health
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import (
     Cause,
     EdgeStats,
@@ -23,9 +25,11 @@ __all__ = [
     "Graph",
     "Health",
     "HostStats",
+    "Prediction",
     "Results",
     "Run",
     "RunStats",
+    "ScalingDecision",
     "StageStats",
     "WorkSeconds",
     "WorkerPool",

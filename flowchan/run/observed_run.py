@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import pkgutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, overload
 
 from flowchan.channel.addressed import ports_of_end
+from flowchan.declare.stream import Stream
 from flowchan.errors import Closed
 from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.interruption import Interruption
-from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
+from flowchan.run.observe.what_if import Prediction
+from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import Event, WorkerId
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import RunState, RunStats
 from flowchan.run.readiness import health, wait_until_ready
 from flowchan.run.results import Results
+from flowchan.run.stacks import stacks
 from flowchan.run.supervisor import Supervisor
+from flowchan.run.what_if_question import answer
 from flowchan.run.worker.item_recorder import follow_at_program
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
@@ -33,6 +42,8 @@ class ObservedRun(ABC):
 
     _supervisor: Supervisor
     _interruption: Interruption
+    _page: Any = None
+    _metrics: Any = None
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> Results: ...
@@ -76,6 +87,7 @@ class ObservedRun(ABC):
         stats: Callable[[RunStats], object] | None = None,
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
+        window: float | None = RECENT_S,
     ) -> Subscription:
         """Call functions with the statistics and events of the run.
 
@@ -87,10 +99,17 @@ class ObservedRun(ABC):
                 seconds, and once after the run has ended.
             events: Function that is called with each event of the run. Events are workers that start, begin
                 work, end, fail or die, and retries, stops and aborts.
-            every: Seconds between calls of ``stats``.
+            every: Seconds between calls of ``stats`` (default: 1).
+            window: Number of most recent seconds to which the rates, the shares of time and the cause of the
+                bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
+                they always refer to the whole run.
 
         Returns:
             The subscription. Close it, or leave its ``with`` block, to stop the calls.
+
+        Raises:
+            TypeError: ``every`` or ``window`` is not a number.
+            ValueError: ``every`` or ``window`` is not positive.
 
         Example:
             >>> from flowchan import Graph
@@ -103,14 +122,27 @@ class ObservedRun(ABC):
             'done'
         """
         return self._supervisor.feed.subscribe(
-            stats=stats, events=events, every=finite_seconds("subscribe", "every", every)
+            stats=stats,
+            events=events,
+            every=finite_seconds("subscribe", "every", every),
+            window=seconds("subscribe", "window", window),
         )
 
-    def report(self) -> str:
+    @refuses_misspelt("report")
+    def report(self, *, window: float | None = RECENT_S) -> str:
         """Return a report of the run as text.
+
+        Args:
+            window: Number of most recent seconds to which the rates, the shares of time and the bottleneck
+                refer. The default is 5; ``None`` selects the whole run. After the run has ended, they always
+                refer to the whole run.
 
         Returns:
             The bottleneck, tables of the stages and channels, and the number of items of each stage.
+
+        Raises:
+            TypeError: ``window`` is not a number.
+            ValueError: ``window`` is not positive.
 
         Example:
             >>> from flowchan import Graph
@@ -121,7 +153,69 @@ class ObservedRun(ABC):
             >>> print(run.report())
             graph 'words': done after ...
         """
-        return render(self.stats())
+        recent = seconds("report", "window", window)
+        return render(self._supervisor.stats(None if self._supervisor.ended.is_set() else recent))
+
+    @overload
+    def what_if(self, *, window: float = 5.0) -> list[Prediction]: ...
+
+    @overload
+    def what_if(
+        self,
+        stage: Stream[Any] | str,
+        *,
+        workers: int | None = None,
+        faster: float | None = None,
+        window: float = 5.0,
+    ) -> Prediction: ...
+
+    @refuses_misspelt("what_if")
+    def what_if(
+        self,
+        stage: Stream[Any] | str | None = None,
+        *,
+        workers: int | None = None,
+        faster: float | None = None,
+        window: float = 5.0,
+    ) -> Prediction | list[Prediction]:
+        """Predict the rate of the run after a change to one stage. The run itself is not changed.
+
+        The prediction comes from the work times, CPU times and item counts in a window; see
+        ``flowchan.run.observe.throughput`` for the model. In a run that has ended, the window is at its end.
+
+        Args:
+            stage: Stage to change, given by its name or one of its streams. Without a stage, the call
+                compares two changes to every stage: one more worker, if the stage can have more workers,
+                and twice the speed.
+            workers: Number of workers to add, or to remove if it is negative (default: 0).
+            faster: Factor by which the stage processes its items faster (default: 1). A cache or a faster
+                library can have this effect.
+            window: Number of most recent seconds on which the prediction is based (default: 5).
+
+        Returns:
+            The prediction; without ``stage``, a list that starts with the largest predicted rate.
+
+        Raises:
+            KeyError: The graph has no such stage.
+            ValueError: The number of the stage's workers can't change, or the stage would have none.
+                ``stage`` is missing, or both ``workers`` and ``faster`` are.
+            RuntimeError: No item has passed the stage and left the graph in the window.
+
+        Example:
+            >>> import time
+            >>> from flowchan import Graph
+            >>> def fetch(number):
+            ...     time.sleep(0.002)
+            >>> graph = Graph()
+            >>> graph.source(range(100)).sink(fetch)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> found = run.what_if("fetch", workers=+1)
+            >>> found.change, found.limited_by, round(found.gain)
+            ('one more worker', 'fetch', 2)
+        """
+        length = finite_seconds("run.what_if", "window", window)
+        return answer(self._supervisor.plan.graph, self.stats(window=length), stage, workers, faster)
 
     def explain(self) -> str:
         """Explain what each stage is waiting for.
@@ -139,6 +233,42 @@ class ObservedRun(ABC):
             ...     text = run.explain()
         """
         return explain(self.stats())
+
+    @refuses_misspelt("stacks")
+    def stacks(self, stage: Stream[Any] | str | None = None) -> dict[str, str]:
+        """Return the current Python stacks of the running workers: the lines that they are executing.
+
+        This also works while C code holds the GIL. Worker processes write their stacks when they receive the
+        signal ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks,
+        provided that it is on the ``PATH``. The signal interrupts some system calls of C code, so do not call
+        this method continuously.
+
+        Args:
+            stage: A stage, given by its name or one of its streams (default: all stages).
+
+        Returns:
+            Text by worker, such as ``"decode 2"``, in the format of a traceback: the most recent call comes
+            last. A coroutine's text shows everything that it awaits. If a stack is unknown, the text is one
+            line with the reason. Workers that have ended are left out.
+
+        Raises:
+            KeyError: The graph has no such stage.
+
+        Example:
+            >>> from flowchan import Channel, Graph
+            >>> gate = Channel()
+            >>> graph = Graph()
+            >>> numbers = graph.input()
+            >>> numbers.sink(lambda number: gate.get(), name="wait")
+            >>> with graph.start() as run:
+            ...     run[numbers].put(1)
+            ...     while not run.stats().stages[1].in_hand:
+            ...         pass
+            ...     print(run.stacks("wait")["wait 1"])
+            ...     gate.put(None)
+              File ...
+        """
+        return stacks(self._supervisor, stage)
 
     @refuses_misspelt("ready")
     def ready(self, timeout: float | None = None) -> bool:
@@ -195,6 +325,113 @@ class ObservedRun(ABC):
             (False, False, {'show': 'ended'})
         """
         return health(self._supervisor)
+
+    def decisions(self) -> list[ScalingDecision]:
+        """Return the changes to the numbers of workers of stages with ``workers="auto"``, in order.
+
+        Each decision is also logged at the level INFO.
+
+        Returns:
+            The decisions so far.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).map(str, workers="auto").sink(len)
+            >>> run = graph.start()
+            >>> results = run.wait()
+            >>> run.decisions()  # the run was too short
+            []
+        """
+        return list(self._supervisor.decisions)
+
+    @property
+    def page(self) -> str | None:
+        """Return the address of the run's live page, or ``None`` if it was started without ``page=True``.
+
+        Only programs on this machine that know the address can open the page, and only until the run has
+        ended.
+
+        Returns:
+            The URL, which contains a random token.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     print(run.page)
+            http://127.0.0.1:...
+        """
+        return None if self._page is None else str(self._page.address)
+
+    @refuses_misspelt("save_page")
+    def save_page(self, path: str | os.PathLike[str]) -> None:
+        """Save the run's live page as one HTML file, which a browser shows without a server.
+
+        The file shows the current state of the run, or the final state after the run has ended.
+
+        Args:
+            path: Path of the file, for example ``"report.html"``. An existing file is replaced.
+
+        Raises:
+            RuntimeError: The run was started without ``page=True``.
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import os, tempfile
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(page=True) as run:
+            ...     pass
+            >>> path = os.path.join(tempfile.mkdtemp(), "report.html")
+            >>> run.save_page(path)
+            >>> os.path.exists(path)
+            True
+        """
+        if self._page is None:
+            raise RuntimeError("run.save_page: the run has no page; start it with page=True")
+        self._page.save(Path(path))
+
+    def _open_page(self) -> None:
+        """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
+        # looked up here, because the module imports this package
+        open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
+        try:
+            self._page = open_page(self._supervisor.plan.graph, self._supervisor)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise
+
+    @property
+    def metrics(self) -> str | None:
+        """Return the address of the run's metrics, or ``None`` if it was started without ``metrics=``.
+
+        Returns:
+            The URL that Prometheus reads until the run has ended.
+
+        Example:
+            >>> from flowchan import Graph
+            >>> graph = Graph()
+            >>> graph.source(range(3)).sink(str)
+            >>> with graph.start(metrics=0) as run:
+            ...     print(run.metrics)
+            http://127.0.0.1:.../metrics
+        """
+        return None if self._metrics is None else str(self._metrics.address)
+
+    def _serve_metrics(self, port: Any) -> None:
+        """Serve metrics on an open port until the run has ended. If that fails, end the run and raise."""
+        self._metrics = port
+        try:
+            port.serve(self._supervisor.stats)
+        except BaseException:
+            self._supervisor.ask(AbortRequested())
+            self._supervisor.wait()
+            raise
+        self._supervisor.feed.at_end(port.close)
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:

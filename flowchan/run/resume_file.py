@@ -154,8 +154,8 @@ def _begin(graph: Blueprint, file: int) -> None:
         raise _Refused("is not a resume file; resume from another path")
     elif found != header:
         raise _Refused(
-            "belongs to a graph with other stage names, operators or streams; restore that graph, or resume "
-            "from another path to begin with the first item"
+            "belongs to a graph with different stage names, operators or streams; restore that graph, or "
+            "pass another path to start from the first item"
         )
     _reserve(file, os.fstat(file).st_size)
 

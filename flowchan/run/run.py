@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from flowchan.channel.channel import Out
+from flowchan.declare.fixed_workers import fixed_workers
 from flowchan.declare.input_stream import Input
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Interrupted, RunError
@@ -452,7 +453,7 @@ class Run(ObservedRun):
             raise KeyError(f"{stage!r} is not a stage of graph {self._plan.graph.name!r}")
         whole("run.scale", "workers", workers, 1)
         found = self._plan.graph.stage_named(name)
-        why = self._plan.is_fixed(found)
+        why = fixed_workers(found)
         if not why and self._pooled and found.placement.own_process:
             why = f"a {found.kind} with the processes of a pool"
         if why:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
+import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -53,6 +54,8 @@ class Runnable(ABC):
         seed: int | None = None,
         memory: int | None = None,
         resume: str | os.PathLike[str] | None = None,
+        page: bool = False,
+        metrics: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Run:
         """Check the graph and start it.
@@ -64,6 +67,9 @@ class Runnable(ABC):
                 default is half of the memory of the machine or of the process's control group.
             resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
                 ``run.iter()`` are finished when the loop takes the next one.
+            page: Serve a live page of the run on this machine, at the address ``run.page`` (default: False).
+            metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves its metrics to Prometheus at
+                ``/metrics`` (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
             trace: Path of a trace to write; see :meth:`run`.
 
         Returns:
@@ -71,8 +77,9 @@ class Runnable(ABC):
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory for the channels is short, or the trace cannot be written.
-            ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
+            OSError: Memory for the channels is short, the page or the metrics cannot be served, or the trace
+                cannot be written.
+            ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
             >>> from flowchan import Graph
@@ -82,12 +89,13 @@ class Runnable(ABC):
             ...     list(run.iter(squares))
             [0, 1, 4]
         """
+        flag("start", "page", page)
         graph = self._blueprint()
         chosen = int.from_bytes(os.urandom(6)) if seed is None else whole("run", "seed", seed, 0)
         leave_if_unguarded(graph)
         raise_for(graph)
         with terminate_as_interrupt():
-            return self._start(graph, chosen, memory, resume, trace)
+            return self._start(graph, chosen, memory, resume, page, metrics, trace)
 
     def _start(
         self,
@@ -95,11 +103,17 @@ class Runnable(ABC):
         seed: int,
         memory: int | None,
         resume: str | os.PathLike[str] | None,
+        page: bool,
+        metrics: int | str | None,
         trace: str | os.PathLike[str] | None,
     ) -> Run:
         run, deferral = None, DeferralBlock()
         try:
-            with interrupts_deferred() as deferral, contextlib.ExitStack() as undo:
+            with (
+                interrupts_deferred() as deferral,
+                _metrics_port(metrics) as port,
+                contextlib.ExitStack() as undo,
+            ):
                 most = budget() if memory is None else whole("run", "memory", memory, 1)
                 recording = None if resume is None else ResumeFile(graph, resume)
                 if recording is not None:
@@ -108,10 +122,14 @@ class Runnable(ABC):
                 if traced is not None:
                     undo.callback(traced.close)
                 finished = None if recording is None else recording.finished
-                planned = plan(graph, seed, most, finished, samples_items=traced is not None)
+                planned = plan(graph, seed, most, finished, samples_items=page or traced is not None)
                 run = self._begin(planned, recording, traced)
                 undo.pop_all()
                 graph._started.update(stage.name for stage in graph.stages)
+                if page:
+                    run._open_page()
+                if port is not None:
+                    run._serve_metrics(port)
         except KeyboardInterrupt as interrupt:
             if run is not None:
                 run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
@@ -126,6 +144,8 @@ class Runnable(ABC):
         memory: int | None = None,
         progress: bool = False,
         resume: str | os.PathLike[str] | None = None,
+        page: bool = False,
+        metrics: int | str | None = None,
         trace: str | os.PathLike[str] | None = None,
     ) -> Results:
         """Run the graph until it has ended, and return its results.
@@ -143,6 +163,9 @@ class Runnable(ABC):
                 items. It processes all others, so sinks may process some items twice. The results contain
                 only the items that this run has processed. The sources must yield the same items in the same
                 order in each run; new items may follow.
+            page: Serve a live page of the run on this machine, and print its address to standard error
+                (default: False).
+            metrics: Port on which the run serves its metrics; see :meth:`start`.
             trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run replaces
                 this file with a trace, which https://ui.perfetto.dev opens. The trace shows what each worker
                 does, the items in the channels, and a few sampled items on their way through the graph.
@@ -173,6 +196,7 @@ class Runnable(ABC):
             []
         """
         flag("run", "progress", progress)
+        flag("run", "page", page)
         graph = self._blueprint()
         leave_if_unguarded(graph)  # before the progress is displayed
         with (
@@ -183,13 +207,25 @@ class Runnable(ABC):
             run, deferral = None, DeferralBlock()
             try:
                 with interrupts_deferred() as deferral:
-                    run = self.start(seed=seed, memory=memory, resume=resume, trace=trace)
+                    run = self.start(
+                        seed=seed, memory=memory, resume=resume, page=page, metrics=metrics, trace=trace
+                    )
                     for out in run._ports.inputs.values():
                         out.close()  # the caller does not get the handle, so no items can be put
                     if view is not None:
                         subscription.enter_context(run.subscribe(stats=view.show, every=SHOWN_EVERY_S))
+                if page:
+                    print(f"page: {run.page}", file=sys.stderr)
                 return run.wait()
             except KeyboardInterrupt as interrupt:
                 if run is not None and not isinstance(interrupt, Interrupted):
                     run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
                 raise
+
+
+def _metrics_port(metrics: int | str | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the open port for metrics, or ``None``. It is closed if the block raises."""
+    if metrics is None:
+        return contextlib.nullcontext()
+    # looked up here, because the module imports this package
+    return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)  # type: ignore[no-any-return]

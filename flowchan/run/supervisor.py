@@ -62,8 +62,9 @@ unless noted.
 - R13 Elastic stages. ``run.scale()`` adds and removes workers of a stage on threads or processes while the
   graph runs, if the stage processes one item at a time. The order of items is kept, and each item has its
   outputs once, even if workers are killed in the meantime. A removed worker finishes its item. A new worker
-  that can't be started does not affect the others. (test_elastic_stages.py,
-  tests/deaths/test_scaling_deaths.py)
+  that can't be started does not affect the others. The run itself adds and removes workers of stages with
+  ``workers="auto"``. (test_elastic_stages.py, tests/deaths/test_scaling_deaths.py, test_auto_workers.py,
+  test_autoscale_decisions.py, tests/deaths/test_auto_scaling_deaths.py)
 - R14 Resume. A run with ``resume=path`` skips the source items whose descendants have all left the graph in
   earlier runs with this path. This also holds if the program was killed at any point. The run processes all
   other items, so a sink may process an item again that was under way. A graph that cannot be resumed is
@@ -86,12 +87,15 @@ from typing import Any
 from flowchan.channel.channel import Channel
 from flowchan.channel.latch import Latch
 from flowchan.errors import Closed, Empty, Full, StageError
+from flowchan.run.auto_scaler import AutoScaler
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.item_paths import ItemPaths
 from flowchan.run.observe.measure import summarise
+from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
+from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
 from flowchan.run.policy import break_cause, decisions
 from flowchan.run.policy.actions import (
@@ -139,7 +143,7 @@ from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
 from flowchan.run.policy.lineage import Marks
 from flowchan.run.policy.plan import Plan
-from flowchan.run.policy.scaling import AddWorker, RemoveWorker
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, ScalingDecision
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.policy.transitions import first_state
 from flowchan.run.resume_file import ResumeFile
@@ -179,10 +183,14 @@ class Supervisor:
         # list.
         self.unreported: list[Any] = []
         self._tally = Tally()
-        self._history = History()
+        self.history = History()
         self._paths = ItemPaths(plan)
+        self.scaler = AutoScaler.of(plan)
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
+        self.problems = RecentProblems(self.started_at)
+        self.feed.listen(self.problems.record)
+        self._view_socket = ViewSocket(plan.graph.name, self.feed)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
@@ -298,12 +306,18 @@ class Supervisor:
         Rates and shares refer to the last ``window`` seconds, or to the whole run.
         """
         now = self._counters()
-        return between(None if window is None else self._history.before(now, window), now)
+        return between(None if window is None else self.history.before(now, window), now)
 
     def _counters(self) -> RunStats:
         now = time.monotonic() if self.ended_at is None else self.ended_at
         account = self._tally.account(self.state, now - self.started_at, now)
-        return summarise(self.plan, account, self.channels.snapshots(), self.crew.hosts())
+        stats = summarise(self.plan, account, self.channels.snapshots(), self.crew.hosts())
+        return dataclasses.replace(stats, decisions=self.decisions) if self.decisions else stats
+
+    @property
+    def decisions(self) -> tuple[ScalingDecision, ...]:
+        """Changes to the numbers of workers that the run has chosen."""
+        return () if self.scaler is None else self.scaler.decisions
 
     # --- the supervisor's thread ---
 
@@ -331,6 +345,7 @@ class Supervisor:
                     self.asking.end()
                 self.ended.set()
                 self.feed.end()
+                self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
                     self.unreported.clear()  # until now, leaving the pool's block had to wait for this run
         # This comes last, because it may raise. All waiting threads must learn of the run's end before that.
@@ -353,7 +368,9 @@ class Supervisor:
         if self._due:
             return min(max(0.0, min(self._due.values()) - now), break_cause.POLL_INTERVAL_S)
         late = self._late_at if self.state.phase == "finishing" and self._late_at > now else math.inf
-        return max(POLL_INTERVAL_S, min(self._deadlocks.next_at, decisions.next_at(self.state), late) - now)
+        scaling = math.inf if self.scaler is None or not self.state.goes_on else self.scaler.next_at
+        next_at = min(self._deadlocks.next_at, decisions.next_at(self.state), late, scaling)
+        return max(POLL_INTERVAL_S, next_at - now)
 
     @property
     def _late_at(self) -> float:
@@ -372,7 +389,10 @@ class Supervisor:
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        self._history.sample(self._counters)
+        if self.scaler is not None and self.state.goes_on:
+            self._scale(self.scaler.due(self._counters))
+        self.history.sample(self._counters)
+        self._view_socket.poll()
 
     def _receive(self, event: SupervisorEvent | Event) -> None:
         match event:
@@ -402,6 +422,8 @@ class Supervisor:
                     self.crew.forget(worker)
                 else:
                     self._decide(event)
+            case Scale():
+                self._scale_as_asked(event)
             case Ended():
                 if not self._breaks.keeps(event):
                     self._decide(event)
@@ -490,6 +512,21 @@ class Supervisor:
             self._tally.last_error = text
             self.feed.tell(NotAdded(worker, text))
             self._decide(Ended(worker))
+
+    def _scale(self, chosen: Sequence[ScalingDecision]) -> None:
+        """Carry out what the run has chosen."""
+        for decision in chosen:
+            self.feed.tell(decision)
+            self._decide(Scale(decision.stage, decision.workers))
+
+    def _scale_as_asked(self, scale: Scale) -> None:
+        """Carry out ``run.scale()``. After that, the run does not choose the stage's workers any more."""
+        before = self.state.sizes[scale.stage]
+        self._decide(scale)
+        if self.scaler is not None and self.state.sizes[scale.stage] is not before:
+            elapsed = time.monotonic() - self.started_at
+            for decision in self.scaler.pin(elapsed, scale.stage, before.workers, scale.workers):
+                self.feed.tell(decision)
 
     def _cancel_tasks(self) -> None:
         """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.

@@ -129,6 +129,7 @@ class WorkerPool(Runnable):
                 "before the first run, or use another pool"
             )
         _refuse_hosts(self._graph)
+        _refuse_auto(self._graph)
         _refuse_ports(plan)
         self._stages = stages
         return self._pooled
@@ -214,6 +215,20 @@ def _refuse_hosts(graph: Blueprint) -> None:
             "graph.run(), or place the stage on='process'"
         )
         raise GraphError(graph.name, [Problem("pool", stage.name, stage.where, message) for stage in remote])
+
+
+def _refuse_auto(graph: Blueprint) -> None:
+    message = (
+        "workers='auto' is not possible, because a pool can't add processes during a run; set a number of "
+        "workers, place the stage on='thread', or use graph.run()"
+    )
+    problems = [
+        Problem("pool", stage.name, stage.where, message)
+        for stage in graph.stages
+        if stage.auto is not None and stage.placement.own_process
+    ]
+    if problems:
+        raise GraphError(graph.name, problems)
 
 
 def _refuse_ports(plan: Plan) -> None:

@@ -92,7 +92,7 @@ def test_resumed_run_skips_finished_items_and_refuses_other_graphs(tmp_path: Pat
     assert "same    0 = 0 out" in second.output
     refused = run(tmp_path, FAILS, "--resume", path)
     assert refused.exit_code == 2
-    assert "belongs to a graph with other stage names" in refused.output
+    assert "belongs to a graph with different stage names" in refused.output
 
 
 def test_trace_option_writes_a_trace_and_checks_its_path(tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ def feedback(first: Callable[..., Any]) -> Graph:
     return graph
 
 
+def last_calls(text: str) -> list[str]:
+    """Return the names of the functions in a stack, the most recent call last."""
+    return [line.rpartition(" in ")[2] for line in text.splitlines() if line.startswith("  File ")]
+
+
 # --- ways to await several awaitables with asyncio ---
 
 

@@ -96,7 +96,7 @@ def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Ca
 
     ``edges`` maps the name of a stage to values for the channel after that stage.
     """
-    stages = tuple(stage for stage, _ in loads)
+    stages = tuple(dataclasses.replace(stage, worked=worked) for stage, worked in loads)
     between_two = itertools.pairwise(stages)
     edges = tuple(
         dataclasses.replace(
@@ -105,7 +105,7 @@ def chain(*loads: tuple[StageStats, WorkSeconds], **edges: dict[str, Any]) -> Ca
         for one, other in between_two
     )
     stats = RunStats("graph", "running", 10.0, stages, edges, None, window=1.0)
-    return cause_of(stats, {stage.name: worked for stage, worked in loads}, cores=8, gil=True)
+    return cause_of(stats, cores=8, gil=True)
 
 
 def kind_of(cause: Cause | None) -> tuple[str, str | None] | None:
@@ -183,6 +183,30 @@ def test_ordering_is_the_bottleneck_if_outputs_wait_for_earlier_items() -> None:
     assert kind_of(found) == ("order", "a")
 
 
+def test_full_channel_with_a_waiting_reader_means_order() -> None:
+    """The channel is full of outputs that are later than the one that its reader waits for."""
+    ordered, waits = load("a", 2.0, place=4.0, turn=2.0, workers=8, working=8), {"waiting_readers": 1}
+    later = load("b", 0.1, waits=0.9)
+    assert kind_of(chain(ordered, later, a=waits | {"waiting_writers": 4})) == ("order", "a")
+    assert kind_of(chain(ordered, later, a=waits)) != ("order", "a")
+
+
+def test_order_names_the_item_that_holds_up_the_others() -> None:
+    """The reader has taken 40 outputs and waits for the next one. Later outputs are in the channel."""
+    ordered = load("a", 3.0, turn=5.0, workers=8, working=8, items_in=48, items_out=46)
+    waits = {"readers_waiting_for": 2.345, "passed": 40}
+    found = chain(ordered, load("b", 0.1, waits=0.9), a=waits)
+    assert found is not None
+    assert "; item 41 has held them up for 2.3 s; " in found.why
+    failed = load("a", 3.0, turn=5.0, workers=8, working=8, failed=2)
+    unknown = chain(failed, load("b", 0.1, waits=0.9), a=waits)
+    assert unknown is not None
+    assert "held" not in unknown.why
+    short = chain(ordered, load("b", 0.1, waits=0.9), a={"readers_waiting_for": 0.01})
+    assert short is not None
+    assert "held" not in short.why
+
+
 # --- the nine cases ---
 
 
@@ -257,6 +281,24 @@ def test_ordering_is_the_bottleneck_if_item_times_vary(on: Any) -> None:
         stage = next(stage for stage in run.stats().stages if stage.name == "s0")
         assert stage.seconds.turn > stage.seconds.place
         run.abort()
+
+
+def test_order_names_the_blocked_item_of_a_run() -> None:
+    gate = threading.Event()
+    graph = Graph("held up")
+    numbers = graph.source(range(100))
+
+    def held(number: int) -> int:
+        if number == 10:
+            gate.wait()
+        return number
+
+    numbers.map(held, workers=4, name="s0").sink(abs)
+    with graph.start() as run:
+        found = cause_in(run, 0.4, lambda cause: cause.kind == "order" and "held" in cause.why)
+        gate.set()
+    assert found.stage == "s0"
+    assert "; item 11 has held them up for " in found.why
 
 
 def varied(item: int) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
+import weakref
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 from support.worker_latch import Gate
 
 from flowchan import Graph, RunStats
+from flowchan.run.observe.feed import Feed
 from flowchan.run.policy.decisions import (
     StopRequested,
 )
@@ -153,6 +157,52 @@ def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
     run.wait()
     assert seen == {("one", "one"), ("other", "other")}
     assert not feed_threads()
+
+
+def test_subscriber_gets_figures_of_its_window_until_the_run_ends() -> None:
+    seen: dict[float | None, list[RunStats]] = {0.5: [], None: []}
+    graph, gate = Graph("fed"), Gate()
+    graph.source([1]).sink(lambda _: gate.wait())
+    with graph.start() as run, contextlib.ExitStack() as ends:
+        for window, found in seen.items():
+            ends.enter_context(run.subscribe(stats=found.append, every=0.01, window=window))
+        wait_until(lambda: all(found and found[-1].elapsed > 2 for found in seen.values()), what=lambda: seen)
+        gate.open()
+        run.wait()
+    recent = next(stats for stats in seen[0.5] if stats.elapsed > 2)
+    assert recent.window < 1.5
+    whole = next(stats for stats in seen[None] if stats.elapsed > 2)
+    assert whole.window == pytest.approx(whole.elapsed)
+    assert all(found[-1].window == pytest.approx(found[-1].elapsed) for found in seen.values())
+
+
+def test_window_is_five_seconds_by_default() -> None:
+    asked: list[float | None] = []
+
+    def stats(window: float | None) -> RunStats:
+        asked.append(window)
+        return RunStats("graph", "running", 0.0, (), (), None)
+
+    class Source:
+        def stats(self, window: float | None) -> RunStats:
+            return stats(window)
+
+    source = Source()
+    feed = Feed("fed", weakref.WeakMethod(source.stats))
+    came = threading.Event()
+    feed.subscribe(stats=lambda stats: came.set(), every=600)
+    came.wait()
+    feed.end()
+    assert asked == [5.0, None]
+
+
+def test_option_window_must_be_a_number_of_seconds() -> None:
+    run = fed().start()
+    with pytest.raises(ValueError, match="subscribe: window must be"):
+        run.subscribe(window=0)
+    with pytest.raises(ValueError, match="report: window must be"):
+        run.report(window=0)
+    run.wait()
 
 
 def test_option_every_must_be_a_number_of_seconds() -> None:

@@ -119,3 +119,21 @@ def test_time_limit_ends_a_worker_that_inherits_a_signal_handler() -> None:
         signal.signal(signal.SIGALRM, before)
     assert results[good] == []
     assert results[bad] == ["TimeoutError('the worker took longer than timeout=0.02 s')"]
+
+
+@pytest.mark.parametrize("_method", ["fork"], indirect=True)
+@pytest.mark.usefixtures("_method")
+def test_time_limit_ends_a_worker_if_the_program_blocks_signals() -> None:
+    """A worker inherits the blocked signals, and its timer would have no effect."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        graph = Graph("limited")
+        numbers = graph.source([1]).map(
+            lambda _: signal.sigwait([signal.SIGTERM]), on="process", timeout=0.02
+        )
+        bad = numbers.errors.map(lambda one: repr(one.error)).collect()
+        numbers.sink(abs)
+        results = graph.run()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert results[bad] == ["TimeoutError('the worker took longer than timeout=0.02 s')"]

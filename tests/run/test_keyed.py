@@ -250,6 +250,19 @@ def test_state_that_cannot_be_pickled_makes_its_item_fail() -> None:
     assert "pickle" in str(raised.value.exceptions[0])
 
 
+def test_state_keeps_the_change_if_the_result_cannot_be_sent() -> None:
+    def count(number: int, total: KeyedState[int]) -> Any:
+        total.value += number
+        return threading.Lock() if number == 2 else total.value
+
+    graph = Graph()
+    stage = graph.source([1, 2, 4]).map(count, on="process", key=lambda number: "all", state=int)
+    totals, failed = stage.collect(), stage.errors.collect()
+    results = graph.run()
+    assert results[totals] == [1, 7]
+    assert [one.item for one in results[failed]] == [2]
+
+
 @everywhere
 @pytest.mark.parametrize("limit", [1, 2, 4])
 def test_concurrency_per_key_limits_the_workers_of_a_key(on: Any, limit: int) -> None:

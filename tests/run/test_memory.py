@@ -19,6 +19,7 @@ from support.waiting import wait_until
 
 from flowchan import Deadlock, Graph, RunError, _core
 from flowchan.run.crew import memory
+from flowchan.run.observe import cgroups
 
 KB, MB = 1000, 1_000_000
 
@@ -138,8 +139,8 @@ def test_memory_limits_of_control_groups_are_respected(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine").write_text(line)
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "mine")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "mine")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     before = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.available() == (before if limit is None else limit)
 
@@ -160,8 +161,8 @@ def test_out_of_memory_kills_by_the_kernel_are_counted(
     for name, text in {**files, "mine_": line}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "mine_")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "mine_")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(memory, "VMSTAT", tmp_path / "vmstat")
     assert memory.oom_kills() == kills
 
@@ -173,7 +174,7 @@ def test_worker_killed_for_lack_of_memory_is_reported(
     """The kernel killed only the first process for lack of memory. The second death has another reason."""
     counted = tmp_path / "vmstat"
     counted.write_text("oom_kill 5\n")
-    monkeypatch.setattr(memory, "_files", lambda *_: [])
+    monkeypatch.setattr(memory, "group_files", lambda *_: [])
     monkeypatch.setattr(memory, "VMSTAT", counted)
 
     def die(item: int) -> None:

@@ -6,10 +6,15 @@ import dataclasses
 import io
 from typing import Any
 
-from flowchan.run.observe.report import account_text, render
-from flowchan.run.policy.stats import EdgeStats, RunState, RunStats, StageStats
+import pytest
+from support.waiting import wait_until
+from support.worker_latch import Gate
+
+from flowchan import Graph
+from flowchan.run.observe.report import account_text, cause_text, render
+from flowchan.run.policy.stats import Cause, EdgeStats, RunState, RunStats, StageStats
 from flowchan.viz.live.lines import PLAIN_EVERY
-from flowchan.viz.live.model import plain_line
+from flowchan.viz.live.model import Bar, bars_line, plain_line
 from flowchan.viz.live.terminal import LiveView
 
 
@@ -110,6 +115,46 @@ def test_items_missing_after_an_abort_count_as_discarded() -> None:
 def test_item_balance_of_a_filter_includes_dropped_items() -> None:
     report = render(stats(stage("odd", "filter", items_in=10, items_out=6, failed=1)))
     assert "odd    10 = 6 out + 3 dropped + 1 failed" in report.splitlines()
+
+
+def test_report_of_an_active_run_names_its_window() -> None:
+    recent = dataclasses.replace(stats(FILES, state="running"), elapsed=60.0, window=5.2)
+    assert "\nrates, shares and bottleneck of the last 5 s\n" in render(recent)
+    assert "last" not in render(dataclasses.replace(recent, window=60.0))
+
+
+def test_report_covers_the_last_seconds_until_the_run_ends() -> None:
+    gate = Gate()
+    graph = Graph("reported")
+    graph.source([1]).sink(lambda _: gate.wait())
+    with graph.start() as run:
+        wait_until(lambda: "of the last 1 s" in run.report(window=0.6), what=run.report)
+        assert "of the last" not in run.report(window=None)
+        gate.open()
+        run.wait()
+    assert "of the last" not in run.report(window=0.6)
+
+
+@pytest.mark.parametrize(
+    ("cause", "words"),
+    [
+        (Cause("bottleneck", "counts", ""), "bottleneck: counts (busy 97 %)"),
+        (Cause("input", "files", ""), "waits for the input (files)"),
+        (Cause("order", "counts", ""), "waits for the order (counts)"),
+        (Cause("gil", None, ""), "waits for the interpreter lock"),
+        (None, ""),
+    ],
+)
+def test_every_view_names_the_cause(cause: Cause | None, words: str) -> None:
+    slow = cause.stage if cause is not None and cause.kind == "bottleneck" else None
+    now = dataclasses.replace(stats(FILES, COUNTS, state="running", bottleneck=slow), cause=cause)
+    assert cause_text(now) == words
+    assert (words in plain_line(now)) or slow is not None
+    assert words in bars_line([Bar("counts", 1, 10, 2.0)], now)
+    terminal = Terminal()
+    with LiveView(terminal) as view:
+        view.show(now)
+    assert (cause is None) == ("bottleneck" not in terminal.getvalue())
 
 
 def test_run_without_stages_or_bottleneck_has_a_report() -> None:

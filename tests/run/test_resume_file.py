@@ -79,7 +79,9 @@ def test_r14_file_of_another_graph_is_refused(path: Path) -> None:
     squares()[0].run(resume=path)
     graph = Graph("squares")
     graph.source(range(ITEMS)).map(lambda number: number**2, name="power").collect()
-    with pytest.raises(GraphError, match="belongs to a graph with other stage names, operators or streams"):
+    with pytest.raises(
+        GraphError, match="belongs to a graph with different stage names, operators or streams"
+    ):
         graph.run(resume=path)
 
 

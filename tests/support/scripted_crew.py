@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from flowchan.channel.channel import ChannelStats
@@ -132,6 +132,9 @@ class ScriptedCrew(CrewPart):
 
     def hosts(self) -> tuple[HostStats, ...]:
         return ()
+
+    def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
+        return {}
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         self.record("close", abandoned)

@@ -21,11 +21,13 @@ from flowchan import (
     Graph,
     In,
     Input,
+    KeyedState,
     Out,
     Reduced,
     RunError,
     StageError,
     Stream,
+    Window,
     select,
 )
 from flowchan.collective import Group
@@ -189,11 +191,31 @@ def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
     return both.collect(), total
 
 
+def keyed(graph: Graph) -> tuple[Stream[list[tuple[str, int]]], Stream[list[int]]]:
+    """Return words with their number among those of the same first letter, and the sizes of the groups."""
+
+    def first(word: str) -> str:
+        return word[0]
+
+    def counted(word: str, seen: KeyedState[int]) -> tuple[str, int]:
+        seen.value += 1
+        assert_type(seen.value, int)
+        return word, seen.value
+
+    words = graph.source(["one", "two", "three"])
+    counts: Stream[tuple[str, int]] = words.map(counted, key=first, state=int)
+    groups: Stream[Window[str]] = graph.source(["one", "two", "three"]).group_by(first)
+    latest: Stream[Window[str]] = graph.source(["one", "two", "three"]).window(2, every=1)
+    latest.sink(id)
+    return counts.collect(), groups.map(lambda group: len(group.items)).collect()
+
+
 def main() -> dict[str, Any]:
     graph = Graph("typed")
     frequencies, pairs = lengths(graph)
     good, bad = failures(graph)
     texts, total = stages(graph)
+    so_far, group_sizes = keyed(graph)
     reduced = graph.source([1, 2]).allreduce("max")
     assert_type(reduced, Stream[Reduced[int]])
     assert_type(Graph("unread").source([1]).allreduce(to_workers=True), Stream[tuple[int, Reduced[Any]]])
@@ -226,6 +248,8 @@ def main() -> dict[str, Any]:
         "total": results[total],
         "largest": results[largest],
         "letters": results[letters],
+        "so far": results[so_far],
+        "group sizes": sorted(results[group_sizes]),
     }
 
 

@@ -18,4 +18,6 @@ def test_typed_program_returns_its_declared_types():
         "total": 1.5,
         "largest": [1, 2],
         "letters": ["a", "b"],
+        "so far": [("one", 1), ("two", 1), ("three", 2)],
+        "group sizes": [1, 2],
     }

@@ -17,9 +17,8 @@ import pytest
 from picture_graphs import chain, declared, edge, stage, wordcount
 
 from flowchan.viz import RenderError, draw
-from flowchan.viz.dot import FONT
-from flowchan.viz.labels import PER_ROW
-from flowchan.viz.render import render
+from flowchan.viz.dot import FONT, to_dot
+from flowchan.viz.render import _engines, render
 
 HEADS = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "dot": b"digraph", "mmd": b"---\ntitle"}
 
@@ -109,8 +108,7 @@ def test_svg_contains_every_stage_and_channel(tmp_path: Path) -> None:
 def test_a_thousand_stages_are_drawn_in_every_placement(tmp_path: Path) -> None:
     for every in (1, 7, 2000):
         path = draw(chain(1000, every), tmp_path / f"{every}.svg")
-        breaks = 999 // PER_ROW  # a row break splits an arrow in two
-        assert path.read_text().count('class="edge"') == 999 + breaks
+        assert path.read_text().count('class="edge"') == 999
 
 
 def test_a_cycle_and_names_with_markup_are_drawn(tmp_path: Path) -> None:
@@ -136,3 +134,17 @@ def test_graphviz_crash_raises_render_error(
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: crash)
     with pytest.raises(RenderError, match="-11"):
         render("digraph {}", "svg")
+
+
+def test_every_renderer_keeps_the_ids_of_stages_and_channels() -> None:
+    graph = chain(PER_ROW + 1, every_process=3)
+    expected = {*(f"s{number}" for number in range(len(graph.stages)))}
+    expected |= {*(f"e{number}" for number in range(len(graph.edges)))}
+    rendered = list(_engines("svg"))
+    assert rendered
+    for _, command, draw_with in rendered:
+        drawn = ElementTree.fromstring(draw_with(command, to_dot(graph)))
+        ids = [id for element in drawn.iter() if (id := element.get("id"))]
+        assert expected <= {*ids}
+        assert len(ids) == len({*ids})
+        assert {id for id in ids if id[0] in "se"} - expected <= {f"{id}-2" for id in expected}

@@ -1,1 +1,5 @@
 """Insight into a run from outside the program."""
+
+from flowchan.viz.insight.metrics import prometheus
+
+__all__ = ["prometheus"]

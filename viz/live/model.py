@@ -5,6 +5,7 @@ The content consists of text and values. Each view decides how to draw them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,10 +13,13 @@ from typing import Protocol
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Stage
-from flowchan.run.observe.report import count, rate, share
+from flowchan.run.observe.report import cause_text, count, rate, share
 from flowchan.run.policy.explain import starting_text
+from flowchan.run.policy.remaining import RemainingTime
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
+ACTIVE = ("running", "stopping")
+"""States of a run that has not ended."""
 PLAIN_STAGES = 6
 """Maximum number of stages in one line."""
 
@@ -31,13 +35,33 @@ class ProgressView(Protocol):
 class Bar:
     """Progress of a stage: ``done`` of ``total`` items, at ``rate`` items per second.
 
-    The total is ``None`` as long as it is unknown.
+    ``left`` is the remaining time in seconds. The total and the remaining time are ``None`` if unknown.
     """
 
     stage: str
     done: int
     total: int | None
     rate: float
+    left: float | None = None
+
+
+class Progress:
+    """Progress of a run, from statistics that are shown one after another."""
+
+    def __init__(self, graph: Blueprint) -> None:
+        self._graph = graph
+        self._remaining: dict[str, RemainingTime] = {}
+
+    def bars(self, stats: RunStats) -> list[Bar]:
+        """Return the bars with the remaining time while the run is active."""
+        found = bars(self._graph, stats)
+        return [self._timed(bar, stats) for bar in found] if stats.state in ACTIVE else found
+
+    def _timed(self, bar: Bar, stats: RunStats) -> Bar:
+        if bar.total is None:
+            return bar
+        remaining = self._remaining.setdefault(bar.stage, RemainingTime())
+        return dataclasses.replace(bar, left=remaining.update(stats.elapsed, bar.done, bar.total))
 
 
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
@@ -121,10 +145,10 @@ def _sum(numbers: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(numbers) else None
 
 
-def bars_line(graph: Blueprint, stats: RunStats) -> str:
+def bars_line(known: list[Bar], stats: RunStats) -> str:
     """Return one line of text about the progress of a run."""
-    words = [*(f"{bar.stage} {headline(bar)}" for bar in bars(graph, stats)), *starting(stats)]
-    words.append(", ".join(problems(stats)))
+    words = [", ".join(filter(None, [f"{bar.stage} {headline(bar)}", left_text(bar)])) for bar in known]
+    words += [*starting(stats), active_cause(stats), ", ".join(problems(stats))]
     return f"{stats.elapsed:.0f} s {stats.state}: {' | '.join(filter(None, words))}"
 
 
@@ -134,11 +158,18 @@ def headline(bar: Bar) -> str:
 
 
 def times(bar: Bar, stats: RunStats) -> str:
-    """Return the elapsed time, and the remaining time if the rate stays the same."""
-    spent = _clock(stats.elapsed)
-    if bar.total is None or not bar.done or stats.state not in ("running", "stopping"):
-        return spent
-    return f"{spent}, {_clock((bar.total - bar.done) * stats.elapsed / bar.done)} left"
+    """Return the elapsed time, and the remaining time if it is known."""
+    return ", ".join(filter(None, [_clock(stats.elapsed), left_text(bar)]))
+
+
+def left_text(bar: Bar) -> str:
+    """Return the remaining time, or an empty text if it is unknown."""
+    return "" if bar.left is None else f"{_clock(bar.left)} left"
+
+
+def active_cause(stats: RunStats) -> str:
+    """Return what limits an active run, or an empty text."""
+    return cause_text(stats) if stats.state in ACTIVE else ""
 
 
 def _clock(seconds: float) -> str:
@@ -157,6 +188,8 @@ def plain_line(stats: RunStats) -> str:
     parts = [_plain_stage(stage, waiting.get(stage.name), stage.name == stats.bottleneck) for stage in chosen]
     if len(chosen) < len(stats.stages):
         parts.append(f"and {len(stats.stages) - len(chosen)} quieter stages")
+    if not stats.bottleneck and (cause := active_cause(stats)):
+        parts.append(cause)
     return f"{stats.elapsed:.0f} s {stats.state}: " + " | ".join(parts)
 
 

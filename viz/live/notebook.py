@@ -15,7 +15,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.report import count, rate, share
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.viz.dot import INK, LIVE, to_dot
-from flowchan.viz.live.model import Bar, bars, headline, items_of, problems, times
+from flowchan.viz.live.model import ACTIVE, Bar, Progress, active_cause, headline, items_of, problems, times
 from flowchan.viz.render import RenderError, render
 
 SLOW = "#b7791f"
@@ -33,7 +33,7 @@ class Notebook:
     """Output of a notebook cell, which is updated in place."""
 
     def __init__(self, graph: Blueprint) -> None:
-        self._graph = graph
+        self._progress = Progress(graph)
         self._shown: Any = None
         self._next = 0.0
         self._picture = ""
@@ -45,15 +45,14 @@ class Notebook:
         """Update the output if a picture is due."""
         from IPython.display import display
 
-        going_on = stats.state in ("running", "stopping")
-        if going_on and time.monotonic() < self._next:
+        known = self._progress.bars(stats)
+        if stats.state in ACTIVE and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + PICTURES_EVERY
-        known = bars(self._graph, stats)
         html = f"<div>{_filled(self._picture, stats)}</div>" if self._picture else ""
         html += "".join(_row(bar, stats) for bar in known)
-        if problem := ", ".join(problems(stats)):
-            html += f"<div>{escape(problem)}</div>"
+        for words in filter(None, [active_cause(stats), ", ".join(problems(stats))]):
+            html += f"<div>{escape(words)}</div>"
         plain = ", ".join(f"{bar.stage} {headline(bar)}" for bar in known)
         both = {"text/html": html, "text/plain": plain}
         if self._shown is None:

@@ -24,13 +24,22 @@ from typing import TYPE_CHECKING, TextIO
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.crew.process_start import start_server
-from flowchan.run.observe.report import bottleneck_text, count, rate, share, workers_text
+from flowchan.run.observe.report import (
+    bottleneck_text,
+    count,
+    rate,
+    recent_text,
+    share,
+    workers_text,
+)
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.transport.interrupts import interrupts_deferred
 from flowchan.viz.live.lines import Lines
 from flowchan.viz.live.model import (
-    bars,
+    Bar,
+    Progress,
+    active_cause,
     bars_line,
     busiest,
     headline,
@@ -258,7 +267,8 @@ class LiveView:
         graph: Blueprint | None = None,
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
-        self._graph = graph
+        self._progress = None if graph is None else Progress(graph)
+        self._bars: list[Bar] = []
         self._lines = Lines(self._stream, self._line, clock)
         self._live: Live | None = None
         self._has_failed = False
@@ -268,10 +278,10 @@ class LiveView:
         with contextlib.ExitStack() as ends:
             with interrupts_deferred():
                 if claim(self._stream, ends):
-                    if self._graph is not None:
+                    if self._progress is not None:
                         # the server keeps the streams that it starts with, even after this view has closed
                         start_server()
-                    self._live, self._lock = draw_on(self._stream, self._graph is not None, ends)
+                    self._live, self._lock = draw_on(self._stream, self._progress is not None, ends)
             self._ends = ends.pop_all()
         return self
 
@@ -285,13 +295,17 @@ class LiveView:
     def show(self, stats: RunStats) -> None:
         """Show ``stats``, immediately on a terminal; otherwise write a line if one is due."""
         with self._whatever_fails():
+            if self._progress is not None:
+                self._bars = self._progress.bars(stats)
             live = self._live
             if live is None:
                 self._lines.show(stats)
                 return
             width, height = live.console.size
             drawn = (
-                _bars(self._graph, stats) if self._graph else _stages(stats, width, max(1, height - AROUND))
+                _stages(stats, width, max(1, height - AROUND))
+                if self._progress is None
+                else _progress_bars(self._bars, stats)
             )
             with self._lock:
                 live.update(drawn, refresh=True)
@@ -307,7 +321,7 @@ class LiveView:
             self._lines.print_line(line)
 
     def _line(self, stats: RunStats) -> str:
-        return plain_line(stats) if self._graph is None else bars_line(self._graph, stats)
+        return plain_line(stats) if self._progress is None else bars_line(self._bars, stats)
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
@@ -324,18 +338,18 @@ class LiveView:
                 log.warning("the live view could not be shown: %s", text_of(error))
 
 
-def _bars(graph: Blueprint, stats: RunStats) -> RenderableType:
+def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
     """Return the progress bars of a run."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    problem = ", ".join([*starting(stats), *problems(stats)])
+    problem = ", ".join(filter(None, [*starting(stats), active_cause(stats), *problems(stats)]))
     drawn = Table.grid(expand=True, padding=(0, 1))
     drawn.add_column(no_wrap=True)
     drawn.add_column(ratio=1)
     drawn.add_column(justify="right")
-    for bar in bars(graph, stats):
+    for bar in known:
         words = ", ".join(filter(None, [headline(bar), times(bar, stats), problem]))
         full = ProgressBar(total=bar.total, completed=bar.done, animation_time=stats.elapsed)
         drawn.add_row(Text(bar.stage), full, Text(words))
@@ -364,9 +378,15 @@ def _table(stats: RunStats, width: int, height: int) -> Table:
 
     chosen, waiting = busiest(stats, height), queues(stats)
     hidden = len(stats.stages) - len(chosen)
-    title = f"{stats.graph} · {stats.state} · {stats.elapsed:.1f} s" + (
-        f" · {hidden} quieter stages" if hidden else ""
-    )
+    title = " · ".join(
+        filter(
+            None,
+            [
+                stats.graph, stats.state, f"{stats.elapsed:.1f} s", recent_text(stats),
+                f"{hidden} quieter stages" if hidden else "",
+            ],
+        )
+    )  # fmt: skip
     titles = ("workers", "items", "rate", "busy", "wait in", "wait out", "queue")
     rows = [_cells(stage, waiting.get(stage.name)) for stage in chosen]
     table = Table(

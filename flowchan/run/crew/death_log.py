@@ -79,7 +79,7 @@ class DeathLog:
         death = Death(
             worker=id, how=ended.how, pid=ended.pid, exitcode=ended.exitcode, host=ended.host,
             over_item=ended.over_item, counts=ended.counts and not retired, retired=retired,
-            always=late and not reason, irreplaceable=reason,
+            always=late and not reason, irreplaceable=reason, stack=ended.stack,
         )  # fmt: skip
         if id in self._terminated:
             return dataclasses.replace(death, deaths=0)

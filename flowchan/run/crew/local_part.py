@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flowchan.channel.awaiting import waits_of_loops
@@ -20,7 +20,9 @@ from flowchan.run.crew.main_guard import start_of
 from flowchan.run.crew.part import Report
 from flowchan.run.crew.pool_processes import Employed, PooledProcesses
 from flowchan.run.crew.process import WorkerProcess
+from flowchan.run.crew.process_stacks import stacks_of_processes
 from flowchan.run.crew.run_ports import RunPorts
+from flowchan.run.crew.thread_stacks import stacks_of_tasks, stacks_of_threads
 from flowchan.run.crew.worker_processes import WorkerProcesses
 from flowchan.run.policy import decisions
 from flowchan.run.policy.deadlock import Waits
@@ -143,7 +145,7 @@ class LocalPart:
         ids = [worker.id for worker in self._planned if worker.stage is stage]
         tasks = {self._ports.started(id): self._ports.ports[id] for id in ids}
         out = self._ports.ports[ids[0]].outputs if stage.operator.begins else {}
-        self._tasks.append(Tasks(next((port.channel for port in out.values()), None)))
+        self._tasks.append(Tasks(next((port.channel for port in out.values()), None), ids))
         arguments = (tasks, stage, self._report, self._tasks[-1])
         thread = self._start(f"/{stage.name}", work_together, *arguments)
         self.threads.update(dict.fromkeys(ids, thread))
@@ -202,6 +204,14 @@ class LocalPart:
     def hosts(self) -> tuple[HostStats, ...]:
         """See :class:`CrewPart`."""
         return ()
+
+    def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
+        """See :class:`CrewPart`."""
+        return (
+            stacks_of_threads({id: thread for id, thread in list(self.threads.items()) if id in ids})
+            | stacks_of_tasks(self._tasks, ids)
+            | stacks_of_processes({id: one for id, one in list(self.processes.items()) if id in ids})
+        )
 
     # --- replacing ---
 

@@ -1,4 +1,4 @@
-"""Memory budget of a run, and the number of processes that the kernel killed because memory was short.
+"""Memory budget of a run, free memory for more processes, and processes killed because memory was short.
 
 All channels of the run share the budget.
 """
@@ -6,11 +6,11 @@ All channels of the run share the budget.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+from flowchan.check.rules import free_memory
+from flowchan.run.observe.cgroups import group_files
+
 VMSTAT = Path("/proc/vmstat")
 
 
@@ -22,8 +22,30 @@ def budget() -> int:
 def available() -> int:
     """Return the memory of the machine or of this process's control group in bytes, whichever is less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    files = _files("memory.max", "memory.limit_in_bytes")
-    return min([physical, *(limit for file in files for limit in _limit(file))])
+    files = group_files("memory", "memory.max", "memory.limit_in_bytes")
+    return min([physical, *(limit for file in files for limit in _number(file))])
+
+
+def free_for_processes() -> float:
+    """Return how many bytes new processes may use, so that a tenth of the memory stays free.
+
+    File pages that the kernel can drop at once count as free.
+    """
+    rooms = [
+        limit - used + _droppable(file.parent)
+        for file in group_files("memory", "memory.max", "memory.limit_in_bytes")
+        for limit in _number(file)
+        for used in _number(file.parent / "memory.current") or _number(file.parent / "memory.usage_in_bytes")
+    ]
+    return min([free_memory(), *rooms]) - available() / 10
+
+
+def resident(pid: int) -> int:
+    """Return the size of a process in memory, in bytes; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
 
 
 def oom_kills() -> int:
@@ -32,7 +54,7 @@ def oom_kills() -> int:
     The number is counted in this process's control group, or else on the whole machine. It is 0 if neither
     count is known.
     """
-    for file in (*_files("memory.events", "memory.oom_control"), VMSTAT):
+    for file in (*group_files("memory", "memory.events", "memory.oom_control"), VMSTAT):
         try:
             lines = file.read_text().splitlines()
         except OSError:
@@ -43,28 +65,18 @@ def oom_kills() -> int:
     return 0
 
 
-def _limit(file: Path) -> list[int]:
+def _number(file: Path) -> list[int]:
     try:
         return [int(file.read_text())]
     except (OSError, ValueError):  # the file does not exist or contains "max"
         return []
 
 
-def _files(unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the files of this process's control groups: first those of a group, then those of its ancestors.
-
-    In a container, the group's own folder is often mounted as the root.
-    """
+def _droppable(group: Path) -> int:
+    """Return the number of bytes in file pages of a control group that have not been used lately."""
     try:
-        lines = OWN_CGROUPS.read_text().splitlines()
+        lines = (group / "memory.stat").read_text().splitlines()
     except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root, name = (CGROUPS / "memory", legacy) if controllers else (CGROUPS, unified)
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group == root or root in group.parents:
-                yield group / name
+        return 0
+    numbers = dict(line.split() for line in lines)
+    return int(numbers.get("total_inactive_file", numbers.get("inactive_file", 0)))

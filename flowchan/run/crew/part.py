@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from flowchan.run.policy.deadlock import Waits
@@ -17,7 +17,7 @@ class CrewPart(Protocol):
     """The workers of a run in one place: on this machine, or on the hosts of one pool.
 
     ``CrewRouter`` has the same methods for all parts of a run together. ``ScriptedCrew`` in the tests
-    implements them without any workers. Only the supervisor's thread calls these methods.
+    implements them without any workers. Only the supervisor's thread calls these methods, except ``stacks``.
     """
 
     def start(self, report: Report) -> None:
@@ -37,7 +37,7 @@ class CrewPart(Protocol):
         Args:
             ids: One worker, or all workers of a gang that is to restart.
             blamed: The worker that may have died because of its item. The supervisor terminated the others.
-            later: Leave the start of the replacements to a later call of :meth:`start_workers`.
+            later: Do not start the replacements. A later call of :meth:`start_workers` does.
 
         Returns:
             Events for the workers that could not be started.
@@ -87,6 +87,12 @@ class CrewPart(Protocol):
 
     def hosts(self) -> tuple[HostStats, ...]:
         """Return the statistics of the other hosts on which workers run."""
+
+    def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
+        """Return the Python stacks of those of these workers that are running, as text.
+
+        Any thread may call this method. A text may instead be one line that says why the stack is unknown.
+        """
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         """End everything except threads that are stuck in the user's code.

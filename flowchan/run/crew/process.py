@@ -13,12 +13,14 @@ import multiprocessing
 import os
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.crew.process_start import forkserver_pid, start_process
+from flowchan.run.worker.stack_file import READY, SIGNAL, StackFile, serving_stacks
 from flowchan.transport.pidfd import open_pidfd
 
 if TYPE_CHECKING:
@@ -37,8 +39,17 @@ class WorkerProcess:
     """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        self._process = multiprocessing.get_context().Process(target=target, args=arguments, name=name)
-        start_process(self._process)
+        self._stacks = StackFile()
+        self._descriptors = threading.Lock()  # other threads ask for stacks while the process is being closed
+        self._is_closed = False
+        try:
+            self._process = multiprocessing.get_context().Process(
+                target=serving_stacks, args=(self._stacks, target, arguments), name=name
+            )
+            start_process(self._process)
+        except BaseException:
+            self._stacks.close()
+            raise
         assert self._process.pid is not None
         self.pid = self._process.pid
         self.started_at = time.monotonic()
@@ -70,9 +81,7 @@ class WorkerProcess:
     def ended(self, timeout: float = 0.0) -> bool:
         """Return whether the process, with all its threads, ends within ``timeout`` seconds."""
         if self.pidfd is not None:
-            poll = select.poll()
-            poll.register(self.pidfd, select.POLLIN)
-            return bool(poll.poll(1000 * timeout))
+            return _is_readable(self.pidfd, timeout)
         deadline = time.monotonic() + timeout
         self._process.join(timeout)
         while self._process.exitcode is not None and self._end_lost():
@@ -159,10 +168,58 @@ class WorkerProcess:
     def close(self) -> None:
         """Release the resources of a process that has ended: its zombie and its descriptor."""
         self._reap()
-        pidfd, self.pidfd = self.pidfd, None
-        if pidfd is not None:
-            os.close(pidfd)
+        with self._descriptors:
+            self._is_closed = True
+            pidfd, self.pidfd = self.pidfd, None
+            if pidfd is not None:
+                os.close(pidfd)
+            self._stacks.close()
         self._process.close()
+
+    # --- stacks; any thread may call these methods ---
+
+    def is_gone(self) -> bool:
+        """Return whether the process has ended."""
+        with self._descriptors:
+            return self._is_closed or (self.pidfd is not None and _is_readable(self.pidfd))
+
+    def is_starting(self) -> bool:
+        """Return whether the process cannot write its stacks yet."""
+        with self._descriptors:
+            return not self._is_closed and not self._stacks.state
+
+    def ask_for_stacks(self) -> str:
+        """Ask the process to write its stacks. Return why that is impossible, or an empty string."""
+        with self._descriptors:
+            if self.pidfd is None:
+                return "it has ended, or the system does not allow pidfds"
+            if self._stacks.state != READY:
+                return f"it uses signal {SIGNAL:d} for something else"
+            self._stacks.clear()
+            try:
+                signal.pidfd_send_signal(self.pidfd, SIGNAL)
+            except OSError as error:
+                return f"it cannot be sent a signal: {error.strerror}"
+        return ""
+
+    def written_stacks(self) -> str | None:
+        """Return the stacks that the process has written since it was asked, or None if they are incomplete.
+
+        The text is empty if the process has ended.
+        """
+        with self._descriptors:
+            return "" if self._is_closed else self._stacks.answer()
+
+    def last_stacks(self) -> str:
+        """Return the stacks that the process wrote when its item exceeded the time limit."""
+        with self._descriptors:
+            return "" if self._is_closed else self._stacks.last_words()
+
+
+def _is_readable(fd: int, timeout: float = 0.0) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * timeout))
 
 
 def _has_ended(child: int) -> bool | None:

@@ -19,6 +19,7 @@ class ProcessExit:
             :func:`deaths_over_item`.
         host: Host of the process; empty for this machine.
         counts: True if the death uses one of the restarts of its stage.
+        stack: Python stacks of the process when its item exceeded the time limit; empty if unknown.
     """
 
     how: str
@@ -28,6 +29,7 @@ class ProcessExit:
     over_item: int = 0
     host: str = ""
     counts: bool = True
+    stack: str = ""
 
 
 def exit_text(code: int, lack_of_memory: bool = False) -> str:

@@ -84,7 +84,8 @@ def _share_imports() -> None:
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
         loaded = [name for name in ("numpy", "torch") if name in sys.modules]
-        multiprocessing.set_forkserver_preload(["__main__", "flowchan.run.worker.process_main", *loaded])
+        own = ("flowchan.run.worker.stack_file", "flowchan.run.worker.process_main")
+        multiprocessing.set_forkserver_preload(["__main__", *own, *loaded])
 
 
 def _undo_launch(error: BaseException) -> None:

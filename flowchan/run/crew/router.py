@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, cast
 
 from flowchan.declare.placements import Placement
@@ -137,6 +137,10 @@ class CrewRouter:
     def hosts(self) -> tuple[HostStats, ...]:
         """See :class:`CrewPart`."""
         return tuple(host for part in self._parts for host in part.hosts()) or self._last_hosts
+
+    def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
+        """See :class:`CrewPart`."""
+        return {id: text for part in self._parts for id, text in part.stacks(ids).items()}
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
         """See :class:`CrewPart`."""

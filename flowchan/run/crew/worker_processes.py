@@ -14,6 +14,7 @@ from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.process_exit import ProcessExit
 from flowchan.run.crew.recovery import deaths_over_item
 from flowchan.run.crew.watch import Watch
+from flowchan.run.observe.stack_text import text_of_dump
 from flowchan.run.policy import decisions, seeds
 from flowchan.run.policy.events import Event, ProcessEnded, WorkerId
 from flowchan.run.policy.failures import Suspicion
@@ -93,7 +94,8 @@ class WorkerProcesses:
         process = self.known[id]
         how = process.how_it_ended(process.exitcode == -signal.SIGKILL and self._kernel_killed())
         lived = time.monotonic() - process.started_at
-        return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports))
+        stack = text_of_dump(process.last_stacks())
+        return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports), stack=stack)
 
     def _kernel_killed(self) -> bool:
         """Return whether the kernel has killed another process for lack of memory since the last call."""

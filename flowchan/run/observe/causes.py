@@ -17,7 +17,7 @@ possible causes are checked in turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowchan.declare.operators import OPERATORS
@@ -32,6 +32,8 @@ SLOWEST = 0.25
 A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
+HELD_S = 0.1
+"""Shortest time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
 """Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
@@ -95,12 +97,11 @@ class _View:
         return [edge for edge in self.stats.edges if edge.reader == stage]
 
 
-def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil: bool) -> Cause | None:
+def cause_of(stats: RunStats, cores: int, gil: bool) -> Cause | None:
     """Find what limited a run in a window.
 
     Args:
         stats: Statistics at the end of the window, with rates and shares for the window.
-        worked: Time that the workers of each stage spent in the window, by stage.
         cores: Number of cores that the run may use.
         gil: True if the threads of this process share one global interpreter lock.
 
@@ -108,9 +109,9 @@ def cause_of(stats: RunStats, worked: Mapping[str, WorkSeconds], cores: int, gil
         The cause, or None if it is unknown.
     """
     loads = {
-        stage.name: _Load(stage, worked[stage.name], stats.window)
+        stage.name: _Load(stage, stage.worked, stats.window)
         for stage in stats.stages
-        if not OPERATORS[stage.kind].outside and worked[stage.name].working > 0
+        if not OPERATORS[stage.kind].outside and stage.worked.working > 0
     }
     view = _View(stats, loads, cores, gil)
     for find in _FINDERS:
@@ -164,7 +165,7 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     ]
     if not busy:
         return None
-    visits = _visits(view.stats) if len(busy) > 1 else {}
+    visits = visits_of(view.stats) if len(busy) > 1 else {}
     slow = min(busy, key=lambda load: load.bound(visits.get(load.stage.name) or 1.0))
     name = slow.stage.name
     if slow.is_read_by_program:
@@ -177,20 +178,25 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
     return Cause("bottleneck", name, why)
 
 
-def _visits(stats: RunStats) -> dict[str, float]:
-    """Return how many items each stage takes per item from the sources.
+def visits_of(stats: RunStats) -> dict[str, float]:
+    """Return how many items each stage takes per item from all sources together.
 
-    In a loop, the number of rounds of the calculation is limited to the number of stages.
+    For a source, this is its share of the items from all sources. In a loop, the number of rounds of the
+    calculation is limited to the number of stages.
     """
-    taken = {stage.name: stage.items_in for stage in stats.stages}
-    first = taken.keys() - {edge.reader for edge in stats.edges}
-    visits = {name: float(name in first) for name in taken}
-    for _ in taken:
-        found = {name: float(name in first) for name in taken}
+    read = {edge.reader for edge in stats.edges}
+    begins = {stage.name: stage.name not in read for stage in stats.stages}
+    handled = {
+        stage.name: stage.items_out if begins[stage.name] else stage.items_in for stage in stats.stages
+    }
+    total = sum(handled[name] for name in handled if begins[name])
+    shares = {name: (handled[name] / total if total else 1.0) if begins[name] else 0.0 for name in handled}
+    visits = shares
+    for _ in handled:
+        found = dict(shares)
         for edge in stats.edges:
             if edge.reader is not None:
-                put = edge.passed + edge.inside
-                each = put / taken[edge.writer] if edge.writer not in first and taken[edge.writer] else 1.0
+                each = (edge.passed + edge.inside) / handled[edge.writer] if handled[edge.writer] else 1.0
                 found[edge.reader] += visits[edge.writer] * each
         if found == visits:
             break
@@ -214,7 +220,16 @@ def _consumer(view: _View) -> Cause | None:
 
 def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
-        return load.stage.busy + load.stage.waiting_turn
+        """Return the share of the time in which workers were busy or waited because of the order.
+
+        If a reader and a writer of a channel wait at the same time, the channel is full of later outputs.
+        """
+        full = any(
+            edge.waiting_readers and edge.waiting_writers
+            for edge in view.stats.edges
+            if edge.writer == load.stage.name
+        )
+        return load.stage.busy + (load.stage.waiting_output if full else load.stage.waiting_turn)
 
     ordered = [load for load in view.loads.values() if load.stage.waiting_turn >= SEEN and held(load) >= BUSY]
     if not ordered:
@@ -224,8 +239,22 @@ def _order(view: _View) -> Cause | None:
         "order",
         worst.name,
         f"outputs of {worst.name!r} wait for earlier items {_percent(worst.waiting_turn)} of the time; "
-        "give the stage a larger buffer, or ordered=False",
+        f"{_held_up(view, worst)}give the stage a larger buffer, or ordered=False",
     )
+
+
+def _held_up(view: _View, stage: StageStats) -> str:
+    """Name the item that holds up the outputs of an ordered stage, if the counters determine it.
+
+    The outputs have the order of the items. A waiting reader has taken all outputs before the missing one.
+    Failed items have no output, so the number is unknown if there are any.
+    """
+    outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
+    held = max((edge.readers_waiting_for for edge in outputs), default=0.0)
+    if held < HELD_S or not OPERATORS[stage.kind].owes or stage.failed or stage.unwanted:
+        return ""
+    number = max(edge.passed for edge in outputs) + 1
+    return f"item {number:,} has held them up for {held:.1f} s; "
 
 
 def _memory(view: _View) -> Cause | None:
@@ -237,7 +266,7 @@ def _memory(view: _View) -> Cause | None:
 
 def _in_flight(view: _View) -> Cause | None:
     """Find a loop whose stages are waiting for items although items are waiting to enter the loop."""
-    loop = _loop(view.stats)
+    loop = loop_of(view.stats)
     waiting = [view.loads[name].stage for name in loop if name in view.loads]
     if not waiting or not all(stage.waiting_input >= stage.waiting_output for stage in waiting):
         return None
@@ -248,7 +277,7 @@ def _in_flight(view: _View) -> Cause | None:
     return Cause("in_flight", None, f"the loop of {names} admits too few items at a time")
 
 
-def _loop(stats: RunStats) -> list[str]:
+def loop_of(stats: RunStats) -> list[str]:
     """Return the stages that are part of a loop."""
     behind: dict[str, set[str]] = {}
     for edge in stats.edges:

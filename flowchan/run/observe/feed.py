@@ -4,10 +4,10 @@ Views subscribe to the feed and therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
 leaves or the run ends. If the feed has no subscribers, an event therefore costs only the test of a flag. The
-thread computes statistics only when a subscriber is due to receive them, and all subscribers that are due
-receive the same value. Events are queued until the next delivery. A slow subscriber can therefore delay other
-subscribers but never a worker. When the run ends, each subscriber receives the remaining events and the final
-statistics.
+thread computes statistics only when a subscriber is due to receive them. All subscribers that are due and
+have the same window receive the same value. Events are queued until the next delivery. A slow subscriber can
+therefore delay other subscribers but never a worker. When the run ends, each subscriber receives the
+remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from flowchan.transport.interrupts import interrupts_deferred
 
 log = logging.getLogger("flowchan.run")
 
+RECENT_S = 5.0
+"""Seconds that the rates and shares in the views cover."""
 EVENTS_EVERY_S = 0.1
 """Seconds between two deliveries of events."""
 MOST_EVENTS = 10_000
@@ -48,9 +50,10 @@ class Subscription:
         stats: Callable[[RunStats], object] | None,
         events: Callable[[Any], object] | None,
         every: float,
+        window: float | None,
     ) -> None:
         self._feed, self._stats, self._events = feed, stats, events
-        self._every = every
+        self._every, self._window = every, window
         self._kept: deque[Any] = deque(maxlen=MOST_EVENTS)
         self._context = contextvars.copy_context()  # in a notebook, the context identifies the current cell
         self.due = 0.0 if stats is not None else float("inf")
@@ -63,13 +66,16 @@ class Subscription:
     def listens(self) -> bool:
         return self._events is not None
 
-    def serve(self, now: float, stats: Callable[[], RunStats], last: bool = False) -> None:
-        """Deliver the queued events, and the statistics if they are due."""
+    def serve(self, now: float, stats: Callable[[float | None], RunStats], last: bool = False) -> None:
+        """Deliver the queued events, and the statistics if they are due.
+
+        The last statistics cover the whole run.
+        """
         while self._kept:
             self._call(self._events, self._kept.popleft())
         if self._stats is not None and (last or now >= self.due):
             self.due = now + self._every
-            self._call(self._stats, stats())
+            self._call(self._stats, stats(None if last else self._window))
 
     def _call(self, subscriber: Callable[[Any], object] | None, value: Any) -> None:
         """Call the subscriber. If it raises, end its subscription without affecting the run."""
@@ -103,17 +109,18 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics, so that the run can be freed
-    without a garbage collection.
+    ``stats`` is a weak reference to the function that computes statistics for a window, so that the run can
+    be freed without a garbage collection.
     """
 
-    def __init__(self, name: str, stats: weakref.ref[Callable[[], RunStats]]) -> None:
+    def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
         self._listeners: tuple[Callable[[Any], object], ...] = ()
         self._thread: threading.Thread | None = None
         self._over = False
+        self._at_end: tuple[Callable[[], object], ...] = ()
 
     def subscribe(
         self,
@@ -121,20 +128,23 @@ class Feed:
         stats: Callable[[RunStats], object] | None = None,
         events: Callable[[Any], object] | None = None,
         every: float = 1.0,
+        window: float | None = RECENT_S,
     ) -> Subscription:
         """Call a subscriber with statistics and events, on the feed's own thread.
 
         Args:
-            stats: Receives the statistics of the whole run, as :class:`~flowchan.RunStats`: at once, then
-                after each interval, and once after the run has ended.
+            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: at once, then after
+                each interval, and once after the run has ended.
             events: Receives the events from workers and the supervisor's decisions in order. Events precede
                 the statistics that include them (see ``flowchan.run.policy.events``).
             every: Seconds between two deliveries of statistics (default: 1).
+            window: Seconds that the rates and shares cover; ``None`` for the whole run. The last statistics
+                always cover the whole run.
 
         Returns:
             The subscription. Close it to stop the calls.
         """
-        new = Subscription(self, stats, events, every)
+        new = Subscription(self, stats, events, every, window)
         with self._changed:
             over = self._over
             if not over:
@@ -149,10 +159,10 @@ class Feed:
             new.serve(time.monotonic(), self._stats, last=True)
         return new
 
-    def _stats(self) -> RunStats:
+    def _stats(self, window: float | None) -> RunStats:
         stats = self._ref()
         assert stats is not None  # subscribers and the supervisor keep the run alive
-        return stats()
+        return stats(window)
 
     def listen(self, listener: Callable[[Any], object]) -> None:
         """Call a listener with each event and each whole decision, on the thread that reports it.
@@ -176,13 +186,28 @@ class Feed:
             for subscription in self._subscriptions:
                 subscription.keep(decided.event)
 
+    def at_end(self, call: Callable[[], object]) -> None:
+        """Call a function once the feed has ended, or at once if it has already ended.
+
+        The function must not raise. The run's ``wait()`` returns only after this call.
+        """
+        with self._changed:
+            over = self._over
+            if not over:
+                self._at_end += (call,)
+        if over:
+            call()
+
     def end(self) -> None:
         """End the feed. This returns when all subscribers have received the final statistics."""
         with self._changed:
             self._over = True
-            thread = self._thread
+            thread, calls = self._thread, self._at_end
+            self._at_end = ()
             self._changed.notify_all()
         _join(thread)
+        for call in calls:
+            call()
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:

@@ -1,14 +1,15 @@
 """Render the report of a run as text (R8).
 
-The report contains the bottleneck, warnings, tables of stages and channels, and a count of each stage's
-items.
+The report contains the bottleneck, advice, the numbers of workers that the run has chosen, warnings, tables
+of stages and channels, and a count of each stage's items.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flowchan.declare.operators import OPERATORS
+from flowchan.run.observe.what_if import advice
 from flowchan.run.policy.explain import amount, starting_text
 from flowchan.run.policy.stats import CauseKind, EdgeStats, HostStats, RunState, RunStats, StageStats
 
@@ -22,7 +23,12 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     if stats.memory:
         memory = f"channels hold up to {amount(stats.memory)}"
         first += f", {memory}" if len(first) + len(memory) + 2 <= width else f",\n{memory}"
-    head = [first, bottleneck_text(stats), *(f"warning: {text}" for text in stats.warnings)]
+    if recent := recent_text(stats):
+        first += f";\nrates, shares and bottleneck of the {recent}"
+    head = [first, bottleneck_text(stats)]
+    head += [f"advice: {text}" for text in filter(None, [advice(stats)])]
+    head += _scaling_lines(stats)
+    head += [f"warning: {text}" for text in stats.warnings]
     accounts = [[stage.name, account_text(stage, stats.state)] for stage in stats.stages]
     tables = [
         _stage_table(stats, width),
@@ -33,12 +39,16 @@ def render(stats: RunStats, width: int = 10**6) -> str:
     return "\n".join(head + [f"\n{text}" for text in tables if text])
 
 
+def recent_text(stats: RunStats) -> str:
+    """Return "last 5 s" if the rates and shares refer to a part of the run, or else an empty text."""
+    return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
+
+
 def bottleneck_text(stats: RunStats) -> str:
     """Describe what limits the run (a stage or another cause) and why."""
-    cause = stats.cause
+    cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
-    slow = next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
     if slow is None:
         return "bottleneck: none found"
     workers = "1 worker" if slow.workers == 1 else f"{slow.workers} workers"
@@ -47,6 +57,28 @@ def bottleneck_text(stats: RunStats) -> str:
         f"bottleneck: {slow.name} (busy {share(slow.busy)} of the time, {workers} "
         f"on={slow.on!r}, {rate(slow.rate)}{limit})"
     )
+
+
+def _scaling_lines(stats: RunStats) -> Iterator[str]:
+    """Yield the numbers of workers over time of each stage whose number the run has changed."""
+    numbers: dict[str, list[int]] = {}
+    for decision in stats.decisions:
+        numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
+    for stage, seen in numbers.items():
+        yield f"workers of {stage}: {' → '.join(map(str, seen))}"
+
+
+def cause_text(stats: RunStats) -> str:
+    """Name in a few words what limits the run, or return an empty text if it is unknown."""
+    cause, slow = stats.cause, _bottleneck(stats)
+    if cause is not None and cause.kind != "bottleneck":
+        stage = "" if cause.stage is None else f" ({cause.stage})"
+        return f"waits for {_CAUSES[cause.kind]}{stage}"
+    return "" if slow is None else f"bottleneck: {slow.name} (busy {share(slow.busy)})"
+
+
+def _bottleneck(stats: RunStats) -> StageStats | None:
+    return next((stage for stage in stats.stages if stage.name == stats.bottleneck), None)
 
 
 _CAUSES: dict[CauseKind, str] = {

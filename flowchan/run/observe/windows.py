@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
-from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkSeconds
+from flowchan.run.observe.cgroups import most_cores
+from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
 """Minimum number of seconds between two snapshots of a run."""
@@ -28,8 +29,9 @@ FINENESS = 8
 
 
 def local_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, also by the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, most_cores() or cores)
 
 
 def has_gil() -> bool:
@@ -45,11 +47,7 @@ def between(earlier: RunStats | None, later: RunStats) -> RunStats:
     stages = tuple(_stage(stages_before.get(stage.name), stage, window) for stage in later.stages)
     edges = tuple(_edge(edges_before.get(edge.name), edge, window) for edge in later.edges)
     now = dataclasses.replace(later, stages=stages, edges=edges, window=window)
-    worked = {
-        stage.name: stage.seconds.since(stages_before[stage.name].seconds if stages_before else WorkSeconds())
-        for stage in stages
-    }
-    cause = cause_of(now, worked, local_cores(), has_gil())
+    cause = cause_of(now, local_cores(), has_gil())
     bottleneck = cause.stage if cause is not None and cause.kind in ("bottleneck", "consumer") else None
     return dataclasses.replace(now, cause=cause, bottleneck=bottleneck)
 
@@ -69,6 +67,7 @@ def _stage(before: StageStats | None, now: StageStats, window: float) -> StageSt
         waiting_output=min(1.0, (worked.place + worked.turn) / total),
         waiting_turn=min(1.0, worked.turn / total),
         cores=None if worked.cpu is None else worked.cpu / window,
+        worked=worked,
     )
 
 
@@ -81,7 +80,16 @@ class History:
 
     def __init__(self) -> None:
         self._samples: list[RunStats] = []
+        self._watcher: Callable[[RunStats], object] | None = None
         self._next_at = time.monotonic() + EVERY_S
+
+    def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
+        """Call a function with each new snapshot, on the supervisor's thread; ``None`` ends the calls.
+
+        The time that it takes counts as part of the snapshot, so a slow function makes snapshots rare. It
+        must not raise.
+        """
+        self._watcher = watcher
 
     def sample(self, take: Callable[[], RunStats]) -> None:
         """Keep the statistics that ``take`` returns, if a new snapshot is due."""
@@ -95,6 +103,8 @@ class History:
                 samples.append(sample)
         samples += old[-1:]
         self._samples = samples[::-1]  # replaced as a whole, because other threads read the list
+        if (watcher := self._watcher) is not None:
+            watcher(newest)
         now = time.monotonic()
         self._next_at = now + max(EVERY_S, COST * (now - began))
 

@@ -213,6 +213,7 @@ class Death:
         irreplaceable: Why the stage can't continue with a replacement; empty if it can.
         hint: A possible cause, for the error message.
         error: Error that ends the run because a replacement would fail in the same way.
+        stack: Python stacks of the process when its item exceeded the time limit; empty if unknown.
     """
 
     worker: WorkerId
@@ -229,6 +230,7 @@ class Death:
     irreplaceable: str = ""
     hint: str = ""
     error: BaseException | None = None
+    stack: str = ""
 
     @property
     def summary(self) -> str:

@@ -18,6 +18,7 @@ from flowchan.run.policy.decisions import AbortRequested, Decided, StopRequested
 from flowchan.run.policy.events import Death, NotAdded, RunBegan, RunEnded, Started, Warned, WorkerId
 from flowchan.run.policy.plan import Plan
 from flowchan.run.policy.restart_limit import RESTART_PERIOD_S, uses_restart
+from flowchan.run.policy.scaling import ScalingDecision
 
 log = logging.getLogger("flowchan.run")
 log.addHandler(logging.NullHandler())
@@ -43,6 +44,9 @@ class Journal:
                 self._log(logging.DEBUG, f"worker {worker} starts as {_where(pid, host)}", worker)
             case Decided():
                 self._decided(event)
+            case ScalingDecision(_, stage, before, workers, reason):
+                text = f"stage {stage!r}: workers {before} → {workers}: {reason}"
+                self._log(logging.INFO, text, stage=stage)
             case NotAdded(worker, text):
                 self._log(logging.WARNING, text, worker)
             case Warned(stage, text):
@@ -82,6 +86,8 @@ class Journal:
             what += f"; it is replaced (restart {used} of {limit} in {RESTART_PERIOD_S:g} s)"
         else:
             what += "; it is replaced"
+        if death.stack:
+            what += f"\nits stack was (most recent call last):\n{death.stack.rstrip()}"
         self._log(logging.WARNING, what, death.worker)
 
     def _slow(self, ended: Terminate) -> None:

@@ -134,27 +134,6 @@ class Plan:
         first = next(worker for worker in self.workers if worker.id.stage == id.stage)
         return next((one for one in self.workers if one.id == id), dataclasses.replace(first, id=id))
 
-    def is_fixed(self, stage: Stage) -> str:
-        """Explain why the number of the stage's workers cannot change during the run.
-
-        Args:
-            stage: A stage of the graph.
-
-        Returns:
-            A description of the stage, such as "a map on hosts"; empty if the number can change.
-        """
-        if not stage.operator.per_item:
-            return f"a {stage.kind}"
-        if "key" in stage.options:
-            return f"a {stage.kind} with key="
-        if is_async(stage.function):
-            return f"a {stage.kind} with an async def function"
-        if stage.placement.is_remote:
-            return f"a {stage.kind} on hosts"
-        if stage.gpus:
-            return f"a {stage.kind} with gpus={stage.gpus} for each worker"
-        return f"a {stage.kind} with an output or input for each worker" if stage.output_per_worker else ""
-
     @property
     def elastic(self) -> frozenset[str]:
         """Return the stages with elastic gangs, which continue while a worker is replaced.

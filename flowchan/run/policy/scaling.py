@@ -55,6 +55,33 @@ class RemoveWorker:
     worker: WorkerId
 
 
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """Change to the number of workers of a stage with ``workers="auto"``.
+
+    Attributes:
+        elapsed: Seconds from the start of the run to the decision.
+        stage: Name of the stage.
+        workers_before: Number of workers before the decision.
+        workers: Number of workers after the decision.
+        reason: Reason in words.
+        outcome: Effect in words, such as "kept: 1.93 × the rate"; empty until it has been measured.
+
+    Example:
+        >>> from flowchan import ScalingDecision
+        >>> decision = ScalingDecision(1.0, "decode", 1, 2, "busy 98 % of the time", "kept: 1.93 × the rate")
+        >>> print(f"{decision.stage}: {decision.workers_before} → {decision.workers}: {decision.reason}")
+        decode: 1 → 2: busy 98 % of the time
+    """
+
+    elapsed: float
+    stage: str
+    workers_before: int
+    workers: int
+    reason: str
+    outcome: str = ""
+
+
 def scaled(
     size: Size, scale: Scale, peers: Collection[WorkerId], now: float
 ) -> tuple[Size, list[WorkerId], list[WorkerId]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowchan.channel.channel import Holder
+from flowchan.run.policy.scaling import ScalingDecision
 
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
 StageState = Literal["starting", "running", "ended"]
@@ -174,6 +175,7 @@ class StageStats:
         rate_limit: Maximum number of items that start per second (``rate=``), or ``None``. A worker that
             waits for the start of its item counts as working.
         starting: Number of workers that have not built their callables yet.
+        worked: Time spent by all workers in the window.
 
     Example:
         >>> from flowchan import Graph
@@ -214,6 +216,7 @@ class StageStats:
     discarded: int = 0
     rate_limit: float | None = None
     starting: int = 0
+    worked: WorkSeconds = WorkSeconds()
 
     @property
     def state(self) -> StageState:
@@ -344,6 +347,7 @@ class RunStats:
         cause: Cause that limited the run in the window; ``None`` if unknown.
         warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
             last warning of each kind is kept for each stage.
+        decisions: Changes to the numbers of workers of stages with ``workers="auto"``.
 
     Example:
         >>> from flowchan import Graph
@@ -369,3 +373,4 @@ class RunStats:
     window: float = 0.0
     cause: Cause | None = None
     warnings: tuple[str, ...] = ()
+    decisions: tuple[ScalingDecision, ...] = ()

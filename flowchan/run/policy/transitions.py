@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from flowchan.declare.fixed_workers import fixed_workers
 from flowchan.run.policy.actions import Action, BreakChannels, ReleasePorts, Replace, StopSources, Terminate
 from flowchan.run.policy.events import Failure, WorkerId
 from flowchan.run.policy.failures import text_of
@@ -128,7 +129,7 @@ def first_state(plan: Plan, now: float) -> PolicyState:
         sizes={
             stage.name: Size(stage.workers, now, stage.workers)
             for stage in plan.graph.stages
-            if not plan.is_fixed(stage)
+            if not fixed_workers(stage)
         },
     )
 

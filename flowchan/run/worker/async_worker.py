@@ -15,7 +15,7 @@ import contextlib
 import os
 import selectors
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from flowchan.channel.awaiting import end_waits, waits_of_loops
@@ -33,6 +33,8 @@ from flowchan.run.worker.worker_callable import AsyncCallable, nothing
 
 ANSWER_WITHIN_S = 0.05
 """Time limit for an answer from an event loop, in seconds. A loop that does not answer in time has work."""
+STACKS_WITHIN_S = 1.0
+"""Time limit for the stacks of coroutines, in seconds."""
 
 
 class _Selector(selectors.DefaultSelector):
@@ -94,11 +96,13 @@ class Tasks:
     """Tasks of one async stage, for use by other threads.
 
     A task can be cancelled while it is waiting, unlike a thread. ``into`` is the input channel; without its
-    items the tasks have no work.
+    items the tasks have no work. ``ids`` are the workers, in the order of their tasks.
     """
 
-    def __init__(self, into: Channel[Any] | None = None) -> None:
+    def __init__(self, into: Channel[Any] | None = None, ids: Sequence[WorkerId] = ()) -> None:
         self.into = into
+        self._ids = ids
+        self._of_worker: dict[WorkerId, asyncio.Task[None]] = {}
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -111,6 +115,25 @@ class Tasks:
         if loop is not None and not repeated:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so the tasks have ended
                 loop.call_soon_threadsafe(self._cancel)
+
+    def examine(self, ids: Collection[WorkerId], read: Callable[[Any], str]) -> dict[WorkerId, str]:
+        """Call ``read`` in the event loop, with the coroutine of each of these workers that is running.
+
+        The result is empty if the event loop has ended, or does not answer because a coroutine keeps it busy.
+        """
+        answer: concurrent.futures.Future[dict[WorkerId, str]] = concurrent.futures.Future()
+
+        def examine() -> None:
+            running = {id: task for id, task in self._of_worker.items() if id in ids and not task.done()}
+            answer.set_result({id: read(task.get_coro()) for id, task in running.items()})
+
+        with self._lock:
+            loop = self._loop
+        if loop is not None and not set(ids).isdisjoint(self._ids):
+            with contextlib.suppress(TimeoutError, RuntimeError):  # the loop is busy or closed
+                loop.call_soon_threadsafe(examine)
+                return answer.result(STACKS_WITHIN_S)
+        return {}
 
     def leave_alone(self) -> None:
         """Exempt the current task, which is cleaning up, from cancellation."""
@@ -126,6 +149,7 @@ class Tasks:
             loop.starter = asyncio.current_task()
         running = [asyncio.ensure_future(worker) for worker in workers]
         self._tasks = running
+        self._of_worker = dict(zip(self._ids, running, strict=False))
         with self._lock:
             self._loop = loop
             cancelled = self._cancelled
@@ -135,7 +159,7 @@ class Tasks:
         await asyncio.gather(*running)
         with self._lock:
             self._loop = None
-        self._tasks = []
+        self._tasks, self._of_worker = [], {}
         end_waits()
 
 

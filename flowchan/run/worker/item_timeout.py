@@ -1,8 +1,9 @@
 """Time limit for one item in a worker process: ``timeout=``.
 
-A kernel timer kills the process, even inside C code that holds the GIL. A timeout is therefore a death that
-counts against the item. The supervisor replaces the worker. The replacement tries the item again if the stage
-has retries left; otherwise the item fails.
+A kernel timer kills the process, even inside C code that holds the GIL. Just before that, the process writes
+its Python stacks for the log. A timeout is therefore a death that counts against the item. The supervisor
+replaces the worker. The replacement tries the item again if the stage has retries left; otherwise the item
+fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from flowchan import _core
 from flowchan.declare.values import Stage
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
     assert stage.timeout is not None
     seconds = stage.timeout
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process has inherited the program's handler
+    _core._dump_before_death(signal.SIGALRM)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])  # the program may block all signals
 
     def call(*args: Any) -> Any:
         began = time.monotonic()

@@ -22,8 +22,8 @@ from typing import Any
 
 from flowchan.declare.values import Stage
 from flowchan.errors import Broken
+from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
-from flowchan.run.worker.program_file import ProgramFile
 
 POLL_INTERVAL_S = 0.05
 """Seconds between checks of whether the run has ended, during a wait."""

@@ -1,4 +1,4 @@
-"""State for each key of a keyed stage, which outlives the death of a worker.
+"""State for each key of a keyed stage, which survives the death of a worker.
 
 Algorithm. Each worker has a write-ahead log in an in-memory file of the program. Before an item's lease ends,
 the worker appends one record: the item's number, its key, and the state of the key after the item. A
@@ -34,8 +34,8 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Broken
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.keyed_state import MISSING, KeyedState
+from flowchan.items.program_file import ProgramFile
 from flowchan.run.policy.failures import OwnEnd
-from flowchan.run.worker.program_file import ProgramFile
 
 MIN_COMPACTED_BYTES = 1 << 20
 """A log with fewer bytes is not copied."""

@@ -1,0 +1,89 @@
+// Dumps of this process's Python stacks, written when a signal arrives.
+//
+// Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
+// even while C code holds the GIL. A reader of the file cannot tell when such a dump is complete. Our handler
+// therefore takes the place of faulthandler's handler, and calls it between two marks. The option `chain` of
+// faulthandler is not used. It turns SA_RESTART off, so more system calls of C code would be interrupted.
+//
+// Invariants. For each signal, one dump begins after the signal was sent. If several threads receive signals
+// at the same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
+// functions that are safe in signal handlers.
+#include "stack_dumps.hpp"
+
+#include <errno.h>
+#include <signal.h>
+#include <unistd.h>
+#include <atomic>
+
+namespace flowchan {
+namespace {
+
+using Handler = void (*)(int);
+
+// These bytes do not occur in a dump, because faulthandler escapes them.
+constexpr char DEATH = 1, BEGIN = 2, END = 3;
+constexpr unsigned DUMP_WITHIN_S = 1;  // limit for the dump of a process that is about to die
+
+std::atomic<Handler> faulthandler{nullptr};
+std::atomic<int> signal_number{0}, file{-1};
+std::atomic<int> requests{0};  // signals whose dump is not complete
+
+void write_mark(char mark) {
+    while (write(file, &mark, 1) < 0 && errno == EINTR) {}
+}
+
+void write_dump(char begin) {
+    write_mark(begin);
+    faulthandler.load()(signal_number);
+    write_mark(END);
+}
+
+void dump(int) {
+    const int error = errno;
+    if (requests.fetch_add(1) == 0) {
+        do {
+            write_dump(BEGIN);
+        } while (requests.fetch_sub(1) > 1);
+    }
+    errno = error;
+}
+
+// SA_RESETHAND has restored the default action, so the alarm kills the process even if the dump gets stuck.
+void dump_and_die(int number) {
+    alarm(DUMP_WITHIN_S);
+    write_dump(DEATH);
+    kill(getpid(), number);
+}
+
+void install(int number, Handler handler, int flags) {
+    struct sigaction action{};
+    action.sa_handler = handler;
+    action.sa_flags = flags;
+    sigaction(number, &action, nullptr);
+}
+
+}  // namespace
+
+bool claim_signal(int number) {
+    struct sigaction action{};
+    if (sigaction(number, nullptr, &action) != 0) return false;
+    if (action.sa_flags & SA_SIGINFO) return false;
+    if (action.sa_handler == dump) return true;  // this process was forked from a worker process
+    if (action.sa_handler != SIG_DFL) return false;
+    install(number, SIG_IGN, 0);
+    return true;
+}
+
+void frame_dumps(int number, int fd) {
+    struct sigaction action{};
+    sigaction(number, nullptr, &action);
+    if (action.sa_handler != dump) faulthandler = action.sa_handler;
+    signal_number = number, file = fd, requests = 0;
+    install(number, dump, SA_RESTART);
+}
+
+void dump_before_death(int number) {
+    if (file >= 0) install(number, dump_and_die, SA_RESETHAND | SA_NODEFER);
+}
+
+}  // namespace flowchan

@@ -1,0 +1,66 @@
+"""Show the runs of other programs on this machine, for ``flowchan top``."""
+
+from __future__ import annotations
+
+import contextlib
+
+import click
+
+from flowchan.cli.view_client import ViewedRun, ViewError, viewed_runs
+from flowchan.run.observe.report import render, table
+from flowchan.run.policy.stats import RunStats
+from flowchan.viz.live.terminal import LiveView
+
+
+def top(chosen: str | None, width: int) -> int:
+    """Show a run until it has ended, then print its report. Print a list if several runs match.
+
+    Args:
+        chosen: Process id of a program, or name of a run from the list (default: the only run).
+        width: Number of columns of the report and the list.
+
+    Returns:
+        The exit code.
+    """
+    with contextlib.ExitStack() as ends:
+        runs = viewed_runs(chosen)
+        for run in runs:
+            ends.callback(run.close)
+        try:
+            if not runs:
+                of = "this user" if chosen is None else f"process {chosen}"
+                raise ViewError(f"no run of {of} was found; a run appears half a second after its start")
+            if len(runs) == 1:
+                _show(runs[0], width)
+            else:
+                click.echo(_list(runs, width))
+        except ViewError as error:
+            click.echo(f"flowchan: {error}", err=True)
+            return 1
+    return 0
+
+
+def _show(run: ViewedRun, width: int) -> None:
+    run.hello()
+    last: RunStats | None = None
+    with LiveView() as view:
+        for last in run.statistics():
+            view.show(last)
+    if last is not None:
+        click.echo(render(last, width))
+
+
+def _list(runs: list[ViewedRun], width: int) -> str:
+    rows = [["run", "graph", "state", "seconds", "program"]]
+    for run in runs:
+        with contextlib.suppress(ViewError):  # the run has just ended
+            hello = run.hello()
+            stats = next(run.statistics())
+            about = [run.name, stats.graph, stats.state, f"{stats.elapsed:.0f}", hello["program"]]
+            rows.append([_printable(text) for text in about])
+    head, *body = rows
+    return table(head, body, left={0, 1, 2, 4}, width=width) + "\n\nflowchan top RUN shows one of them"
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

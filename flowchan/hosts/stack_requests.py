@@ -1,0 +1,58 @@
+"""Requests to agents for the Python stacks of their workers. The caller waits for the answers."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Mapping
+
+from flowchan.hosts.agent_handle import AgentHandle
+from flowchan.hosts.agent_messages import AskStacks, WrittenStack
+from flowchan.run.crew import process_stacks
+from flowchan.run.policy.events import WorkerId
+
+ANSWER_WITHIN_S = process_stacks.ANSWER_WITHIN_S + process_stacks.PY_SPY_WITHIN_S + 5.0
+"""Seconds that agents have to answer."""
+POLL_INTERVAL_S = 0.05
+"""Seconds between two checks for agents that have ended."""
+
+
+class StackRequests:
+    """Requests of one run to the agents of one pool. Several threads may use this at the same time."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, dict[WorkerId, str]] = {}  # by the number of the request
+        self._answered = threading.Condition()
+
+    def receive(self, answer: WrittenStack) -> None:
+        """Record an answer. An answer that comes too late is ignored."""
+        with self._answered:
+            if answer.number in self._answers:
+                self._answers[answer.number][answer.worker] = answer.text
+                self._answered.notify_all()
+
+    def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
+        """Return the stacks of these workers, or one line for each worker whose agent does not answer."""
+        number, found = next(self._numbers), dict[WorkerId, str]()
+        self._answers[number] = found
+        for agent in set(agents.values()):
+            agent.hint(AskStacks(number, tuple(id for id, of in agents.items() if of is agent)))
+        deadline = time.monotonic() + ANSWER_WITHIN_S
+        try:
+            with self._answered:
+                while time.monotonic() < deadline and _missing(agents, found):
+                    self._answered.wait(POLL_INTERVAL_S)
+        finally:
+            del self._answers[number]
+        missing = {
+            id: f"no stack: host {agents[id].host!r} did not answer within {ANSWER_WITHIN_S:g} s\n"
+            for id in _missing(agents, found)
+        }
+        return missing | {id: text for id, text in found.items() if text}
+
+
+def _missing(agents: Mapping[WorkerId, AgentHandle], found: Mapping[WorkerId, str]) -> list[WorkerId]:
+    """Return the workers whose agents are alive and have not answered."""
+    return [id for id, agent in agents.items() if id not in found and not agent.why]

@@ -1,0 +1,109 @@
+"""Measure a run in windows, and ask the policy for the numbers of workers of stages with ``workers="auto"``.
+
+The supervisor calls :meth:`AutoScaler.due` in its turns, and carries out the decisions. A run without such
+stages has no ``AutoScaler``. Taking snapshots uses at most a hundredth of a core.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from flowchan.declare.values import Stage
+from flowchan.run.crew.memory import free_for_processes, resident
+from flowchan.run.observe.throughput import Model
+from flowchan.run.observe.windows import between, local_cores
+from flowchan.run.policy.autoscale import WINDOW_S, AutoLimit, FreeMemory, Scaler, choose, pinned
+from flowchan.run.policy.plan import Plan
+from flowchan.run.policy.scaling import ScalingDecision
+from flowchan.run.policy.stats import RunStats
+
+MOST_THREADS = 32
+"""Default maximum number of worker threads of a stage. Threads may wait most of the time."""
+POLL_S = 0.1
+"""Seconds between two checks whether new workers have begun."""
+COST = 100
+"""Minimum ratio of the time between two snapshots to the time that taking one needs."""
+
+
+class AutoScaler:
+    """Choice of the numbers of workers for one run.
+
+    Only the supervisor's thread calls the methods. Other threads read ``decisions``.
+    """
+
+    def __init__(self, limits: Mapping[str, AutoLimit]) -> None:
+        self._scaler = Scaler(limits)
+        self._begin: RunStats | None = None  # at the start of the window
+        self._ready = True
+        self.next_at = time.monotonic() + WINDOW_S
+
+    @classmethod
+    def of(cls, plan: Plan) -> AutoScaler | None:
+        """Return the choice for a run, or ``None`` if every stage has a fixed number of workers."""
+        limits = {stage.name: _limit(stage) for stage in plan.graph.stages if stage.auto is not None}
+        return cls(limits) if limits else None
+
+    @property
+    def decisions(self) -> tuple[ScalingDecision, ...]:
+        """All decisions so far."""
+        return self._scaler.decisions
+
+    def due(self, take: Callable[[], RunStats]) -> tuple[ScalingDecision, ...]:
+        """Return the changes to make now, usually none.
+
+        Args:
+            take: Function that returns the statistics of the run.
+        """
+        began = time.monotonic()
+        if began < self.next_at:
+            return ()
+        made = self._look(take())
+        now = time.monotonic()
+        self.next_at = now + max(WINDOW_S if self._ready else POLL_S, COST * (now - began))
+        return made
+
+    def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
+        """Begin a window, continue it, or decide at its end."""
+        if not self._ready:
+            self._ready = self._scaler.ready(now)
+            self._begin = now
+            return ()
+        window = between(self._begin, now)
+        if not self._scaler.full(window):
+            return ()
+        self._begin = now
+        self._scaler, made = choose(self._scaler, window, _model, self._memory(window))
+        self._ready = not made
+        return made
+
+    def _memory(self, stats: RunStats) -> FreeMemory:
+        limits = self._scaler.limits
+        sizes = {
+            stage.name: max(map(resident, stage.pids), default=0)
+            for stage in stats.stages
+            if stage.name in limits and limits[stage.name].own_process
+        }
+        return FreeMemory(free_for_processes(), sizes) if sizes else FreeMemory()
+
+    def pin(self, elapsed: float, stage: str, before: int, workers: int) -> tuple[ScalingDecision, ...]:
+        """Leave a stage alone from now on, because the program has scaled it. Return the new decision."""
+        self._scaler, made = pinned(self._scaler, elapsed, stage, before, workers)
+        return made
+
+
+def _model(stats: RunStats) -> Model:
+    """Return the model of a run without the interpreter lock.
+
+    A function may release the lock. A stage on threads is therefore tried with more workers, unless the lock
+    is the cause that limits the run.
+    """
+    return Model.of(stats, gil=False)
+
+
+def _limit(stage: Stage) -> AutoLimit:
+    assert stage.auto is not None
+    own_process, most = stage.placement.own_process, stage.auto.most
+    if most is not None:
+        return AutoLimit(most, id(stage.auto), own_process)
+    return AutoLimit(local_cores() if own_process else MOST_THREADS, stage.name, own_process)

@@ -1,0 +1,56 @@
+"""Read the limits of this process's control groups (cgroups v1 and v2)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
+    """Yield a file of this process's control groups: first that of a group, then those of its ancestors.
+
+    In a container, the group's own folder is often mounted as the root.
+
+    Args:
+        controller: Name of the controller, such as "memory".
+        unified: Name of the file in cgroups v2.
+        legacy: Name of the file in cgroups v1.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        root, name = (CGROUPS / controller, legacy) if controllers else (CGROUPS, unified)
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            if group == root or root in group.parents:
+                yield group / name
+
+
+@functools.cache
+def most_cores() -> int | None:
+    """Return how many whole cores the control groups allow, at least 1; ``None`` if they set no limit."""
+    limits = [
+        limit for file in group_files("cpu", "cpu.max", "cpu.cfs_quota_us") for limit in _cpu_limit(file)
+    ]
+    return max(1, int(min(limits))) if limits else None
+
+
+def _cpu_limit(file: Path) -> list[float]:
+    """Return the limit in a file in cores, or nothing if the file does not exist or sets no limit."""
+    try:
+        words = file.read_text().split()
+        if len(words) < 2:
+            words += (file.parent / "cpu.cfs_period_us").read_text().split()
+        quota, period = int(words[0]), int(words[1])
+    except (OSError, ValueError, IndexError):
+        return []
+    return [quota / period] if quota > 0 and period > 0 else []

@@ -1,0 +1,73 @@
+"""Write Python stacks as text, in the format of tracebacks: the most recent call comes last.
+
+The stacks of worker processes come from ``faulthandler``, which writes the most recent call first and without
+the source lines. The calls that started the process are left out, because after a fork they belong to the
+program.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from flowchan.run.worker.stack_file import serving_stacks
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_STARTS = f" in {serving_stacks.__name__}"
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
+
+
+def text_of_dump(dump: str) -> str:
+    """Return the text for a dump of ``faulthandler``.
+
+    If the process has several threads, a line precedes each stack. The oldest thread, which normally runs the
+    worker, comes first.
+    """
+    threads: list[tuple[str, list[str]]] = []
+    started = False
+    for line in dump.splitlines():
+        if found := _THREAD.match(line):
+            threads.append((f"thread {found[1]}:\n", []))
+            started = False
+        elif line and threads and not started:
+            started = line.endswith(_STARTS)
+            threads[-1][1].append(_entry(line))
+    alone = len(threads) == 1
+    stacks = (("" if alone else name) + "".join(reversed(frames)) for name, frames in reversed(threads))
+    return "\n".join(stacks) or dump
+
+
+def _entry(line: str) -> str:
+    if not (found := _FRAME.fullmatch(line)):
+        return f"{line}\n"  # such as "<no Python frame>"
+    file, number, function = found.groups()
+    return "".join(traceback.format_list([traceback.FrameSummary(file, int(number), function)]))
+
+
+def text_of_frame(frame: FrameType) -> str:
+    """Return the text for a thread that is executing ``frame``."""
+    return "".join(traceback.format_stack(frame))
+
+
+def text_of_coroutine(coroutine: Any) -> str:
+    """Return the text for a suspended coroutine and everything that it awaits."""
+    return "".join(traceback.StackSummary.extract(_awaited(coroutine)).format())
+
+
+def _awaited(coroutine: Any) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames and lines of a coroutine, of the coroutine or generator that it awaits, and so on."""
+    while coroutine is not None:
+        for frame, awaits in (
+            ("cr_frame", "cr_await"),
+            ("gi_frame", "gi_yieldfrom"),
+            ("ag_frame", "ag_await"),
+        ):
+            if (found := getattr(coroutine, frame, None)) is not None:
+                yield found, found.f_lineno
+                coroutine = getattr(coroutine, awaits)
+                break
+        else:
+            return

@@ -1,0 +1,93 @@
+"""Convert statistics of a run to dictionaries for JSON, and back.
+
+The keys are the names of the attributes of :class:`RunStats` and its parts, with the same units. Each stage
+also has its ``state``. Readers ignore keys that they do not know, so later versions may add keys. If the
+meaning of a key changes, ``SCHEMA`` changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from flowchan.channel.channel import Holder
+from flowchan.run.policy.stats import (
+    Cause,
+    EdgeStats,
+    HostStats,
+    RunStats,
+    StageStats,
+    WorkerStats,
+    WorkSeconds,
+)
+
+SCHEMA = 1
+"""Version of the dictionaries."""
+
+_PARTS: dict[str, type] = {
+    "stages": StageStats,
+    "edges": EdgeStats,
+    "hosts": HostStats,
+    "holders": Holder,
+    "per_worker": WorkerStats,
+    "seconds": WorkSeconds,
+    "cause": Cause,
+}
+"""Keys whose values contain dictionaries, with the class of these dictionaries."""
+
+
+def to_json(stats: RunStats) -> dict[str, Any]:
+    """Return statistics as a dictionary of numbers, texts, lists and dictionaries.
+
+    Args:
+        stats: Statistics of a run.
+
+    Returns:
+        The dictionary, without its schema.
+    """
+    found: dict[str, Any] = _plain(stats)
+    for document, stage in zip(found["stages"], stats.stages, strict=True):
+        document["state"] = stage.state
+    return found
+
+
+def from_json(document: Mapping[str, Any]) -> RunStats:
+    """Return the statistics that :func:`to_json` has converted.
+
+    Args:
+        document: The dictionary. Unknown keys are ignored.
+
+    Returns:
+        The statistics.
+
+    Raises:
+        TypeError: The dictionary lacks a key, or a value has the wrong type.
+    """
+    stats: RunStats = _object(RunStats, document)
+    return stats
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    if dataclasses.is_dataclass(value):
+        return {name: _plain(getattr(value, name)) for name in _names(type(value))}
+    return value
+
+
+def _object(kind: type, document: Mapping[str, Any]) -> Any:
+    known = {name: _value(name, document[name]) for name in _names(kind) if name in document}
+    return kind(**known)
+
+
+def _value(name: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_value(name, one) for one in value)
+    return _object(_PARTS[name], value) if isinstance(value, dict) else value

@@ -1,0 +1,395 @@
+"""Choose the numbers of workers of stages with ``workers="auto"``, as a pure function of statistics.
+
+Algorithm. After each window of time, at most one of three things happens:
+
+1. If the last change has not been checked, its effect is measured. A growth must have raised the rate by at
+   least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the change is
+   reverted, and the same kind of change is not tried again for ``BLOCKED_WINDOWS`` windows. If the program
+   put fewer items in the window, nothing can be concluded, and the change is kept.
+2. If the model predicts that more workers raise the rate by at least ``LEAST_GAIN``, they are added. The
+   workers are distributed by max-min filling: the next worker goes to the stage that allows the lowest rate,
+   until no limit leaves room. A stage at most doubles.
+3. Stages with a low utilisation in ``IDLE_WINDOWS`` windows lose workers, at most half of them.
+
+The first window after a change starts when the new workers have begun to work. Threads are not added while
+they wait for the interpreter lock, and no workers are added while all cores are in use. A process is added
+only if enough memory is free for one more process of the same size.
+
+Stages with the same limit share its workers. If the limit is reached, workers are moved from a stage to a
+slower one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from flowchan.run.policy.scaling import ScalingDecision
+from flowchan.run.policy.stats import RunStats, StageStats
+
+WINDOW_S = 1.0
+"""Minimum length of a window in seconds."""
+LEAST_ITEMS = 20
+"""Number of items that each stage takes in a window that is shorter than ``SLOW_WINDOW_S``."""
+SLOW_WINDOW_S = 10.0
+"""Length of a window in seconds after which two items for each busy worker are enough."""
+LONGEST_WINDOW_S = 60.0
+"""Maximum length of a window in seconds."""
+LEAST_GAIN = 0.05
+"""Minimum predicted gain of the rate for which workers are added."""
+BUSY = 0.85
+"""Minimum utilisation of the busiest stage that gets workers."""
+IDLE = 0.65
+"""Utilisation below which a stage may lose workers."""
+IDLE_WINDOWS = 3
+"""Number of windows in a row with a utilisation below ``IDLE`` before a stage loses workers."""
+AIM = 0.75
+"""Utilisation that a stage should have after it has lost workers."""
+BLOCKED_WINDOWS = 10
+"""Number of windows in which a reverted change is not tried again."""
+ENOUGH = 0.98
+"""Share of the highest possible rate at which the filling stops."""
+RATE_LIMITED = 0.95
+"""Share of its ``rate=`` from which a stage gets no more workers."""
+
+
+class Throughput(Protocol):
+    """Model of a run that predicts its rate."""
+
+    def rate(self, workers: Mapping[str, int]) -> float:
+        """Return the rate of the run if some stages had these numbers of workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class AutoLimit:
+    """Limit of one stage.
+
+    Attributes:
+        most: Maximum number of workers of all stages with the same ``shared_by``.
+        shared_by: Identity of the limit.
+        own_process: True if each worker is a process.
+    """
+
+    most: int
+    shared_by: Hashable
+    own_process: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory for additional processes.
+
+    Attributes:
+        free: Number of bytes that new processes may use.
+        resident: Size of the largest process of each stage, in bytes.
+    """
+
+    free: float = math.inf
+    resident: Mapping[str, int] = field(default_factory=dict)
+
+    def processes(self, stage: str) -> float:
+        """Return how many more processes of a stage there is memory for. Threads have no size."""
+        size = self.resident.get(stage, 0)
+        return math.inf if not size or math.isinf(self.free) else max(0.0, self.free) // size
+
+    def without(self, stage: str, processes: int) -> FreeMemory:
+        """Return the memory that is left after more processes of a stage have started."""
+        return dataclasses.replace(self, free=self.free - processes * self.resident.get(stage, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Change whose effect has not been checked.
+
+    Attributes:
+        before: Numbers of workers of the changed stages before the change.
+        rates: Rates of these stages before the change, in items per second.
+        grew: True if a stage got more workers.
+        made: Indexes of its decisions.
+    """
+
+    before: Mapping[str, int]
+    rates: Mapping[str, float]
+    grew: bool
+    made: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scaler:
+    """State of the choice for one run.
+
+    Attributes:
+        limits: Limits of the stages with ``workers="auto"`` that the program has not scaled.
+        trial: The last change, until its effect has been checked.
+        blocked: Number of windows in which a stage may not grow (True) or shrink (False).
+        idle: Highest utilisations of each stage in the last windows, as long as all were low.
+        decisions: All decisions so far.
+    """
+
+    limits: Mapping[str, AutoLimit]
+    trial: Trial | None = None
+    blocked: Mapping[tuple[str, bool], int] = field(default_factory=dict)
+    idle: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    decisions: tuple[ScalingDecision, ...] = ()
+
+    def ready(self, stats: RunStats) -> bool:
+        """Return whether the workers of the last change have begun to work."""
+        return self.trial is None or not any(
+            stage.starting for stage in stats.stages if stage.name in self.trial.before
+        )
+
+    def full(self, stats: RunStats) -> bool:
+        """Return whether a window is long enough for a decision."""
+        if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
+            return stats.window >= WINDOW_S
+        live = _live(self, stats).values()
+        if stats.window < SLOW_WINDOW_S:
+            return min((stage.rate * stats.window for stage in live), default=0.0) >= LEAST_ITEMS
+        return all(stage.rate * stats.window >= 2 * stage.working for stage in live if stage.busy >= BUSY)
+
+
+Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
+"""The next state, and the changes to make."""
+
+
+def choose(
+    scaler: Scaler, stats: RunStats, model: Callable[[RunStats], Throughput], memory: FreeMemory
+) -> Chosen:
+    """Choose the numbers of workers after a window.
+
+    Args:
+        scaler: The state so far.
+        stats: Statistics with rates and shares for the window.
+        model: Function that returns the model of the run in the window.
+        memory: Memory for additional processes.
+    """
+    stages = _live(scaler, stats)
+    blocked = {key: left - 1 for key, left in scaler.blocked.items() if left > 0}
+    idle = {
+        name: (*scaler.idle.get(name, ()), stage.busy)[-IDLE_WINDOWS:]
+        for name, stage in stages.items()
+        if stage.busy < IDLE
+    }
+    scaler = dataclasses.replace(scaler, blocked=blocked, idle=idle)
+    scaler, reverted = _checked(scaler, stats, stages)
+    if reverted:
+        return scaler, reverted
+    grown = _grown(scaler, stats, stages, model, memory)
+    changes, reason = grown or _shrunk(scaler, stages)
+    return _changed(scaler, stats, stages, changes, reason)
+
+
+def pinned(scaler: Scaler, elapsed: float, stage: str, before: int, workers: int) -> Chosen:
+    """Return the state after the program has chosen a stage's number of workers, which then stays."""
+    if stage not in scaler.limits:
+        return scaler, ()
+    decision = ScalingDecision(elapsed, stage, before, workers, "run.scale() was called", "pinned")
+    limits = {name: limit for name, limit in scaler.limits.items() if name != stage}
+    return dataclasses.replace(scaler, limits=limits, decisions=(*scaler.decisions, decision)), (decision,)
+
+
+def _live(scaler: Scaler, stats: RunStats) -> dict[str, StageStats]:
+    """Return the stages whose number of workers may change now."""
+    return {stage.name: stage for stage in stats.stages if stage.name in scaler.limits and stage.working}
+
+
+def _changed(
+    scaler: Scaler,
+    stats: RunStats,
+    stages: Mapping[str, StageStats],
+    changes: Mapping[str, int],
+    reason: Callable[[StageStats], str],
+) -> Chosen:
+    """Decide on changes that will be checked after the next window."""
+    made = tuple(
+        ScalingDecision(stats.elapsed, name, stages[name].workers, workers, reason(stages[name]))
+        for name, workers in changes.items()
+    )
+    if not made:
+        return scaler, ()
+    first = len(scaler.decisions)
+    trial = Trial(
+        {name: stages[name].workers for name in changes},
+        {name: stages[name].rate for name in changes},
+        any(decision.workers > decision.workers_before for decision in made),
+        tuple(range(first, first + len(made))),
+    )
+    idle = {name: busy for name, busy in scaler.idle.items() if name not in changes}
+    decisions = (*scaler.decisions, *made)
+    return dataclasses.replace(scaler, trial=trial, idle=idle, decisions=decisions), made
+
+
+# --- the effect of the last change ---
+
+
+def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) -> Chosen:
+    """Record the effect of the last change, and revert the change if it did not pay."""
+    trial = scaler.trial
+    if trial is None:
+        return scaler, ()
+    scaler = dataclasses.replace(scaler, trial=None)
+    still = [name for name in trial.before if name in stages]
+    if not still:
+        return _with_outcome(scaler, trial, "not checked, because the stage ended"), ()
+    ratio = min(stages[name].rate / trial.rates[name] if trial.rates[name] else math.inf for name in still)
+    text = f"{ratio:.2f} × the rate"
+    if _paid(trial, ratio, stats, [stages[name] for name in still]):
+        return _with_outcome(scaler, trial, f"kept: {text}"), ()
+    scaler = _with_outcome(scaler, trial, f"reverted: {text}")
+    made = tuple(
+        ScalingDecision(
+            stats.elapsed,
+            name,
+            stages[name].workers,
+            trial.before[name],
+            f"{stages[name].workers} workers gave {text} of {trial.before[name]}",
+            "not checked",
+        )
+        for name in still
+    )
+    blocked = {(name, trial.before[name] < stages[name].workers): BLOCKED_WINDOWS for name in still}
+    scaler = dataclasses.replace(
+        scaler, blocked={**scaler.blocked, **blocked}, decisions=(*scaler.decisions, *made)
+    )
+    return scaler, made
+
+
+def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
+    """Return whether a change is kept.
+
+    A reduction is reverted only if a stage that lost workers is busy now. Otherwise, something else has
+    lowered the rate.
+    """
+    if trial.grew:
+        return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind == "input")
+    return ratio >= 1 - LEAST_GAIN / 2 or all(stage.busy < BUSY for stage in changed)
+
+
+def _with_outcome(scaler: Scaler, trial: Trial, outcome: str) -> Scaler:
+    decisions = list(scaler.decisions)
+    for index in trial.made:
+        decisions[index] = dataclasses.replace(decisions[index], outcome=outcome)
+    return dataclasses.replace(scaler, decisions=tuple(decisions))
+
+
+# --- more workers ---
+
+Change = tuple[Mapping[str, int], Callable[[StageStats], str]]
+"""New numbers of workers by stage, and the reason for one stage."""
+
+
+def _grown(
+    scaler: Scaler,
+    stats: RunStats,
+    stages: Mapping[str, StageStats],
+    model: Callable[[RunStats], Throughput],
+    memory: FreeMemory,
+) -> Change | None:
+    cause = None if stats.cause is None else stats.cause.kind
+    most = {
+        name: _most(stage, memory)
+        for name, stage in stages.items()
+        if (name, True) not in scaler.blocked and _may_grow(stage, scaler.limits[name], cause)
+    }
+    if cause == "cores" or not any(stages[name].busy >= BUSY for name in most):
+        return None
+    predicts = model(stats)
+    workers = {name: stage.workers for name, stage in stages.items()}
+    wanted = _within(memory, workers, _filled(scaler, workers, most, predicts))
+    changes = {name: number for name, number in wanted.items() if number != workers[name]}
+    gain = predicts.rate(wanted) / max(predicts.rate(workers), 1e-9)
+    if not changes or gain < 1 + LEAST_GAIN or not _eases_a_busy_stage(changes, stages):
+        return None
+    return (
+        changes,
+        lambda stage: f"busy {100 * stage.busy:.0f} % of the time; {gain:.2f} × the rate is predicted",
+    )
+
+
+def _may_grow(stage: StageStats, limit: AutoLimit, cause: str | None) -> bool:
+    limited = stage.rate_limit is not None and stage.rate >= RATE_LIMITED * stage.rate_limit
+    return not limited and (limit.own_process or cause != "gil")
+
+
+def _eases_a_busy_stage(changes: Mapping[str, int], stages: Mapping[str, StageStats]) -> bool:
+    more = [stage for name, stage in stages.items() if changes.get(name, 0) > stage.workers]
+    return any(stage.busy >= BUSY for stage in more)
+
+
+def _most(stage: StageStats, memory: FreeMemory) -> int:
+    """Return the highest number of workers that the stage may have after one change."""
+    return int(min(2 * stage.workers, stage.workers + memory.processes(stage.name)))
+
+
+def _filled(
+    scaler: Scaler, workers: Mapping[str, int], most: Mapping[str, int], predicts: Throughput
+) -> dict[str, int]:
+    """Return numbers of workers by max-min filling.
+
+    Stages that share a limit start from half of their workers, so that workers can move between them.
+    """
+    limits = scaler.limits
+    users = Counter(limits[name].shared_by for name in workers)
+    shared = {name for name in most if users[limits[name].shared_by] > 1}
+    filled = {name: max(1, number // 2) if name in shared else number for name, number in workers.items()}
+    growing = set(most)
+    while predicts.rate(filled) < ENOUGH * predicts.rate({**filled, **_unlimited(growing)}):
+        slowest = min(growing, key=lambda name: predicts.rate(_unlimited(growing, name, filled)))
+        if filled[slowest] < most[slowest] and _room(limits, filled, slowest) > 0:
+            filled[slowest] += 1
+        else:
+            growing.discard(slowest)
+    for name in sorted(shared):  # give back what no other stage needs
+        missing = workers[name] - filled[name]
+        filled[name] += max(0, min(missing, _room(limits, filled, name)))
+    return filled
+
+
+MANY = 10**6
+"""Number of workers for which a stage does not limit the run."""
+
+
+def _unlimited(
+    growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return many workers for the stages that may grow, and the given number for the others and for one."""
+    return {**(filled or {}), **{name: MANY for name in growing if name != but}}
+
+
+def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: str) -> int:
+    """Return how many workers the limit of a stage allows in addition."""
+    limit = limits[stage]
+    same = [number for name, number in workers.items() if limits[name].shared_by == limit.shared_by]
+    return limit.most - sum(same)
+
+
+def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
+    """Return numbers of workers for which the memory for all new processes together is free."""
+    for name, number in wanted.items():
+        more = max(0, number - workers[name])
+        allowed = int(min(more, memory.processes(name)))
+        wanted[name] = number - more + allowed
+        memory = memory.without(name, allowed)
+    return wanted
+
+
+# --- fewer workers ---
+
+
+def _shrunk(scaler: Scaler, stages: Mapping[str, StageStats]) -> Change:
+    changes = {}
+    for name, busy in scaler.idle.items():
+        workers = stages[name].workers
+        wanted = max(math.ceil(workers * max(busy) / AIM), math.ceil(workers / 2))
+        if len(busy) == IDLE_WINDOWS and wanted < workers and (name, False) not in scaler.blocked:
+            changes[name] = wanted
+    return (
+        changes,
+        lambda stage: (
+            f"busy at most {100 * max(scaler.idle[stage.name]):.0f} % of the time in {IDLE_WINDOWS} windows"
+        ),
+    )

@@ -1,0 +1,80 @@
+"""File in memory to which a worker process writes its Python stacks when a signal asks for them.
+
+Algorithm. The program and the worker process share the file. When the worker starts, it writes ``READY``, or
+``REFUSED`` if another handler already uses the signal. The program then removes everything behind this byte,
+sends the signal and reads the file until it contains a complete dump. The core writes a mark before and after
+each dump (stack_dumps.cpp). Earlier dumps that were cut off have no mark before them, so they are ignored.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import context, reduction
+from typing import Any
+
+from flowchan import _core
+
+SIGNAL = signal.SIGRTMIN + 7
+"""Signal that asks a worker process for its stacks. A process that is not ready would be killed by it."""
+READY, REFUSED = b"+", b"-"
+_DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # the marks that the core writes
+
+
+class StackFile:
+    """Stacks of one worker process."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("flowchan stacks")
+        # Each write goes to the end of the file, also after the program has made the file shorter.
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
+
+    def __getstate__(self) -> dict[str, Any]:
+        assert context.get_spawning_popen() is not None  # only a process that is being started gets the file
+        return {"_fd": reduction.DupFd(self._fd)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._fd = state["_fd"].detach()
+
+    def serve(self) -> None:
+        """Write the stacks of this process whenever the signal arrives, even while C code holds the GIL."""
+        ready = _core._claim_signal(SIGNAL)
+        if ready:
+            faulthandler.register(SIGNAL, self._fd, all_threads=True)
+            _core._frame_dumps(SIGNAL, self._fd)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [SIGNAL])  # the program may block all signals
+        os.write(self._fd, READY if ready else REFUSED)
+
+    @property
+    def state(self) -> bytes:
+        """Return ``READY``, ``REFUSED``, or nothing if the process is still starting."""
+        return os.pread(self._fd, 1, 0)
+
+    def clear(self) -> None:
+        """Remove all dumps."""
+        os.ftruncate(self._fd, len(READY))
+
+    def answer(self) -> str | None:
+        """Return a dump that was written after :meth:`clear`, or None if no dump is complete yet."""
+        _, mark, dump = self._contents().rpartition(_END)[0].rpartition(_BEGIN)
+        return dump.decode(errors="replace") if mark else None
+
+    def last_words(self) -> str:
+        """Return the dump that the process wrote before it was killed, or an empty string."""
+        _, _, dump = self._contents().partition(_DEATH)
+        return dump.partition(_END)[0].decode(errors="replace")
+
+    def _contents(self) -> bytes:
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def serving_stacks(file: StackFile, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Run the main function of a worker process, which writes its stacks to ``file`` on request."""
+    file.serve()
+    main(*arguments)

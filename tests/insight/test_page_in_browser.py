@@ -1,0 +1,406 @@
+"""Check the live page in a real browser: headless Chromium, with a server of made-up figures."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixture_page import FixturePage, described, graph_of, work
+from support.browser import CHROMIUM, Browser, Tab
+
+from flowchan import Graph
+
+Shape = dict[str, Any]  # the answer of /graph
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+
+EVIL = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>&amp;"
+ROWS = "document.querySelectorAll('#table tbody tr').length"
+ORDER = "[...document.querySelectorAll('#table tbody tr')].map((row) => row.dataset.stage).join()"
+DARK = "rgb(17, 22, 27)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def small() -> Shape:
+    return described(graph_of(5))
+
+
+@pytest.fixture(scope="module")
+def large() -> Shape:
+    return described(graph_of(35))
+
+
+def shown(tab: Tab) -> None:
+    """Wait until the page shows a snapshot."""
+    tab.wait(f"{ROWS} > 0")
+
+
+def test_page_shows_the_rates_of_a_snapshot(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        snapshot = page.figures.snapshot(61.0)
+        snapshot["end_rate"] = 1234.4
+        for number, stage in enumerate(snapshot["stages"]):
+            stage["rate"] = 100.0 + number
+        page.send(snapshot)
+        tab.wait("document.getElementById('rate').textContent === '1,234/s'")
+        assert tab.texts("#table tbody td.rate") == [f"{100 + number}/s" for number in range(5)]
+        drawn = tab.texts("#picture .figures .rate")
+        assert [text.split(" · ")[0] for text in drawn] == [f"{100 + number}/s" for number in range(5)]
+        assert tab.text("#elapsed") == "1 min 1 s"
+        assert tab.complaints() == []
+
+
+@pytest.mark.parametrize(
+    ("column", "key"),
+    [
+        ("name", lambda stage: stage["name"]),
+        ("workers", lambda stage: -len(stage["workers"])),
+        ("rate", lambda stage: -stage["rate"]),
+        ("busy", lambda stage: -stage["busy"]),
+        ("items", lambda stage: -stage["items_out"]),
+        ("failed", lambda stage: -stage["failed"]),
+        ("cores", lambda stage: -stage["cores"]),
+    ],
+)
+def test_table_sorts_by_a_column_in_both_directions(
+    browser: Browser, small: Shape, column: str, key: Any
+) -> None:
+    with FixturePage(small) as page:
+        snapshot = page.snapshot
+        for number, (one, described_) in enumerate(zip(snapshot["stages"], small["stages"], strict=True)):
+            one |= {
+                "name": described_["name"],
+                "failed": (3 * number) % 5,
+                "items_out": 10 + (2 * number) % 5,
+            }
+        page.send(snapshot)
+        with browser.tab(page.address) as tab:
+            shown(tab)
+            tab.click(f"#table th.{column} button")
+            expected = [stage["id"] for stage in sorted(snapshot["stages"], key=key)]
+            assert tab.evaluate(ORDER) == ",".join(expected)
+            tab.click(f"#table th.{column} button")
+            direction = "ascending" if column != "name" else "descending"
+            assert tab.evaluate(f"document.querySelector('#table th.{column}').ariaSort") == direction
+            known = {stage["id"]: stage for stage in snapshot["stages"]}
+            values = [key(known[id]) for id in tab.evaluate(ORDER).split(",")]
+            assert values == sorted(values, reverse=True)
+
+
+def test_table_sorts_by_trend_with_the_largest_growth_first(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page:
+        page.history["stages"]["s3"]["rate"][0] = 1.0
+        with browser.tab(page.address) as tab:
+            shown(tab)
+            tab.click("#table th.trend button")
+            assert tab.evaluate(ORDER).startswith("s3,")
+
+
+def test_selected_stage_shows_its_details(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        assert tab.text("#stage-name") == "resize"  # the bottleneck, until the user selects a stage
+        tab.click("#s3")
+        tab.wait("document.getElementById('stage-name').textContent === 'encode'")
+        assert tab.text("#stage-about") == "map on processes · thumbnails.py:15"
+        assert len(tab.texts("#stage-workers .chip")) == 4
+        assert tab.evaluate("document.querySelector('#table tr.selected').dataset.stage") == "s3"
+        page.send(page.figures.snapshot(61.0))
+        tab.wait("document.getElementById('elapsed').textContent === '1 min 1 s'")
+        assert tab.text("#stage-name") == "encode"
+
+
+def test_bottleneck_is_highlighted_in_graph_table_and_header(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        assert tab.evaluate("document.querySelector('#picture .node.limits').id") == "s2"
+        assert tab.evaluate("document.querySelector('#table tr.limits').dataset.stage") == "s2"
+        assert tab.text("#cause-stage") == "resize"
+        moved = page.figures.snapshot(61.0)
+        moved["cause"] |= {"stage": "s1"}
+        page.send(moved)
+        tab.wait("document.querySelector('#picture .node.limits').id === 's1'")
+        assert tab.evaluate("document.querySelectorAll('#picture .node.limits').length") == 1
+        moved["cause"] = None
+        page.send(moved | {"elapsed": 62.0})
+        tab.wait("document.querySelector('#picture .node.limits') === null")
+
+
+def test_jump_shows_the_bottleneck_of_a_large_graph(browser: Browser, large: Shape) -> None:
+    with FixturePage(large) as page, browser.tab(page.address, 400, 800) as tab:
+        shown(tab)
+        assert tab.evaluate("document.querySelector('#picture svg').classList.contains('far')")
+        tab.click("#jump")
+        inside = """(() => {
+          const frameOf = (selector) => document.querySelector(selector).getBoundingClientRect();
+          const node = frameOf("#picture .node.limits"), frame = frameOf("#picture");
+          return node.width > 60 && node.left >= frame.left && node.right <= frame.right
+            && node.top >= frame.top && node.bottom <= frame.bottom;
+        })()"""
+        assert tab.wait(inside)
+
+
+def test_names_with_markup_are_shown_as_text(browser: Browser) -> None:
+    graph = graph_of(5, name=EVIL)
+    graph.source(range(3), name=EVIL).sink(print, name="end")
+    shape = described(graph)
+    with FixturePage(shape) as page:
+        page.snapshot["advice"] = EVIL
+        page.snapshot["cause"] = {"kind": "order", "stage": "s5", "why": EVIL}
+        page.snapshot["failures"] = [{"elapsed": 1.0, "stage": "s5", "text": EVIL}]
+        page.snapshot["decisions"] = [{"elapsed": 1.0, "stage": "s5", "text": EVIL}]
+        page.answers = {"stacks": {"stacks": {EVIL: EVIL}}}
+        with browser.tab(page.address) as tab:
+            shown(tab)
+            tab.click("#stacks")
+            tab.wait("document.querySelector('#stack-texts pre') !== null")
+            for place in ("#name", "#cause-stage", "#cause-why", "#advice", "#stage-name"):
+                assert tab.text(place) == EVIL
+            assert tab.texts("#stack-texts h3, #stack-texts pre") == [EVIL, EVIL]
+            assert EVIL in tab.texts("#table button.stage")
+            assert EVIL in tab.text("#failures li")
+            assert EVIL in tab.text("#decisions li")
+            assert tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
+            assert tab.evaluate("document.title") == f"{EVIL} – flowchan"
+            assert tab.complaints() == []
+
+
+def test_picture_with_scripts_runs_none_of_them(browser: Browser, small: Shape) -> None:
+    shape = copy.deepcopy(small)
+    run = "document.title='run'"
+    bad = f"""<script>{run}</script><a href="javascript:{run}"><image href="x" onerror="{run}"/></a>"""
+    shape["svg"] = shape["svg"].replace("</svg>", f"{bad}</svg>")
+    with FixturePage(shape) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        assert tab.texts("#picture script, #picture image, #picture [href]") == []
+        assert tab.evaluate("document.title") == "thumbnails – flowchan"
+        assert tab.complaints() == []
+
+
+def test_page_without_picture_shows_only_the_table(browser: Browser, small: Shape) -> None:
+    with FixturePage(small | {"svg": None}) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        assert tab.evaluate("document.getElementById('graph').hidden")
+        assert tab.evaluate(ROWS) == 5
+        assert tab.complaints() == []
+
+
+def test_end_of_the_run_stays_on_the_page(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        page.send(page.figures.snapshot(61.0, "done"))
+        page.end()
+        tab.wait("document.body.classList.contains('ended')")
+        page.close()
+        assert tab.text("#state") == "✓ done"
+        assert tab.evaluate("document.getElementById('connection').hidden")
+        assert tab.complaints() == []
+
+
+def test_failed_run_shows_its_error(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        page.send(page.figures.snapshot(61.0, "failed"))
+        page.end()
+        tab.wait("document.getElementById('state').textContent === '✗ failed'")
+        assert tab.text("#failure-text") == "OSError: disk full"
+        assert "line 31, in decode" in tab.text("#stage-failures pre")
+
+
+def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        page.refuse = True
+        page.drop()
+        tab.wait("!document.getElementById('connection').hidden")
+        assert tab.text("#connection").startswith("Connection to the run lost.")
+        page.refuse = False
+        tab.wait("document.getElementById('connection').hidden")
+
+
+def test_saved_report_opens_from_a_file_without_requests(
+    browser: Browser, small: Shape, tmp_path: Path
+) -> None:
+    with FixturePage(small) as page:
+        page.snapshot = page.figures.snapshot(61.0, "done")
+        (tmp_path / "report.html").write_text(page.report())
+    address = (tmp_path / "report.html").as_uri()
+    with browser.tab(address) as tab:
+        shown(tab)
+        assert tab.text("#state") == "✓ done"
+        assert tab.evaluate("document.querySelectorAll('#picture .figures').length") == 5
+        assert tab.evaluate("document.querySelectorAll('.uplot canvas').length") == 2
+        assert tab.evaluate("['save', 'stacks', 'what-if'].every((id) => document.getElementById(id).hidden)")
+        assert tab.evaluate("getComputedStyle(document.querySelector('.panel')).borderRadius") == "8px"
+        assert [one for one in tab.requests() if not one.startswith("data:")] == [address]
+        assert tab.complaints() == []
+
+
+def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        tab.evaluate("document.querySelector('#table th.busy button').focus()")
+        tab.press("Enter")
+        tab.wait("document.querySelector('#table th.busy').ariaSort === 'descending'")
+        tab.evaluate("document.querySelector('#table tr[data-stage=s3] button').focus()")
+        tab.press("Enter")
+        tab.wait("document.getElementById('stage-name').textContent === 'encode'")
+        assert tab.evaluate("document.activeElement.textContent") == "encode"  # not lost by the update
+        tab.evaluate("document.getElementById('picture').focus()")
+        view = "document.querySelector('#picture svg').getAttribute('viewBox')"
+        whole = tab.evaluate(view)
+        for key in ("+", "ArrowRight", "ArrowDown"):
+            before = tab.evaluate(view)
+            tab.press(key)
+            tab.wait(f"{view} !== {before!r}")
+        tab.press("0")
+        tab.wait(f"{view} === {whole!r}")
+        tab.press("w")
+        tab.wait("document.querySelectorAll('#picture .waits path').length === 4")
+
+
+def test_wheel_zooms_only_a_focused_picture(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        view = "document.querySelector('#picture svg').getAttribute('viewBox')"
+        whole = tab.evaluate(view)
+        event = "new WheelEvent('wheel', {deltaY: -100, cancelable: true})"
+        turn = f"document.getElementById('picture').dispatchEvent({event})"
+        assert tab.evaluate(turn)  # not prevented, so the page scrolls
+        assert tab.evaluate(view) == whole
+        tab.evaluate("document.getElementById('picture').focus()")
+        assert not tab.evaluate(turn)
+        assert tab.evaluate(view) != whole
+
+
+def test_two_fingers_zoom_the_picture(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address, 400, 800) as tab:
+        shown(tab)
+        size = "document.querySelector('#picture svg').viewBox.baseVal.width"
+        whole = tab.evaluate(size)
+        frame = tab.evaluate("document.getElementById('picture').getBoundingClientRect().toJSON()")
+        x, y = frame["x"] + frame["width"] / 2, frame["y"] + frame["height"] / 2
+        for kind, apart in (("touchStart", 20), ("touchMove", 40), ("touchMove", 80)):
+            points = [{"x": x - apart, "y": y, "id": 0}, {"x": x + apart, "y": y, "id": 1}]
+            tab.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+        tab.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        tab.wait(f"{size} < {whole} / 1.5")
+
+
+def test_chains_in_one_state_collapse_in_large_graphs(browser: Browser, large: Shape) -> None:
+    with FixturePage(large) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        assert tab.evaluate(ROWS) < 15
+        assert tab.evaluate("document.querySelector('#table tr.limits') !== null")
+        tab.click("#table button.chain")
+        tab.wait(f"{ROWS} > 15 || document.querySelector('#table button.chain').ariaExpanded === 'true'")
+        tab.click("#collapse")
+        tab.wait(f"{ROWS} === {len(large['stages'])}")
+
+
+def test_filter_shows_stages_with_the_text_in_their_names(browser: Browser, large: Shape) -> None:
+    with FixturePage(large) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        tab.evaluate("document.getElementById('filter').focus()")
+        for key in "Merge":
+            tab.press(key)
+        tab.wait(f"{ROWS} === 2")
+        assert tab.texts("#table button.stage") == ["merge3", "merge19"]
+
+
+def test_dark_preference_changes_the_colours(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address, dark=True) as tab:
+        shown(tab)
+        ground = "getComputedStyle(document.body).backgroundColor"
+        assert tab.evaluate(ground) == DARK
+        tab.show(1440, 900, dark=False)
+        tab.wait(f"{ground} !== '{DARK}'")
+
+
+def test_page_fits_a_phone_without_scrolling_sideways(browser: Browser, large: Shape) -> None:
+    with FixturePage(large) as page, browser.tab(page.address, 400, 800) as tab:
+        shown(tab)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_stacks_and_predictions_come_on_demand(browser: Browser, small: Shape) -> None:
+    more = {"change": "one more worker", "now": 240.0, "why": "decode is busy 99 %"}
+    rows = [
+        more | {"stage": "s1", "predicted": 241.0, "low": 235.0, "high": 250.0, "limited_by": "resize"},
+        more | {"stage": "s2", "predicted": 312.0, "low": 290.0, "high": 330.0, "limited_by": "decode"},
+    ]
+    with FixturePage(small) as page:
+        page.answers = {
+            "stacks": lambda query: {"stacks": {f"{query['stage']}#1": "in decode"}},
+            "what_if": {"rows": rows},
+        }
+        with browser.tab(page.address) as tab:
+            shown(tab)
+            tab.click("#stacks")
+            tab.wait("document.querySelector('#stack-texts pre')?.textContent === 'in decode'")
+            assert tab.text("#stack-texts h3") == "s2#1"
+            tab.click("#what-if")
+            tab.wait("document.querySelectorAll('#what-if-rows tbody tr').length === 2")
+            first = tab.texts("#what-if-rows tbody tr:first-child td")
+            assert first == ["resize", "one more worker", "240/s", "312/s", "290/s – 330/s", "decode"]
+            assert tab.complaints() == []
+
+
+def test_buttons_that_the_run_does_not_offer_disappear(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        for button in ("stacks", "what-if"):
+            tab.click(f"#{button}")
+            tab.wait(f"document.getElementById('{button}').hidden")
+        assert tab.text("#stack-texts") == "this run has no stacks"
+
+
+def test_latency_of_a_path_is_shown_if_sampled(browser: Browser, small: Shape) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        path = "list files → decode → … → write"
+        assert tab.texts("#latency tbody td") == [path, "1,234", "42 ms", "1.3 s"]
+        page.send(page.figures.snapshot(61.0) | {"latency": []})
+        tab.wait("document.getElementById('latency').hidden")
+
+
+def test_new_viewer_sees_the_history(browser: Browser, small: Shape) -> None:
+    with FixturePage(small, seconds=50) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        points = "document.querySelector('#table .trend path').getAttribute('d').split('L').length"
+        assert tab.evaluate(points) >= 50
+
+
+def test_page_of_a_real_run_shows_its_figures_and_its_end(browser: Browser) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(item: int) -> int:
+        begun.set()
+        assert go_on.wait(60)
+        return item
+
+    graph = Graph("real")
+    graph.source(range(7), name="numbers").map(wait, workers=2).sink(work, name="end")
+    with graph.start(page=True) as run:
+        assert begun.wait(60)
+        assert run.page is not None
+        with browser.tab(run.page) as tab:
+            shown(tab)
+            assert tab.text("#state") == "● running"
+            assert tab.texts("#picture .figures .name") == ["numbers", "wait", "end"]
+            go_on.set()
+            tab.wait("document.body.classList.contains('ended')")
+            assert tab.text("#state") == "✓ done"
+            assert tab.texts("#table td.items") == ["7", "7", "7"]
+            assert tab.complaints() == []
+        run.wait()

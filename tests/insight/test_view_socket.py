@@ -1,0 +1,321 @@
+"""Test the socket on which a run shows itself to other programs: the protocol, permissions and leftovers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.sample_stats import STATS
+from support.waiting import wait_until
+from support.worker_latch import Gate
+
+from flowchan import Graph, Run
+from flowchan.cli import view_client
+from flowchan.cli.view_client import ViewedRun, ViewError, viewed_runs
+from flowchan.run.observe import view_socket
+from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.stats_json import SCHEMA
+from flowchan.run.observe.view_socket import ViewConnection, ViewSocket, view_folders
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to another user")
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the folder of the sockets in this test, which does not exist yet."""
+    with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:  # a socket's path must be short
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        assert view_folders()[0] == Path(runtime) / "flowchan"
+        yield Path(runtime) / "flowchan"
+
+
+@contextlib.contextmanager
+def running(name: str = "viewed") -> Iterator[Run]:
+    """Run a graph that has a socket and lasts until the block ends."""
+    gate = Gate()
+    graph = Graph(name)
+    graph.source([1, 2], name="numbers").map(gate.wait, name="wait").sink(str, name="end")
+    try:
+        with graph.start() as run:
+            wait_until(lambda: bool(sockets(name)))
+            yield run
+            gate.open()
+    finally:
+        gate.open()
+
+
+def sockets(graph: str) -> list[ViewedRun]:
+    """Connect to the runs of this process, and close the connections again."""
+    found = viewed_runs(str(os.getpid()))
+    names = [one.hello()["graph"] for one in found]
+    for one in found:
+        one.close()
+    return [one for one, name in zip(found, names, strict=True) if name == graph]
+
+
+def test_viewer_gets_hello_then_stats_until_the_end(folder: Path) -> None:
+    gate = Gate()
+    graph = Graph("told")
+    graph.source([1], name="one").sink(gate.wait, name="wait")
+    with graph.start() as run:
+        wait_until(lambda: bool(list(folder.glob("*"))))
+        (viewed,) = viewed_runs(str(os.getpid()))
+        hello = viewed.hello()
+        assert (hello["event"], hello["schema"], hello["graph"]) == ("hello", SCHEMA, "told")
+        assert hello["run"] == viewed.name == f"{os.getpid()}-1"
+        statistics = viewed.statistics()
+        first = next(statistics)
+        assert (first.graph, first.state) == ("told", "running")
+        gate.open()
+        run.wait()
+        *_, last = statistics  # ends without an error
+        assert last == run.stats()
+        viewed.close()
+
+
+def test_folder_is_private_and_empty_after_the_run(folder: Path) -> None:
+    with running():
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert [path.name for path in folder.iterdir()] == [f"{os.getpid()}-1"]
+    assert not list(folder.iterdir())
+
+
+def test_short_run_creates_no_socket(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_socket, "POLL_INTERVAL_S", 600)
+    graph = Graph("short")
+    graph.source([1]).sink(str)
+    graph.run()
+    assert not folder.exists()
+
+
+def test_run_without_viewers_has_no_thread_for_them(folder: Path) -> None:
+    with running():
+        wait_until(lambda: not any("feed" in thread.name for thread in threading.enumerate()))
+
+
+def test_runs_of_one_program_have_different_names(folder: Path) -> None:
+    with running("a"), running("b"):
+        assert {one.name for one in sockets("a") + sockets("b")} == {f"{os.getpid()}-{n}" for n in (1, 2)}
+        (chosen,) = viewed_runs(f"{os.getpid()}-2")
+        assert chosen.hello()["graph"] == "b"
+        chosen.close()
+
+
+def test_run_works_without_a_socket_if_the_folder_is_open_to_others(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    socket_of_run = ViewSocket("open", Feed("feed", lambda: None))  # type: ignore[arg-type]
+    socket_of_run._due = 0.0
+    socket_of_run.poll()
+    assert socket_of_run._due == float("inf")
+    assert not list(folder.iterdir())
+    socket_of_run.close()
+    assert viewed_runs() == []
+
+
+def test_folder_falls_back_to_tmp_without_a_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # anybody may write to it
+    assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]
+
+
+def as_nobody(call: Callable[[], int]) -> int:
+    """Return the result of a function that another user calls, in a forked child."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = call()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def received_by_nobody(path: Path) -> int:
+    """Return 1 if the folder is closed to this user, 2 if the program closes the connection, or 3."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(path))
+        except PermissionError:
+            return 1
+        try:
+            return 3 if connection.recv(1) else 2
+        except ConnectionError:
+            return 2
+
+
+@needs_root
+def test_other_user_cannot_enter_the_folder(folder: Path) -> None:
+    with running():
+        (path,) = folder.iterdir()
+        assert as_nobody(lambda: received_by_nobody(path)) == 1
+
+
+@needs_root
+def test_other_user_with_access_to_the_socket_receives_nothing(folder: Path) -> None:
+    with running():
+        (path,) = folder.iterdir()
+        for shared in (folder.parent, folder, path):
+            shared.chmod(0o777)
+        assert as_nobody(lambda: received_by_nobody(path)) == 2
+
+
+def test_forked_child_does_not_keep_the_sockets(folder: Path) -> None:
+    with running() as run:
+        (viewed,) = viewed_runs(str(os.getpid()))
+        viewed.hello()
+        ours = run._supervisor._view_socket
+        assert ours._listener is not None
+        kept = [ours._listener, *(one._connection for one in ours._viewers)]
+        assert len(kept) > 1
+        inodes = {os.fstat(one.fileno()).st_ino for one in kept if one.fileno() >= 0}
+        child = os.fork()
+        if child == 0:
+            found = set()
+            for number in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.fstat(int(number)).st_ino)
+            os._exit(1 if inodes & found else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert next(viewed.statistics()).graph == "viewed"  # the parent's sockets are still open
+        viewed.close()
+
+
+def test_feed_ends_its_thread_when_the_viewer_has_left(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view_socket, "STATS_EVERY_S", 0.01)
+    with running() as run:
+        (viewed,) = viewed_runs(str(os.getpid()))
+        next(viewed.statistics())
+        assert run._supervisor.feed._subscriptions
+        viewed.close()
+        wait_until(lambda: not run._supervisor.feed._subscriptions)
+
+
+class Delivered(Feed):
+    """Feed whose statistics the test delivers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def subscribe(self, **_: object) -> None:  # type: ignore[override]
+        pass
+
+
+def test_slow_viewer_misses_stats_but_gets_whole_lines() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    connection = ViewConnection(ours, Delivered(), {"event": "hello"})
+    for _ in range(1000):
+        connection._show(STATS)  # never blocks
+    assert connection._missed
+    connection.end()
+    received = theirs.makefile("rb").read()
+    lines = received.split(b"\n")[:-1]
+    assert 1 < len(lines) < 1000
+    assert all(json.loads(line)["event"] in ("hello", "stats") for line in lines)
+    theirs.close()
+
+
+def test_viewer_that_reads_gets_the_end_even_if_the_buffer_is_small() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+    lines: list[bytes] = []
+    reader = threading.Thread(target=lambda: lines.extend(theirs.makefile("rb")))
+    reader.start()
+    connection = ViewConnection(ours, Delivered(), {"event": "hello"})
+    connection._show(STATS)
+    connection.end()
+    reader.join()
+    assert [json.loads(line)["event"] for line in lines] == ["hello", "stats", "end"]
+    theirs.close()
+
+
+def stale(folder: Path, name: str, age: float) -> Path:
+    """Create the socket file of a program that was killed some seconds ago."""
+    path = folder / name
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    then = time.time() - age
+    os.utime(path, (then, then))
+    return path
+
+
+def test_socket_of_a_killed_program_is_removed(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    old = stale(folder, "999999-1", 2 * view_client.STALE_S)
+    new = stale(folder, "999999-2", 0.0)
+    other = stale(folder, "notes", 2 * view_client.STALE_S)
+    assert viewed_runs() == []
+    assert not old.exists()
+    assert new.exists()  # its program may be about to listen
+    assert other.exists()
+
+
+def test_connection_that_ends_without_the_end_of_the_run_is_reported(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    viewed = served(folder, {"event": "hello", "schema": SCHEMA, "graph": "g"})
+    viewed.hello()
+    with pytest.raises(ViewError, match="the program of run 7-1 has ended before its run"):
+        next(viewed.statistics())
+    viewed.close()
+
+
+def test_other_version_of_the_protocol_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    viewed = served(folder, {"event": "hello", "schema": SCHEMA + 1})
+    with pytest.raises(ViewError, match="uses another version of flowchan"):
+        viewed.hello()
+    viewed.close()
+
+
+def test_program_that_does_not_answer_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_client, "ANSWER_S", 0.01)
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "7-1"))
+        listener.listen()
+        (viewed,) = viewed_runs("7")
+        with pytest.raises(ViewError, match="has sent nothing for 0.01 s; it may be suspended"):
+            viewed.hello()
+        viewed.close()
+
+
+def served(folder: Path, *messages: dict[str, object]) -> ViewedRun:
+    """Return a connection to a program that sends these messages and is then killed."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "7-1"))
+        listener.listen()
+        (viewed,) = viewed_runs("7")
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in messages))
+    return viewed
+
+
+def test_socket_takes_another_name_if_a_container_uses_the_same_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    other = stale(folder, f"{os.getpid()}-1", 0.0)
+    gate = Gate()
+    graph = Graph("next")
+    graph.source([1]).sink(gate.wait)
+    with graph.start():
+        wait_until(lambda: (folder / f"{os.getpid()}-2").exists())
+        gate.open()
+    assert [path.name for path in folder.iterdir()] == [other.name]
+    shutil.rmtree(folder)

@@ -1,0 +1,87 @@
+"""Port on which a run serves its metrics to Prometheus.
+
+The port is bound before the run starts, so a port in use stops nothing. Its thread starts after the workers
+were forked. A forked worker closes its copy of the socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from flowchan.items.text import shown
+from flowchan.run.policy.stats import RunStats
+from flowchan.viz.insight.metrics import KIND, PrometheusMetrics
+from flowchan.viz.insight.server import LOOPBACK, HttpReply, LocalServer, Route
+
+PATH = "metrics"
+MOST_PORT = 65535
+
+
+class MetricsPort:
+    """Port of one run. As a context manager, it is closed if the block raises.
+
+    Args:
+        metrics: The argument ``metrics`` of ``graph.start()``.
+
+    Raises:
+        TypeError: The argument has the wrong type.
+        ValueError: The argument is not a port.
+        OSError: The port is in use, or the address does not belong to this machine.
+    """
+
+    def __init__(self, metrics: int | str) -> None:
+        host, port = host_and_port(metrics)
+        self._routes: dict[str, Route] = {}
+        try:
+            self._server = LocalServer(
+                "flowchan metrics", self._routes, port=port, with_token=False, host=host, start=False
+            )
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"run: metrics must be a free port of this machine, got {shown(metrics)}: {error.strerror}; "
+                "choose another port, or 0 for any free port",
+            ) from None
+
+    def __enter__(self) -> MetricsPort:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.close()
+
+    @property
+    def address(self) -> str:
+        """Return the URL of the metrics."""
+        return self._server.address + PATH
+
+    def serve(self, stats: Callable[[], RunStats]) -> None:
+        """Start to answer requests with the current statistics of the run."""
+        self._routes[PATH] = metrics_route(stats)
+        self._server.start()
+
+    def close(self) -> None:
+        """Close the port."""
+        self._server.close()
+
+
+def metrics_route(stats: Callable[[], RunStats]) -> Route:
+    """Return a route of a server that replies with the metrics of a run."""
+    metrics = PrometheusMetrics(stats)
+    return lambda _: HttpReply(metrics.text().encode(errors="backslashreplace"), KIND)
+
+
+def host_and_port(metrics: int | str) -> tuple[str, int]:
+    """Return the address that the argument ``metrics`` describes."""
+    if isinstance(metrics, bool) or not isinstance(metrics, int | str):
+        raise TypeError(f'run: metrics must be a port or "HOST:PORT", got {shown(metrics)}')
+    host, colon, port = metrics.rpartition(":") if isinstance(metrics, str) else (LOOPBACK, ":", str(metrics))
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) <= MOST_PORT):
+        raise ValueError(
+            f'run: metrics must be a port from 0 to {MOST_PORT} or "HOST:PORT", got {shown(metrics)}'
+        )
+    return host, int(port)

@@ -1,0 +1,254 @@
+"""Live page of a run, which a browser shows while the graph runs.
+
+Algorithm. All viewers share one sampler: a subscription to the feed of the run, which exists only while there
+are viewers. It encodes each snapshot once, and each viewer sends the latest one. A viewer that reads slowly
+therefore misses snapshots and delays no other viewer. The history needs no viewer, because it keeps counters
+from snapshots that the supervisor takes anyway. When the run has ended, all viewers send the final snapshot,
+and the server is closed.
+
+Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
+or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other. The page refers to
+the supervisor weakly, so that a run is freed without a garbage collection.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from flowchan.declare.blueprint import Blueprint
+from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.windows import between
+from flowchan.run.policy.stats import RunStats
+from flowchan.run.supervisor import Supervisor
+from flowchan.viz import svg
+from flowchan.viz.insight.saved_page import STATIC, saved_page
+from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
+from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
+from flowchan.viz.render import RenderError
+
+SNAPSHOT_EVERY_S = 1.0
+"""Seconds between two snapshots."""
+WINDOW_S = 5.0
+"""Length of the window for rates, shares and the cause, in seconds."""
+MOST_VIEWERS = 32
+"""Maximum number of viewers at the same time."""
+
+_KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+Action = Callable[[Mapping[str, str]], Any]
+"""Function behind a button of the page: it receives the query's parameters and returns a JSON value.
+
+It raises ``LookupError`` or ``ValueError`` if the parameters are wrong."""
+
+
+class RunPage:
+    """Page of one run, served until the run has ended.
+
+    Args:
+        graph: Graph of the run.
+        supervisor: Supervisor of the run.
+        actions: Functions for further paths of the page, such as ``stacks``.
+        routes: Further routes of the server, such as ``metrics``.
+        static: Folder with the files of the page.
+
+    Raises:
+        OSError: The server could not be started.
+    """
+
+    def __init__(
+        self,
+        graph: Blueprint,
+        supervisor: Supervisor,
+        actions: Mapping[str, Action] | None = None,
+        routes: Mapping[str, Callable[[Mapping[str, str]], HttpReply]] | None = None,
+        static: Path = STATIC,
+    ) -> None:
+        self._graph, self._ids, self._static = graph, ids_of(graph), static
+        self._supervisor = weakref.ref(supervisor)
+        self._history = RateHistory()
+        self._joining = threading.Lock()
+        self._viewers = 0
+        self._subscription: Subscription | None = None
+        self._recent: deque[RunStats] = deque(maxlen=round(WINDOW_S / SNAPSHOT_EVERY_S))
+        self._changed = threading.Condition()
+        self._latest = (0, b"")  # number and text of the latest snapshot; number 0: none yet
+        self._final: Json | None = None
+        self._over = False
+        self._drawing = threading.Lock()
+        self._described: Json | None = None
+        self._server = LocalServer(
+            f"flowchan {graph.name} page",
+            {
+                "": partial(self._file, "page.html"),
+                **{f"static/{path.name}": partial(self._file, path.name) for path in static.iterdir()},
+                "graph": lambda _: json_reply(self._description()),
+                "snapshots": self._join,
+                "report.html": self._report,
+                **{path: partial(_act, action) for path, action in (actions or {}).items()},
+                **(routes or {}),
+            },
+        )
+        supervisor.history.watch(self._history.add)
+        supervisor.feed.at_end(self._end)
+
+    @property
+    def address(self) -> str:
+        """Return the URL of the page."""
+        return self._server.address
+
+    def save(self, path: Path) -> None:
+        """Write the page with the current or final state of the run to an HTML file."""
+        path.write_text(self._saved()[0], encoding="utf-8")
+
+    # --- called by the run ---
+
+    def _end(self) -> None:
+        try:
+            stats = self._run.stats()
+            self._run.history.watch(None)
+            self._history.add(stats, last=True)
+            self._final = self._snapshot(stats, None)
+            self._publish(self._final)
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            self._server.close()
+
+    @property
+    def _run(self) -> Supervisor:
+        supervisor = self._supervisor()
+        assert supervisor is not None  # it, or the run's handle, called the page
+        return supervisor
+
+    # --- the sampler ---
+
+    def _sample(self, whole: RunStats) -> None:
+        """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
+        if self._run.ended.is_set():
+            return
+        recent = self._recent
+        if len(recent) == recent.maxlen:
+            before = recent[0]
+        else:  # the window began before the first viewer came
+            before = self._run.history.before(whole, WINDOW_S)
+        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
+        recent.append(whole)
+        self._history.add(whole)
+        self._publish(self._snapshot(between(before, whole), previous))
+
+    def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
+        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest())
+
+    def _publish(self, state: Json) -> None:
+        text = _event("snapshot", state)
+        with self._changed:
+            self._latest = self._latest[0] + 1, text
+            self._changed.notify_all()
+
+    # --- the viewers, each on its own thread ---
+
+    def _join(self, _: Mapping[str, str]) -> HttpReply | Streaming:
+        with self._joining:
+            if self._viewers >= MOST_VIEWERS:
+                text = f"the page already has {MOST_VIEWERS} viewers; close one of them"
+                return error_reply(text, HTTPStatus.SERVICE_UNAVAILABLE)
+            if not self._viewers:
+                self._subscription = self._run.feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
+            self._viewers += 1
+        return _Viewer(self)
+
+    def leave(self) -> None:
+        """Count a viewer that has left. The last one ends the sampler."""
+        with self._joining:
+            self._viewers -= 1
+            if not self._viewers and self._subscription is not None:
+                self._subscription.close()
+                self._subscription = None
+                self._recent.clear()
+                with self._changed:
+                    if not self._over:  # else a viewer may still have to send the final snapshot
+                        self._latest = (0, b"")
+
+    def events(self) -> Iterator[bytes]:
+        """Yield what one viewer sends: the history, then snapshots until the run has ended."""
+        yield _event("history", self._history.series(self._ids))
+        sent, over = 0, False
+        while not over:
+            with self._changed:
+                while self._latest[0] == sent and not self._over:
+                    self._changed.wait()
+                (number, text), over = self._latest, self._over
+            if number != sent:
+                yield text
+            sent = number
+        yield _event("end", {})
+
+    # --- other paths ---
+
+    def _file(self, name: str, _: Mapping[str, str]) -> HttpReply:
+        path = self._static / name
+        return HttpReply(path.read_bytes(), _KINDS.get(path.suffix, "text/plain"))
+
+    def _description(self) -> Json:
+        with self._drawing:
+            if self._described is None:
+                picture = None
+                try:
+                    drawn = svg(self._graph)
+                    picture = drawn[drawn.index("<svg") :]
+                except RenderError:
+                    pass  # the page then shows only the table
+                self._described = {**describe(self._graph), "svg": picture}
+            return self._described
+
+    def _saved(self) -> tuple[str, str]:
+        state = self._final
+        if state is None:
+            whole = self._run.stats()
+            state = self._snapshot(whole, None)
+        data = {
+            "graph": self._description(),
+            "history": self._history.series(self._ids),
+            "snapshot": state,
+        }
+        return saved_page(data, self._static)
+
+    def _report(self, _: Mapping[str, str]) -> HttpReply:
+        page, policy = self._saved()
+        return HttpReply(page.encode(), "text/html", headers={"Content-Security-Policy": policy})
+
+
+class _Viewer:
+    """Stream of server-sent events for one browser."""
+
+    kind = "text/event-stream"
+
+    def __init__(self, page: RunPage) -> None:
+        self._page = page
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._page.events()
+
+    def close(self) -> None:
+        self._page.leave()
+
+
+def _act(action: Action, query: Mapping[str, str]) -> HttpReply:
+    try:
+        return json_reply(action(query))
+    except (LookupError, ValueError) as error:
+        return error_reply(str(error.args[0]) if error.args else type(error).__name__)
+
+
+def _event(name: str, value: Json) -> bytes:
+    """Return a server-sent event. The JSON text has no line breaks."""
+    return f"event: {name}\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,84 @@
+"""Arrange a long graph in rows that run alternately to the right and to the left.
+
+Each row starts in the column where the row above ends, so a short arrow leads from one row to the next.
+
+Algorithm. The depth of a stage is the length of the longest path from a source to it. Each row holds a range
+of depths, one for each column. Dynamic programming finds the ranges with the lowest cost. A row costs
+``ROW_COST``, plus the number of arrows that cross its lower edge, plus a little for each unused column. The
+state is the first depth of a row, the column in which it starts, and its direction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+MOST_COLUMNS, FEWEST_COLUMNS = 6, 2
+"""Limits for the number of stages in a row."""
+PAGE = 1300.0
+"""Width of the picture in points for which the number of columns is chosen."""
+ROW_COST, GAP_COST = 2.0, 0.02
+"""Cost of a row, and of the square of its number of unused columns, in crossing arrows."""
+
+
+def columns_that_fit(widest: float) -> int:
+    """Return how many columns fit a page, if the widest stage and its arrow take ``widest`` points."""
+    return max(FEWEST_COLUMNS, min(MOST_COLUMNS, int(PAGE / widest)))
+
+
+def wrapped(count: int, arrows: Sequence[tuple[int, int]], width: int) -> tuple[tuple[int, int], ...]:
+    """Return the row and the column of each stage, in at most ``width`` columns.
+
+    Args:
+        count: Number of stages.
+        arrows: Pairs (writer, reader) of stage numbers. Only arrows to a later stage affect the layout.
+        width: Maximum number of columns.
+
+    Returns:
+        Pairs (row, column), counted from the top left.
+    """
+    forward = sorted((writer, reader) for writer, reader in arrows if reader > writer)
+    depth = [0] * count
+    for writer, reader in forward:
+        depth[reader] = max(depth[reader], depth[writer] + 1)
+    length = max(depth, default=0) + 1
+    crossing = [0] * (length + 1)  # number of arrows that lead from before a depth to it or beyond
+    for writer, reader in forward:
+        crossing[depth[writer] + 1] += 1
+        crossing[depth[reader] + 1] -= 1
+    place = _places(length, tuple(itertools.accumulate(crossing)), width)
+    return tuple(place[one] for one in depth)
+
+
+def _places(length: int, crossing: Sequence[int], width: int) -> list[tuple[int, int]]:
+    """Return the row and the column for each depth."""
+    if length <= width:
+        return [(0, depth) for depth in range(length)]
+    # the lowest cost from a row on, and how many depths the row holds
+    best = {(length, column, right): (0.0, 0) for column in range(width) for right in (True, False)}
+    for first in reversed(range(length)):
+        for column, right in itertools.product(range(width), (True, False)):
+            room = min(width - column if right else column + 1, length - first)
+            best[first, column, right] = min(
+                (
+                    ROW_COST
+                    + GAP_COST * (width - held) ** 2
+                    + crossing[first + held]
+                    + best[first + held, _end(column, held, right), not right][0],
+                    held,
+                )
+                for held in range(1, room + 1)
+            )
+    places: list[tuple[int, int]] = []
+    column, right = 0, True
+    row = 0
+    while len(places) < length:
+        held = best[len(places), column, right][1]
+        step = 1 if right else -1
+        places += [(row, column + step * number) for number in range(held)]
+        row, column, right = row + 1, _end(column, held, right), not right
+    return places
+
+
+def _end(column: int, held: int, right: bool) -> int:
+    return column + held - 1 if right else column - held + 1
