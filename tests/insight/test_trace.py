@@ -19,6 +19,7 @@ from support.worker_latch import Gate
 from trace_files import check_trace, names_of, read_trace, seconds_of
 
 from flowchan import Graph, GraphError, Run, RunError, Stream, hosts
+from flowchan.items.sampled_item import SampledItem
 from flowchan.run.policy.events import ItemTraced
 from flowchan.run.worker import item_recorder
 
@@ -342,6 +343,18 @@ def test_source_samples_few_items_of_a_fast_stream(path: Path) -> None:
     graph.source(range(100_000)).sink(abs)
     items = traced_items(graph.start(trace=path))
     assert 1 <= len(items) < 1000
+
+
+def test_item_in_a_loop_has_a_bounded_number_of_marks() -> None:
+    recorder = item_recorder.ItemRecorder(item_recorder.WorkerId("s", 1), lambda _: None, None)
+    marks: tuple[int, ...] = ()
+    for number in range(10 * item_recorder.MOST_MARKS):
+        recorder.took(0, SampledItem("state", marks))
+        recorder.took(1, SampledItem("new", (number,)))
+        marks = recorder.boxed(2, "sum").marks
+        recorder.finished(0)
+        recorder.finished(1)
+    assert marks == tuple(range(number + 1 - item_recorder.MOST_MARKS, number + 1))
 
 
 def test_recorder_keeps_a_bounded_number_of_spans() -> None:

@@ -36,6 +36,9 @@ CLOSEST_NS, FARTHEST_NS = 10_000_000, 40_000_000
 RAREST = 1 << 20
 """Largest number of items between two samples of a source."""
 
+MOST_MARKS = 32
+"""Number of marks of an item. If it comes from more samples, the newest are kept, so loops stay bounded."""
+
 
 class ItemRecorder:
     """Times of the sampled items of one worker. The native ports call its first four methods.
@@ -82,7 +85,7 @@ class ItemRecorder:
         self._put_at.setdefault(port, time.monotonic_ns())
         if self._held:
             every = (marks for held in self._held.values() for marks, _ in held)
-            return SampledItem(item, tuple(dict.fromkeys(itertools.chain.from_iterable(every))))
+            return SampledItem(item, tuple(sorted({*itertools.chain.from_iterable(every)}))[-MOST_MARKS:])
         return item if self._next is None else SampledItem(item, (self._next,))
 
     def sent(self, port: int) -> int:
