@@ -7,6 +7,7 @@ import os
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from flowchan.check.rules import raise_for
@@ -68,7 +69,7 @@ class Runnable(ABC):
             resume: Path of a file that records the finished items; see :meth:`run`. The items of a loop over
                 ``run.iter()`` are finished when the loop takes the next one.
             page: Serve a live page of the run on this machine, at the address ``run.page`` (default: False).
-            metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves its metrics to Prometheus at
+            metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which Prometheus reads the metrics of the run at
                 ``/metrics`` (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
             trace: Path of a trace to write; see :meth:`run`.
 
@@ -77,8 +78,8 @@ class Runnable(ABC):
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory for the channels is short, the page or the metrics cannot be served, or the trace
-                cannot be written.
+            OSError: Memory for the channels is short, the trace cannot be written, or the page or the metrics
+                cannot be served.
             ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
@@ -95,45 +96,41 @@ class Runnable(ABC):
         leave_if_unguarded(graph)
         raise_for(graph)
         with terminate_as_interrupt():
-            return self._start(graph, chosen, memory, resume, page, metrics, trace)
+            return self._start(graph, _StartOptions(chosen, memory, resume, trace, page, metrics))
 
-    def _start(
-        self,
-        graph: Blueprint,
-        seed: int,
-        memory: int | None,
-        resume: str | os.PathLike[str] | None,
-        page: bool,
-        metrics: int | str | None,
-        trace: str | os.PathLike[str] | None,
-    ) -> Run:
+    def _start(self, graph: Blueprint, options: _StartOptions) -> Run:
         run, deferral = None, DeferralBlock()
         try:
-            with (
-                interrupts_deferred() as deferral,
-                _metrics_port(metrics) as port,
-                contextlib.ExitStack() as undo,
-            ):
-                most = budget() if memory is None else whole("run", "memory", memory, 1)
-                recording = None if resume is None else ResumeFile(graph, resume)
-                if recording is not None:
-                    undo.callback(recording.close)
-                traced = None if trace is None else RunTrace(trace)
-                if traced is not None:
-                    undo.callback(traced.close)
-                finished = None if recording is None else recording.finished
-                planned = plan(graph, seed, most, finished, samples_items=page or traced is not None)
-                run = self._begin(planned, recording, traced)
-                undo.pop_all()
+            with interrupts_deferred() as deferral, contextlib.ExitStack() as undo:
+                run = self._begin_observed(graph, options, undo)
                 graph._started.update(stage.name for stage in graph.stages)
-                if page:
-                    run._open_page()
-                if port is not None:
-                    run._serve_metrics(port)
         except KeyboardInterrupt as interrupt:
             if run is not None:
                 run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
             raise
+        return run
+
+    def _begin_observed(self, graph: Blueprint, options: _StartOptions, undo: contextlib.ExitStack) -> Run:
+        """Open the files and ports of a run, and start it. ``undo`` closes them if that fails."""
+        memory = budget() if options.memory is None else whole("run", "memory", options.memory, 1)
+        recording = None if options.resume is None else ResumeFile(graph, options.resume)
+        if recording is not None:
+            undo.callback(recording.close)
+        traced = None if options.trace is None else RunTrace(options.trace)
+        if traced is not None:
+            undo.callback(traced.close)
+        port = None if options.metrics is None else _metrics_port(options.metrics)
+        if port is not None:
+            undo.callback(port.close)
+        finished = None if recording is None else recording.finished
+        samples_items = traced is not None or options.page
+        planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
+        run = self._begin(planned, recording, traced)
+        undo.pop_all()
+        if options.page:
+            run._open_page()
+        if port is not None:
+            run._serve_metrics(port)
         return run
 
     @refuses_misspelt("run")
@@ -208,7 +205,7 @@ class Runnable(ABC):
             try:
                 with interrupts_deferred() as deferral:
                     run = self.start(
-                        seed=seed, memory=memory, resume=resume, page=page, metrics=metrics, trace=trace
+                        seed=seed, memory=memory, resume=resume, trace=trace, page=page, metrics=metrics
                     )
                     for out in run._ports.inputs.values():
                         out.close()  # the caller does not get the handle, so no items can be put
@@ -223,9 +220,18 @@ class Runnable(ABC):
                 raise
 
 
-def _metrics_port(metrics: int | str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the open port for metrics, or ``None``. It is closed if the block raises."""
-    if metrics is None:
-        return contextlib.nullcontext()
-    # looked up here, because the module imports this package
-    return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True)
+class _StartOptions:
+    """Options of :meth:`Runnable.start`."""
+
+    seed: int
+    memory: int | None
+    resume: str | os.PathLike[str] | None
+    trace: str | os.PathLike[str] | None
+    page: bool
+    metrics: int | str | None
+
+
+def _metrics_port(metrics: int | str) -> Any:
+    """Return the open port for metrics. It is looked up here, because its module imports this package."""
+    return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

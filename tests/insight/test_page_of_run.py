@@ -19,7 +19,6 @@ from support.worker_latch import Gate
 
 from flowchan import Graph, RunError
 from flowchan.viz.insight import page as pages
-from flowchan.viz.insight.page import RunPage
 from flowchan.viz.render import RenderError
 
 MARKUP = "<script>alert(1)</script>"
@@ -293,16 +292,58 @@ def test_waiting_stage_and_its_workers_show_what_they_wait_for(quick: None) -> N
     assert [(wait["from"], wait["to"], wait["edge"]) for wait in shown["wait_for"]] == [("s2", "s1", "e1")]
 
 
-def test_actions_answer_and_their_errors_are_not_found() -> None:
-    def stacks(query: Any) -> Any:
-        return {"stacks": {"work#1": query["stage"]}}
-
+def test_page_shows_stacks_and_reports_wrong_stages() -> None:
     gate = Gate()
-    with gated(gate).start() as run:
-        page = RunPage(run._supervisor.plan.graph, run._supervisor, {"stacks": stacks})
-        assert get_json(page.address, "stacks?stage=s1") == {"stacks": {"work#1": "s1"}}
-        assert get(page.address, "stacks") == (404, b'{"error":"stage"}')
+    with gated(gate).start(page=True) as run:
+        assert run.page is not None
+        gate.wait_held()
+        stacks = get_json(run.page, "stacks?stage=s1")["stacks"]
+        assert all("wait" in text for text in stacks.values())
+        assert stacks
+        assert get(run.page, "stacks") == (400, b'{"error":"stage"}')
         gate.open()
+
+
+def test_page_predicts_only_after_items_have_left_the_graph() -> None:
+    graph = Graph()
+    numbers = graph.input()
+    doubled = numbers.map(lambda number: 2 * number, name="double").collect()
+    with graph.start(page=True) as run:
+        assert run.page is not None
+        status, text = get(run.page, "what_if")
+        assert status == 400
+        assert b"error" in text
+        out, results = run[numbers], run.iter(doubled)
+        for number in range(50):
+            out.put(number)
+            next(results)
+        rows = get_json(run.page, "what_if")["rows"]
+        assert {row["stage"] for row in rows} == {"s1"}
+        out.close()
+        assert list(results) == []
+
+
+def test_page_serves_the_metrics_under_its_token() -> None:
+    graph = Graph("served")
+    numbers = graph.input()
+    numbers.sink(str)
+    with graph.start(page=True) as run:
+        assert run.page is not None
+        status, text = get(run.page, "metrics")
+        assert status == 200
+        assert b'flowchan_stage_items_in_total{graph="served"' in text
+
+
+def test_page_shows_the_latency_of_sampled_items() -> None:
+    graph = Graph()
+    graph.source(range(5000)).map(abs, name="work").sink(str, name="end")
+    run = graph.start(page=True)
+    run.wait()
+    page = run._page
+    assert page is not None
+    (row,) = page._final["latency"]
+    assert row["path"] == ["s0", "s1", "s2"]
+    assert 0 <= row["p50"] <= row["p99"]
 
 
 def test_pool_run_has_a_page() -> None:

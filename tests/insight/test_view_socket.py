@@ -195,9 +195,7 @@ def test_forked_child_does_not_keep_the_sockets(folder: Path) -> None:
         viewed.close()
 
 
-def test_feed_ends_its_thread_when_the_viewer_has_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feed_ends_its_thread_when_the_viewer_has_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_socket, "STATS_EVERY_S", 0.01)
     with running() as run:
         (viewed,) = viewed_runs(str(os.getpid()))
@@ -291,7 +289,7 @@ def test_program_that_does_not_answer_is_reported(folder: Path, monkeypatch: pyt
         listener.bind(str(folder / "7-1"))
         listener.listen()
         (viewed,) = viewed_runs("7")
-        with pytest.raises(ViewError, match="has sent nothing for 0.01 s; it may be suspended"):
+        with pytest.raises(ViewError, match=r"has sent nothing for 0\.01 s; it may be suspended"):
             viewed.hello()
         viewed.close()
 

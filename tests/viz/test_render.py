@@ -137,7 +137,7 @@ def test_graphviz_crash_raises_render_error(
 
 
 def test_every_renderer_keeps_the_ids_of_stages_and_channels() -> None:
-    graph = chain(PER_ROW + 1, every_process=3)
+    graph = chain(8, every_process=3)  # in several rows
     expected = {*(f"s{number}" for number in range(len(graph.stages)))}
     expected |= {*(f"e{number}" for number in range(len(graph.edges)))}
     rendered = list(_engines("svg"))
@@ -147,4 +147,4 @@ def test_every_renderer_keeps_the_ids_of_stages_and_channels() -> None:
         ids = [id for element in drawn.iter() if (id := element.get("id"))]
         assert expected <= {*ids}
         assert len(ids) == len({*ids})
-        assert {id for id in ids if id[0] in "se"} - expected <= {f"{id}-2" for id in expected}
+        assert {id for id in ids if id[0] in "se"} == expected

@@ -4,8 +4,8 @@ Algorithm. One thread accepts connections. Each connection has a thread, which a
 is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by part.
 
 Only GET and HEAD are answered, and nothing can be changed through the server. On 127.0.0.1, the ``Host``
-header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused. With a token,
-all paths begin with it.
+header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused.
+With a token, all paths begin with it.
 
 Invariants. A client that does not read, or does not send its request, holds its thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have
