@@ -215,7 +215,7 @@ class Channel(Generic[T]):
     def _loan(self, size: int, timeout: float | None) -> View: ...
 
 class ItemTracing:
-    """Follows sampled items through one worker; see items/traced.py."""
+    """Follows sampled items through one worker; see items/sampled_item.py."""
 
     def __init__(self, recorder: Any, countdown: int = 0) -> None: ...
 

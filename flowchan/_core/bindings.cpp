@@ -463,7 +463,7 @@ NB_MODULE(_core, m) {
             "The port or the channel was closed, the channel broke, or its readers left.");
 
     nb::class_<ItemTracing>(m, "ItemTracing",
-                            "Follows sampled items through one worker; see items/traced.py.")
+                            "Follows sampled items through one worker; see items/sampled_item.py.")
         .def(nb::init<nb::object, uint64_t>(), "recorder"_a, "countdown"_a = 0);
     nb::class_<Await>(m, "Await",
                       "One coroutine that waits in the queue of a channel or port; see awaiting.py.")

@@ -136,9 +136,9 @@ struct Out;
 
 // Follows sampled items through one worker. All ports of the worker share one object.
 //
-// Algorithm. A sampled item travels in a box (flowchan.items.traced.Traced) with marks that identify it. A
-// get takes the item out of its box. Until the port's next get, the worker processes that item, so a put
-// boxes its output with the same marks. The recorder, a Python object, is called for sampled items only.
+// Algorithm. A sampled item travels in a box (items/sampled_item.py) with marks that identify it. A get takes
+// the item out of its box. Until the port's next get, the worker processes that item, so a put boxes its
+// output with the same marks. The recorder, a Python object, is called for sampled items only.
 struct ItemTracing {
     nb::object recorder;  // has the methods took, finished, boxed and sent
     // Threads may share the ports. The numbers only decide which items are sampled, so their order is free.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import flowchan.items.codec  # registers the serialiser with the core
-import flowchan.items.traced  # registers the class of sampled items with the core # noqa: F401
+import flowchan.items.sampled_item  # registers the class of sampled items with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.green_threads import refuse_green_threads

@@ -91,6 +91,13 @@ def test_number_of_followed_items_is_bounded() -> None:
     assert len(paths._items) == item_paths.MOST_ITEMS
 
 
+def test_number_of_spans_of_an_item_is_bounded() -> None:
+    paths = ItemPaths(chain())
+    for at in range(2 * item_paths.MOST_SPANS):
+        paths.add(spans("show", ((MARK,), at, at + 1)), 0)
+    assert len(paths._items[MARK].spans) == item_paths.MOST_SPANS
+
+
 def test_mark_identifies_its_source() -> None:
     marks = {
         first_mark(stage, worker, starts) for stage in (0, 7) for worker in (1, 999) for starts in (0, 50)

@@ -19,6 +19,7 @@ from support.worker_latch import Gate
 from trace_files import check_trace, names_of, read_trace, seconds_of
 
 from flowchan import Graph, GraphError, Run, RunError, Stream, hosts
+from flowchan.items.sampled_item import SampledItem
 from flowchan.run.policy.events import ItemTraced
 from flowchan.run.worker import item_recorder
 
@@ -313,6 +314,27 @@ def test_traced_run_is_freed_without_collection(path: Path) -> None:
         gc.enable()
 
 
+def test_resumed_run_with_trace_skips_finished_items(path: Path, tmp_path: Path, every_item: None) -> None:
+    graph = Graph()
+    numbers = graph.source(range(20)).map(twice, on="process").collect()
+    runs = [graph.run(resume=tmp_path / "progress", trace=path)[numbers] for _ in range(2)]
+    assert runs == [[2 * number for number in range(20)], []]
+    check_trace(read_trace(path))
+
+
+def test_runs_of_pool_have_their_own_traces(tmp_path: Path, every_item: None) -> None:
+    graph = Graph()
+    numbers = graph.source(range(20)).map(twice, on="process").collect()
+    paths = [tmp_path / f"{number}.json" for number in range(2)]
+    with graph.pool() as pool:
+        for path in paths:
+            assert pool.run(trace=path)[numbers] == [2 * number for number in range(20)]
+    for path in paths:
+        events = read_trace(path)
+        check_trace(events)
+        assert any(event["ph"] == "f" for event in events)
+
+
 # --- bounds ---
 
 
@@ -323,6 +345,18 @@ def test_source_samples_few_items_of_a_fast_stream(path: Path) -> None:
     assert 1 <= len(items) < 1000
 
 
+def test_item_in_a_loop_has_a_bounded_number_of_marks() -> None:
+    recorder = item_recorder.ItemRecorder(item_recorder.WorkerId("s", 1), lambda _: None, None)
+    marks: tuple[int, ...] = ()
+    for number in range(10 * item_recorder.MOST_MARKS):
+        recorder.took(0, SampledItem("state", marks))
+        recorder.took(1, SampledItem("new", (number,)))
+        marks = recorder.boxed(2, "sum").marks
+        recorder.finished(0)
+        recorder.finished(1)
+    assert marks == tuple(range(number + 1 - item_recorder.MOST_MARKS, number + 1))
+
+
 def test_recorder_keeps_a_bounded_number_of_spans() -> None:
     reports: list[Any] = []
     recorder = item_recorder.ItemRecorder(item_recorder.WorkerId("s", 1), reports.append, 0)
@@ -331,6 +365,16 @@ def test_recorder_keeps_a_bounded_number_of_spans() -> None:
         recorder.sent(0)
         assert len(recorder._spans) < item_recorder.MOST_SPANS
     assert len(reports) >= 10
+
+
+def test_run_on_full_disk_continues_without_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "out.json"
+    path.symlink_to("/dev/full")
+    graph = Graph()
+    numbers = graph.source(range(20)).map(twice).collect()
+    with caplog.at_level("WARNING", "flowchan.run"):
+        assert len(graph.run(trace=path)[numbers]) == 20
+    assert "is incomplete: OSError: [Errno 28] No space left on device" in caplog.text
 
 
 # --- arguments ---

@@ -16,12 +16,13 @@ from opentelemetry.trace import TracerProvider
 
 from flowchan import Run, RunStats
 from flowchan.run.policy.events import ItemTraced
+from flowchan.viz.insight.metrics import METRICS, samples
 
 NAME = "flowchan"
 MOST_ITEMS_PER_S = 100
 """Maximum number of items per second for which spans are made. A span costs tens of microseconds."""
 STATS_EVERY_S = 1.0
-"""Seconds for which all instruments use the same statistics."""
+"""Seconds between two updates of the statistics that all instruments use."""
 
 
 def instrument(
@@ -30,8 +31,8 @@ def instrument(
     """Send spans and metrics of a run to OpenTelemetry, until the run has ended.
 
     Each sampled item that reaches an end of the graph has a span named "flowchan item", with one child per
-    stage. The run must sample items for this: start it with ``trace=``. The metrics have the names and labels
-    of flowchan's metrics for Prometheus.
+    stage. The run must sample items for this: start it with ``trace=`` or ``page=True``. The metrics have the
+    names and labels of the metrics for Prometheus.
 
     Args:
         run: The run.
@@ -46,13 +47,15 @@ def instrument(
         >>> with graph.start() as run:
         ...     instrument(run)
     """
-    tracer = trace.get_tracer(NAME, tracer_provider=tracer_provider)
-    run.subscribe(events=_Spans(tracer, run.stats().graph).add)
+    last = _LastStats(run.stats())
+    spans = _Spans(trace.get_tracer(NAME, tracer_provider=tracer_provider), last.stats.graph)
+    # The providers outlive the run, so the instruments must not refer to it.
+    run.subscribe(stats=last.update, events=spans.add, every=STATS_EVERY_S)
     meter = (meter_provider or metrics.get_meter_provider()).get_meter(NAME)
-    stats = _CachedStats(run)
-    for name, (is_counter, observe) in _INSTRUMENTS.items():
+    for metric in METRICS:
+        is_counter = metric.kind == "counter"
         create = meter.create_observable_counter if is_counter else meter.create_observable_gauge
-        create(name, [_callback(stats, observe)])
+        create(metric.name, [_callback(last, metric.name)], description=metric.text)
 
 
 class _Spans:
@@ -89,81 +92,20 @@ class _Spans:
         return round(seconds * 1e9) + self._ahead
 
 
-class _CachedStats:
-    """Statistics of the run, which are computed once for all instruments."""
+class _LastStats:
+    """The last statistics of the run, which all instruments use."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._until = 0.0
-        self._stats: RunStats | None = None
+    def __init__(self, stats: RunStats) -> None:
+        self.stats = stats
 
-    def __call__(self) -> RunStats:
-        now = time.monotonic()
-        if self._stats is None or now >= self._until:
-            self._until, self._stats = now + STATS_EVERY_S, self._run.stats()
-        return self._stats
+    def update(self, stats: RunStats) -> None:
+        self.stats = stats
 
 
-Observed = Iterator[tuple[float, dict[str, str]]]
-
-
-def _callback(
-    stats: _CachedStats, observe: Callable[[RunStats], Observed]
-) -> Callable[[CallbackOptions], Iterator[Observation]]:
+def _callback(last: _LastStats, metric: str) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def callback(_: CallbackOptions) -> Iterator[Observation]:
-        now = stats()
-        for value, labels in observe(now):
-            yield Observation(value, {"graph": now.graph, **labels})
+        for sample in samples(last.stats):
+            if sample.metric == metric:
+                yield Observation(sample.value, dict(sample.labels))
 
     return callback
-
-
-def _stages(value: Callable[[Any], float | None]) -> Callable[[RunStats], Observed]:
-    def observe(stats: RunStats) -> Observed:
-        for stage in stats.stages:
-            if (number := value(stage)) is not None:
-                yield number, {"stage": stage.name}
-
-    return observe
-
-
-def _channels(value: Callable[[Any], float]) -> Callable[[RunStats], Observed]:
-    def observe(stats: RunStats) -> Observed:
-        for edge in stats.edges:
-            yield value(edge), {"channel": edge.name, "writer": edge.writer, "reader": edge.reader or ""}
-
-    return observe
-
-
-def _waits(stats: RunStats) -> Observed:
-    for stage in stats.stages:
-        for reason in ("input", "place", "turn"):
-            yield getattr(stage.seconds, reason), {"stage": stage.name, "for": reason}
-
-
-def _workers(stats: RunStats) -> Observed:
-    for stage in stats.stages:
-        states = {
-            "starting": stage.starting,
-            "working": stage.alive - stage.starting,
-            "ended": max(0, stage.workers - stage.alive),
-        }
-        for state, number in states.items():
-            yield number, {"stage": stage.name, "state": state}
-
-
-_INSTRUMENTS: dict[str, tuple[bool, Callable[[RunStats], Observed]]] = {
-    "flowchan_stage_items_in_total": (True, _stages(lambda stage: stage.items_in)),
-    "flowchan_stage_items_out_total": (True, _stages(lambda stage: stage.items_out)),
-    "flowchan_stage_items_failed_total": (True, _stages(lambda stage: stage.failed + stage.members_failed)),
-    "flowchan_stage_retries_total": (True, _stages(lambda stage: stage.retried)),
-    "flowchan_stage_restarts_total": (True, _stages(lambda stage: stage.restarts)),
-    "flowchan_stage_busy_seconds_total": (True, _stages(lambda stage: stage.seconds.work)),
-    "flowchan_stage_wait_seconds_total": (True, _waits),
-    "flowchan_stage_cpu_seconds_total": (True, _stages(lambda stage: stage.seconds.cpu)),
-    "flowchan_stage_workers": (False, _workers),
-    "flowchan_channel_items": (False, _channels(lambda edge: edge.inside)),
-    "flowchan_channel_capacity": (False, _channels(lambda edge: edge.capacity)),
-    "flowchan_channel_items_total": (True, _channels(lambda edge: edge.passed)),
-}
-"""Instruments by name, each with whether it is a counter, and its values."""

@@ -19,6 +19,8 @@ COMPLETE_AFTER_NS = 1_200_000_000
 """Time for which the spans of an item may be on their way after the item has reached an end."""
 MOST_ITEMS = 4096
 """Number of items that are followed at a time. If there are more, the oldest are forgotten."""
+MOST_SPANS = 200
+"""Number of spans that are kept of an item, which may pass the stages of a loop again and again."""
 
 _Placed = tuple[str, int, int, int]  # stage, worker, time of the get and of the first put
 
@@ -52,7 +54,8 @@ class ItemPaths:
                     item = self._items.get(mark)
                     if item is None:
                         item = self._items[mark] = _Item(self._names[source_of(mark)])
-                    item.spans.append(placed)
+                    if len(item.spans) < MOST_SPANS:
+                        item.spans.append(placed)
                     if stage in self._ends:
                         self._due.append((now + COMPLETE_AFTER_NS, mark, placed))
             while len(self._items) > MOST_ITEMS:

@@ -1,6 +1,6 @@
 """Follow sampled items through one worker.
 
-Algorithm. A source puts a few of its items per second in boxes (``items.traced``) with a new mark each. The
+Algorithm. A source puts a few of its items per second in boxes (``SampledItem``) with a new mark each. The
 ports of every worker take items out of their boxes and call the worker's recorder. The outputs that the
 worker puts before it takes the next item get the marks of the sampled items that it holds. Only the first
 output in each channel is marked, so that an item with many outputs is followed once. The recorder measures
@@ -22,7 +22,7 @@ from typing import Any
 from flowchan import _core
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Broken, Closed
-from flowchan.items.traced import Traced
+from flowchan.items.sampled_item import SampledItem
 from flowchan.run.policy import seeds
 from flowchan.run.policy.events import Event, ItemSpan, ItemSpans, WorkerId
 from flowchan.run.worker.opening import Ports
@@ -35,6 +35,9 @@ CLOSEST_NS, FARTHEST_NS = 10_000_000, 40_000_000
 """Time between two samples of a source below which it takes fewer of them, and above which more."""
 RAREST = 1 << 20
 """Largest number of items between two samples of a source."""
+
+MOST_MARKS = 32
+"""Number of marks of an item. If it comes from more samples, the newest are kept, so loops stay bounded."""
 
 
 class ItemRecorder:
@@ -60,7 +63,7 @@ class ItemRecorder:
     def is_source(self) -> bool:
         return self._next is not None
 
-    def took(self, port: int, box: Traced) -> None:
+    def took(self, port: int, box: SampledItem) -> None:
         """Record that an input port has taken a sampled item."""
         self._held.setdefault(port, []).append((box.marks, time.monotonic_ns()))
 
@@ -82,8 +85,8 @@ class ItemRecorder:
         self._put_at.setdefault(port, time.monotonic_ns())
         if self._held:
             every = (marks for held in self._held.values() for marks, _ in held)
-            return Traced(item, tuple(dict.fromkeys(itertools.chain.from_iterable(every))))
-        return item if self._next is None else Traced(item, (self._next,))
+            return SampledItem(item, tuple(sorted({*itertools.chain.from_iterable(every)}))[-MOST_MARKS:])
+        return item if self._next is None else SampledItem(item, (self._next,))
 
     def sent(self, port: int) -> int:
         """Record that a box was put. Return the number of items until the next sample of a source."""

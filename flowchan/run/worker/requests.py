@@ -24,8 +24,8 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Full
 from flowchan.items.arguments import whole
 from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.items.sampled_item import SampledItem
 from flowchan.items.text import short
-from flowchan.items.traced import Traced
 from flowchan.run.policy.events import Answered, Event, WorkerId
 from flowchan.run.policy.failures import Portable, text_of
 from flowchan.run.policy.plan import Plan
@@ -81,7 +81,7 @@ class _Questions(pickle.Unpickler):
     """Unpickler that builds only the requests in a pickle, so that searching it does not run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (Traced.__module__, Traced.__name__):
+        if (module, name) == (SampledItem.__module__, SampledItem.__name__):
             return _bare
         requests = module == __name__ and name in (Request.__name__, _arrived.__name__)
         return _question if requests else _Unknown

@@ -10,7 +10,7 @@ from typing import Any
 from flowchan import _core
 
 
-class Traced:
+class SampledItem:
     """A sampled item with its marks: the numbers of the samples that it comes from."""
 
     __slots__ = ("item", "marks")
@@ -19,7 +19,7 @@ class Traced:
         self.item, self.marks = item, marks
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Traced, (self.item, self.marks)
+        return SampledItem, (self.item, self.marks)
 
 
-_core._set_traced(Traced)
+_core._set_traced(SampledItem)
