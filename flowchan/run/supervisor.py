@@ -93,7 +93,6 @@ from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
 from flowchan.run.observe.item_paths import ItemPaths
 from flowchan.run.observe.measure import summarise
-from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
@@ -184,11 +183,9 @@ class Supervisor:
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()
-        self._paths = ItemPaths(plan)
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
-        self.problems = RecentProblems(self.started_at)
-        self.feed.listen(self.problems.record)
+        self._paths = ItemPaths(plan, self.feed.tell)
         self._view_socket = ViewSocket(plan.graph.name, self.feed)
         self.scaler = AutoScaler(plan)
         self.feed.listen(self.scaler.record)
@@ -233,18 +230,13 @@ class Supervisor:
             self._record_left(*event)
             return
         if isinstance(event, ItemSpans):
-            self._follow_items(event)
+            self._paths.report(event)
             return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
             self.feed.tell(event)
         else:
             self._events.put(event)
-
-    def _follow_items(self, spans: ItemSpans) -> None:
-        self.feed.tell(spans)
-        for item in self._paths.add(spans, time.monotonic_ns()):
-            self.feed.tell(item)
 
     def _record_left(self, marks: Marks, parts: int) -> None:
         """Record that an item has left the graph or was split. If that is impossible, the run fails."""
@@ -331,8 +323,7 @@ class Supervisor:
         finally:
             self.ended_at = time.monotonic()
             try:
-                for item in self._paths.end():
-                    self.feed.tell(item)
+                self._paths.end()
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
             # even if a logging handler of the program raises, other threads must not wait any longer

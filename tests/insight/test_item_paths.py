@@ -27,10 +27,12 @@ def spans(stage: str, *own: ItemSpan) -> ItemSpans:
 
 
 def path_of(plan: Plan, reports: Sequence[ItemSpans]) -> list[ItemTraced]:
-    paths = ItemPaths(plan)
+    told: list[ItemTraced] = []
+    paths = ItemPaths(plan, told.append)
     early = [item for report in reports for item in paths.add(report, 0)]
     assert early == []
-    return paths.end()
+    paths.end()
+    return told
 
 
 def test_path_has_all_stages_in_order_of_time() -> None:
@@ -50,13 +52,15 @@ def test_path_has_all_stages_in_order_of_time() -> None:
 
 
 def test_item_is_complete_a_moment_after_it_reached_an_end() -> None:
-    paths = ItemPaths(chain())
+    told: list[ItemTraced] = []
+    paths = ItemPaths(chain(), told.append)
     paths.add(spans("source", ((MARK,), 0, 0)), 0)
     assert paths.add(spans("end", ((MARK,), 1, 2)), 10) == []
     assert paths.add(spans("source", ((MARK + 1,), 0, 0)), 10 + COMPLETE_AFTER_NS - 1) == []
     (item,) = paths.add(spans("source", ((MARK + 2,), 0, 0)), 10 + COMPLETE_AFTER_NS)
     assert item.number == MARK
-    assert paths.end() == []
+    paths.end()
+    assert told == []
 
 
 def test_batch_completes_each_of_its_items() -> None:
@@ -85,14 +89,14 @@ def test_item_without_report_from_its_source_is_left_out() -> None:
 
 
 def test_number_of_followed_items_is_bounded() -> None:
-    paths = ItemPaths(chain())
+    paths = ItemPaths(chain(), print)
     for number in range(2 * item_paths.MOST_ITEMS):
         paths.add(spans("source", ((MARK + number,), 0, 0)), 0)
     assert len(paths._items) == item_paths.MOST_ITEMS
 
 
 def test_number_of_spans_of_an_item_is_bounded() -> None:
-    paths = ItemPaths(chain())
+    paths = ItemPaths(chain(), print)
     for at in range(2 * item_paths.MOST_SPANS):
         paths.add(spans("show", ((MARK,), at, at + 1)), 0)
     assert len(paths._items[MARK].spans) == item_paths.MOST_SPANS

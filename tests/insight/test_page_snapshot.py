@@ -156,7 +156,7 @@ def test_stage_declared_after_the_start_is_left_out() -> None:
 
 
 def test_problems_keep_the_latest_fifty() -> None:
-    problems = RecentProblems(0.0)
+    problems = RecentProblems()
     for number in range(60):
         problems.record(ErrorSent(WorkerId(MARKUP, 1), f"item {number}"))
     graph = drawn()

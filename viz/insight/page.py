@@ -149,7 +149,7 @@ class RunPage:
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
         latencies = self._latencies.paths(monotonic())
-        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest(), latencies)
+        return snapshot(self._graph, self._ids, stats, before, self._run.feed.problems.latest(), latencies)
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)

@@ -8,8 +8,11 @@ ends, each of them has its own path, which consists of the stages before that en
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from flowchan.run.policy.events import ItemSpans, ItemTraced
 from flowchan.run.policy.plan import Plan
@@ -32,9 +35,15 @@ class _Item:
 
 
 class ItemPaths:
-    """The sampled items of one run that are on their way. Any thread may call its methods."""
+    """The sampled items of one run that are on their way. Any thread may call its methods.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: Plan of the run.
+        tell: Function that receives the reports of the workers, and the items that are complete.
+    """
+
+    def __init__(self, plan: Plan, tell: Callable[[Any], None]) -> None:
+        self._tell = tell
         self._names = [stage.name for stage in plan.graph.stages]
         self._before = _stages_before(plan)
         self._ends = plan.ends
@@ -62,10 +71,18 @@ class ItemPaths:
                 self._items.popitem(last=False)
             return self._completed(now)
 
-    def end(self) -> list[ItemTraced]:
-        """Return the remaining items that have reached an end, because the run is over."""
+    def report(self, spans: ItemSpans) -> None:
+        """Pass on a report of a worker, and the items that are complete."""
+        self._tell(spans)
+        for item in self.add(spans, time.monotonic_ns()):
+            self._tell(item)
+
+    def end(self) -> None:
+        """Pass on the remaining items that have reached an end, because the run is over."""
         with self._lock:
-            return self._completed(None)
+            items = self._completed(None)
+        for item in items:
+            self._tell(item)
 
     def _completed(self, now: int | None) -> list[ItemTraced]:
         due = [one for one in self._due if now is None or one[0] <= now]
