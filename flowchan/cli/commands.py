@@ -53,20 +53,18 @@ def main() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-class _Port(click.ParamType):
-    """Port for metrics, such as 9464 or 0.0.0.0:9464."""
+def _port(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """Convert the option for a port, such as 9464 or 0.0.0.0:9464."""
+    from flowchan.viz.insight.metrics_port import host_and_port
 
-    name = "port"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        from flowchan.viz.insight.metrics_port import host_and_port
-
-        port = int(value) if value.isascii() and value.isdigit() else value
-        try:
-            host_and_port(port)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return port
+    if value is None:
+        return None
+    port = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        host_and_port(port)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    return port
 
 
 class _Targeted(click.Command):
@@ -142,6 +140,15 @@ def _output_lost() -> int:
     return NO_READER
 
 
+def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Refuse a path at which no trace can be written."""
+    if path is not None and not path.endswith((".json", ".json.gz")):
+        raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
+    if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
+        raise click.BadParameter(f"the folder of {path!r} must exist, and you must be able to write to it")
+    return path
+
+
 @_command
 @click.option(
     "--seed",
@@ -162,7 +169,7 @@ def _output_lost() -> int:
 @click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
 @click.option(
     "--metrics",
-    type=_Port(),
+    callback=_port,
     metavar="PORT|HOST:PORT",
     help="Port on which the run serves its metrics to Prometheus.",
 )
@@ -171,6 +178,12 @@ def _output_lost() -> int:
     "as_json",
     is_flag=True,
     help="Print the events of the run as lines of JSON instead of a report.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_trace_path,
+    help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
 )
 def run(
     file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any
@@ -519,6 +532,7 @@ def _counts(graph: Blueprint) -> str:
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
+        + (" at the start" if any(stage.auto for stage in graph.stages) else "")
         + (f", {own_process} of them in processes" if own_process else "")
         + (f", {on_hosts} on hosts" if on_hosts else "")
     )

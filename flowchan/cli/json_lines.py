@@ -34,8 +34,9 @@ LONGEST_TEXT = 200
 class JsonLines:
     """Writer of the events of one run.
 
-    Subscribers only queue events. :meth:`write` writes them, on the thread that can end the run if nobody
-    reads standard output. While it is open, standard output of the program is redirected to standard error.
+    The feed's thread only queues events. The main thread calls :meth:`write`, because an error of standard
+    output must end the run. While the writer is open, the program's standard output is redirected to standard
+    error.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,10 @@ class JsonLines:
         stats = run.stats()
         about = {"graph": stats.graph, "pid": os.getpid(), "seed": stats.seed}
         self._queue("start", schema=SCHEMA, **about, page=run.page, metrics=run.metrics)
-        return run.subscribe(stats=self._show, events=self._report, every=STATS_EVERY_S)
+        return run.subscribe(stats=self.show, events=self._report, every=STATS_EVERY_S)
 
-    def _show(self, stats: RunStats) -> None:
+    def show(self, stats: RunStats) -> None:
+        """Queue a "stats" event."""
         self._queue("stats", stats=to_json(stats))
 
     def _report(self, event: Any) -> None:

@@ -37,6 +37,9 @@ def top(chosen: str | None, width: int) -> int:
         except ViewError as error:
             click.echo(f"flowchan: {error}", err=True)
             return 1
+        except KeyboardInterrupt:
+            click.echo("flowchan: the view is closed; the run continues", err=True)
+            return 130
     return 0
 
 

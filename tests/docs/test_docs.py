@@ -45,6 +45,7 @@ PUBLIC = {
     "flowchan.collective.training.engine": "flowchan/collective/training/engine.py",
     "flowchan.transport": "flowchan/transport/__init__.py",
     "flowchan.viz": "viz/__init__.py",
+    "flowchan.viz.insight": "viz/insight/__init__.py",
 }
 
 

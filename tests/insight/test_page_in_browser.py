@@ -112,7 +112,7 @@ def test_selected_stage_shows_its_details(browser: Browser, small: Shape) -> Non
         assert tab.text("#stage-name") == "resize"  # the bottleneck, until the user selects a stage
         tab.click("#s3")
         tab.wait("document.getElementById('stage-name').textContent === 'encode'")
-        assert tab.text("#stage-about") == "map on processes · thumbnails.py:15"
+        assert tab.text("#stage-about") == "map · on process · thumbnails.py:15"
         assert len(tab.texts("#stage-workers .chip")) == 4
         assert tab.evaluate("document.querySelector('#table tr.selected').dataset.stage") == "s3"
         page.send(page.figures.snapshot(61.0))
@@ -224,6 +224,7 @@ def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, smal
         page.drop()
         tab.wait("!document.getElementById('connection').hidden")
         assert tab.text("#connection").startswith("Connection to the run lost.")
+        assert page.refused.wait(60)
         page.refuse = False
         tab.wait("document.getElementById('connection').hidden")
 
@@ -255,7 +256,11 @@ def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: S
         tab.evaluate("document.querySelector('#table tr[data-stage=s3] button').focus()")
         tab.press("Enter")
         tab.wait("document.getElementById('stage-name').textContent === 'encode'")
-        assert tab.evaluate("document.activeElement.textContent") == "encode"  # not lost by the update
+        moved = page.figures.snapshot(61.0)
+        moved["stages"][3]["busy"] = 0.99
+        page.send(moved)
+        tab.wait(f"{ORDER}.startsWith('s3,')")
+        assert tab.evaluate("document.activeElement.textContent") == "encode"  # its row has moved
         tab.evaluate("document.getElementById('picture').focus()")
         view = "document.querySelector('#picture svg').getAttribute('viewBox')"
         whole = tab.evaluate(view)

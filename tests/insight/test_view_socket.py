@@ -112,7 +112,7 @@ def test_runs_of_one_program_have_different_names(folder: Path) -> None:
         chosen.close()
 
 
-def test_run_works_without_a_socket_if_the_folder_is_open_to_others(folder: Path) -> None:
+def test_run_has_no_socket_if_others_can_enter_the_folder(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     socket_of_run = ViewSocket("open", Feed("feed", lambda: None))  # type: ignore[arg-type]
     socket_of_run._due = 0.0
@@ -195,9 +195,7 @@ def test_forked_child_does_not_keep_the_sockets(folder: Path) -> None:
         viewed.close()
 
 
-def test_feed_ends_its_thread_when_the_viewer_has_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_feed_ends_its_thread_when_the_viewer_has_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_socket, "STATS_EVERY_S", 0.01)
     with running() as run:
         (viewed,) = viewed_runs(str(os.getpid()))
@@ -232,7 +230,7 @@ def test_slow_viewer_misses_stats_but_gets_whole_lines() -> None:
     theirs.close()
 
 
-def test_viewer_that_reads_gets_the_end_even_if_the_buffer_is_small() -> None:
+def test_viewer_that_reads_gets_the_end_despite_small_buffer() -> None:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     lines: list[bytes] = []
@@ -267,7 +265,7 @@ def test_socket_of_a_killed_program_is_removed(folder: Path) -> None:
     assert other.exists()
 
 
-def test_connection_that_ends_without_the_end_of_the_run_is_reported(folder: Path) -> None:
+def test_connection_that_ends_before_the_run_is_reported(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     viewed = served(folder, {"event": "hello", "schema": SCHEMA, "graph": "g"})
     viewed.hello()
@@ -291,7 +289,7 @@ def test_program_that_does_not_answer_is_reported(folder: Path, monkeypatch: pyt
         listener.bind(str(folder / "7-1"))
         listener.listen()
         (viewed,) = viewed_runs("7")
-        with pytest.raises(ViewError, match="has sent nothing for 0.01 s; it may be suspended"):
+        with pytest.raises(ViewError, match=r"has sent nothing for 0\.01 s; it may be suspended"):
             viewed.hello()
         viewed.close()
 
@@ -308,7 +306,7 @@ def served(folder: Path, *messages: dict[str, object]) -> ViewedRun:
     return viewed
 
 
-def test_socket_takes_another_name_if_a_container_uses_the_same_folder(folder: Path) -> None:
+def test_socket_takes_another_name_if_its_name_is_used(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     other = stale(folder, f"{os.getpid()}-1", 0.0)
     gate = Gate()

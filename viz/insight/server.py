@@ -4,8 +4,8 @@ Algorithm. One thread accepts connections. Each connection has a thread, which a
 is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by part.
 
 Only GET and HEAD are answered, and nothing can be changed through the server. On 127.0.0.1, the ``Host``
-header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused. With a token,
-all paths begin with it.
+header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused.
+With a token, all paths begin with it.
 
 Invariants. A client that does not read, or does not send its request, holds its thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have
@@ -87,14 +87,14 @@ def error_reply(text: str, status: int = HTTPStatus.NOT_FOUND) -> HttpReply:
 
 
 class LocalServer:
-    """Server that answers requests until it is closed. By default, it listens on 127.0.0.1.
+    """Server that answers requests until it is closed.
 
     Args:
         name: Name of its threads.
         routes: Function for each path, without the leading slash and the token. The empty path is the root.
         port: Port to listen on; 0 chooses a free one.
         with_token: Require a random token as the first part of all paths.
-        host: Address to listen on. If it is not 127.0.0.1, the ``Host`` header may have any value.
+        host: Address to listen on. If it is not 127.0.0.1, requests may have any ``Host`` header.
         start: Answer requests from now on; otherwise from the call of :meth:`start`.
 
     Raises:

@@ -1,13 +1,13 @@
 """Unix socket on which a run shows its statistics to ``flowchan top``.
 
 Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call that is
-due creates the socket, so a short run creates none. Later calls accept viewers. The socket needs no thread of
-its own, and a run without viewers costs one system call every ``POLL_INTERVAL_S`` at most. Each viewer is a
-subscriber of the run's feed.
+due creates the socket, so a short run creates none. Later calls accept viewers. A run without viewers
+therefore needs no further thread, and makes one system call every ``POLL_INTERVAL_S`` at most. Each viewer is
+a subscriber of the run's feed.
 
 A viewer receives lines of JSON: one "hello", then "stats", and "end" if the run has ended. It sends nothing.
-Writes never block, so a slow viewer misses statistics and delays nobody else. If the program is killed, the
-connection ends without "end".
+Writes never block, so a slow viewer misses statistics and does not delay other viewers or the run. If the
+program is killed, the connection ends without "end".
 
 Invariants. The folder belongs to the user and only the user may enter it. The peer of a connection is the
 same user or root. A forked child closes its copies of the sockets, so they end with the program. A file whose

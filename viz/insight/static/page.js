@@ -17,8 +17,6 @@ const STATE_MARK = { running: "●", stopping: "◐", done: "✓", failed: "✗"
 
 class Page {
   constructor(graph, isLive) {
-    this.graph = graph;
-    this.isLive = isLive;
     this.names = new Map(graph.stages.map((stage) => [stage.id, stage]));
     this.history = { elapsed: [], end_rate: [], stages: {} };
     this.snapshot = null;
@@ -196,7 +194,7 @@ class Page {
     if (!now) return;
     const stage = this.names.get(now.id);
     say($("stage-name"), stage.name);
-    say($("stage-about"), `${stage.kind} on ${stage.on} · ${stage.where}`);
+    say($("stage-about"), `${stage.kind} · on ${stage.on} · ${stage.where}`);
     say($("busy-of"), stage.name);
     const figures = [
       ["rate", rateText(now.rate)], ...STATES.map((state) => [STATE_TEXT[state], percent(now[state])]),
@@ -335,6 +333,12 @@ class Connection {
     this.page = page;
     this.heard = performance.now();
     this.ended = false;
+    this.connect();
+    this.timer = setInterval(() => this.show(), 1000);
+  }
+
+  connect() {
+    const { page } = this;
     this.source = new EventSource("./snapshots");
     const take = (name, act) => this.source.addEventListener(name, (event) => {
       this.heard = performance.now();
@@ -348,20 +352,21 @@ class Connection {
       this.source.close();
     });
     this.source.addEventListener("error", () => this.show());
-    this.timer = setInterval(() => this.show(), 1000);
   }
 
   show() {
     const silent = Math.round((performance.now() - this.heard) / 1000);
-    const lost = !this.ended && this.source.readyState !== EventSource.OPEN && this.page.snapshot;
+    const lost = !this.ended && this.source.readyState !== EventSource.OPEN;
     const text = this.ended ? ""
-      : lost ? `Connection to the run lost. The figures are ${silent} s old; trying to connect again.`
-        : silent > SILENT_AFTER_S ? `The run has sent nothing for ${silent} s.` : "";
+      : !lost ? (silent > SILENT_AFTER_S ? `The run has sent nothing for ${silent} s.` : "")
+        : this.page.snapshot ? `Connection to the run lost. The figures are ${silent} s old; trying to connect again.`
+          : silent ? "The run does not answer; trying to connect again." : "";
     if (this.ended) clearInterval(this.timer);
     say($("connection"), text);
     $("connection").hidden = !text;
     document.body.classList.toggle("stale", Boolean(text));
     document.body.classList.toggle("ended", this.ended);
+    if (lost && silent && this.source.readyState === EventSource.CLOSED) this.connect();  // it was refused
   }
 }
 

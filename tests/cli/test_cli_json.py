@@ -1,0 +1,152 @@
+"""Test ``flowchan run --json``: what it prints for programs, and that it prints nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowchan.cli.json_lines import plain
+from flowchan.run.observe.stats_json import SCHEMA, from_json
+
+HEAD = "import os, sys\nfrom flowchan import Graph\nprint('loaded')\ngraph = Graph('numbers')\n"
+
+
+def command(folder: Path, text: str) -> list[str]:
+    (folder / "case.py").write_text(HEAD + text)
+    main = "from flowchan.cli.commands import main; main()"
+    return [sys.executable, "-c", main, "run", "--json", str(folder / "case.py")]
+
+
+def run(folder: Path, text: str) -> tuple[list[dict[str, Any]], int, str]:
+    """Return the events, the exit code and standard error of ``flowchan run --json``."""
+    ended = subprocess.run(command(folder, text), capture_output=True, text=True)
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.returncode, ended.stderr
+
+
+PRINTS = """
+def speak(number):
+    print("said by Python")
+    os.write(1, b"written to the descriptor\\n")
+    os.system("echo said by a child")
+    return number
+
+graph.source(range(3)).map(speak, on="process").map(speak).collect(name="all")
+"""
+
+
+def test_json_lines_have_start_stats_and_end(tmp_path: Path) -> None:
+    events, code, _ = run(tmp_path, PRINTS)
+    assert code == 0
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "start"
+    assert kinds[-1] == "end"
+    assert set(kinds[1:-1]) == {"stats"}
+    assert (events[0]["schema"], events[0]["graph"]) == (SCHEMA, "numbers")
+    assert events[-1]["state"] == "done"
+    assert events[-1]["results"] == {"all": [0, 1, 2]}
+    times = [event["time"] for event in events]
+    assert times == sorted(times)
+
+
+def test_json_stats_can_be_read_as_run_stats(tmp_path: Path) -> None:
+    events, _, _ = run(tmp_path, PRINTS)
+    last = from_json(events[-1]["stats"])
+    assert (last.graph, last.state, last.seed) == ("numbers", "done", events[0]["seed"])
+    assert [stage.items_in for stage in last.stages if stage.kind == "collect"] == [3]
+
+
+def test_output_of_the_program_goes_to_standard_error(tmp_path: Path) -> None:
+    _, _, err = run(tmp_path, PRINTS)
+    for text in ("said by Python", "written to the descriptor", "said by a child"):
+        assert err.count(text) == 6, text
+    assert err.count("loaded") >= 1
+
+
+def test_failed_item_and_killed_worker_are_failure_events(tmp_path: Path) -> None:
+    text = """
+def work(number):
+    if number == 1:
+        raise ValueError("one")
+    if number == 2:
+        os._exit(7)
+    return number
+
+numbers = graph.source(range(3), name="count").map(work, name="work", on="process", max_deaths=1)
+numbers.errors.sink(lambda failed: None, name="bad")
+numbers.collect(name="all")
+"""
+    events, code, _ = run(tmp_path, text)
+    failures = [event for event in events if event["event"] == "failure"]
+    assert code == 0
+    assert {"item", "death"} <= {failure["kind"] for failure in failures}
+    assert {failure["stage"] for failure in failures} == {"work"}
+    assert any("ValueError: one" in failure["text"] for failure in failures)
+    assert any("exited with code 7" in failure["text"] for failure in failures if failure["kind"] == "death")
+    assert events[-1]["results"] == {"all": [0]}
+
+
+def test_failed_run_has_failure_event_with_traceback_and_exits_1(tmp_path: Path) -> None:
+    text = "graph.source([4, 2, 0]).map(lambda n: 8 // n, name='halve').collect()\n"
+    events, code, err = run(tmp_path, text)
+    assert code == 1
+    (failure,) = [event for event in events if event["event"] == "failure"]
+    assert (failure["kind"], failure["stage"], failure["item"]) == ("stage", "halve", "0")
+    assert "ZeroDivisionError" in failure["traceback"]
+    assert (events[-1]["event"], events[-1]["state"], events[-1]["results"]) == ("end", "failed", {})
+    assert "ZeroDivisionError" in err  # for people, as without --json
+
+
+def test_wrong_graph_prints_no_json_and_exits_2(tmp_path: Path) -> None:
+    events, code, err = run(tmp_path, "graph.source([1]).map(abs)\n")
+    assert (events, code) == ([], 2)
+    assert "case.py:5: stage 'abs':" in err
+
+
+def test_interrupted_run_writes_the_end_and_exits_130(tmp_path: Path) -> None:
+    text = """
+import itertools
+graph.source(itertools.count).map(abs).reduce(lambda count, _: count + 1, 0, name="total")
+"""
+    with subprocess.Popen(
+        command(tmp_path, text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        events = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    events += map(json.loads, out.splitlines())
+    assert process.returncode == 130
+    assert "stopping: finishing the items in flight" in err
+    assert events[-1]["state"] == "stopped"
+    assert events[-1]["results"]["total"] > 0
+
+
+def test_run_ends_when_the_reader_of_the_json_leaves(tmp_path: Path) -> None:
+    text = "import itertools\ngraph.source(itertools.count).sink(abs)\n"
+    with subprocess.Popen(
+        command(tmp_path, text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["event"] == "start"
+        process.stdout.close()
+        assert process.stderr is not None
+        err = process.stderr.read()
+    assert process.returncode == 141, err
+    assert "Traceback" not in err
+
+
+def test_result_values_that_json_lacks_become_texts() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    assert plain({"a": (1, 2.5, None, True), "b": math.inf}) == {"a": [1, 2.5, None, True], "b": "inf"}
+    assert plain({1: 2}) == "{1: 2}"
+    assert plain(2**64) == str(2**64)
+    assert plain({1}) == "{1}"
+    assert plain(b"x" * 1000) == f"b'{'x' * 195}..."
+    assert plain(endless) == "[[...]]"
+    assert json.dumps(plain([float("nan")]), allow_nan=False) == '["nan"]'

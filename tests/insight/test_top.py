@@ -1,0 +1,133 @@
+"""Test ``flowchan top``: one program shows the run of another."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.scripts import script, start
+from support.terminals import on_terminal
+from support.waiting import wait_until
+
+TOP = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "top"]
+
+PROGRAM = """
+import itertools, os, sys, threading
+from flowchan import Graph
+
+def slowly(number):
+    threading.Event().wait(0.001)
+    return number
+
+def source():
+    for number in itertools.count():
+        if os.path.exists("seen"):
+            return
+        yield number
+
+def declared(name):
+    graph = Graph(name)
+    graph.source(source, name="numbers").map(slowly, name="decode", on="process").sink(str, name="end")
+    return graph
+
+if __name__ == "__main__":
+    with contextlib.ExitStack() as block:
+        for name in sys.argv[1:]:
+            block.enter_context(declared(name).start())
+        print("started", flush=True)
+    print("done", flush=True)
+""".replace("import itertools", "import contextlib, itertools")
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the folder of the sockets, which only this test uses."""
+    with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        yield Path(runtime) / "flowchan"
+
+
+@contextlib.contextmanager
+def running(folder: Path, sockets: Path, *graphs: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a program whose runs end when the file "seen" exists in the folder."""
+    before = set(sockets.glob("*"))
+    with start(script(folder, PROGRAM), *graphs, cwd=folder) as process:
+        try:
+            wait_until(
+                lambda: len({*sockets.glob("*")} - before) == len(graphs) or process.poll() is not None
+            )
+            yield process
+        finally:
+            (folder / "seen").touch()
+            process.communicate()
+
+
+def top(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TOP, *arguments], capture_output=True, text=True)
+
+
+def test_top_shows_the_only_run_until_it_ends(tmp_path: Path, sockets: Path) -> None:
+    with running(tmp_path, sockets, "shown") as process:
+        lines, code = on_terminal(TOP, tmp_path, then="shown · running · ")
+        assert process.wait() == 0
+    assert code == 0, lines
+    assert any("decode" in line and "%" in line for line in lines), lines  # a row of the table
+    (report,) = [line for line in lines if line.startswith("graph 'shown': ")]
+    assert report.startswith("graph 'shown': done after")
+    assert not list(sockets.iterdir())
+
+
+def test_interrupt_ends_the_view_but_not_the_run(tmp_path: Path, sockets: Path) -> None:
+    with running(tmp_path, sockets, "goes_on") as process:
+        lines, code = on_terminal([*TOP, str(process.pid)], tmp_path, until=["goes_on · running · "])
+        assert code == 130
+        assert "flowchan: the view is closed; the run continues" in lines
+        assert not any("graph 'goes_on'" in line for line in lines)
+        assert process.poll() is None
+        (tmp_path / "seen").touch()
+        out, err = process.communicate()
+    assert (process.returncode, out, err) == (0, "started\ndone\n", "")
+
+
+def test_top_lists_runs_and_shows_the_chosen_one(tmp_path: Path, sockets: Path) -> None:
+    with running(tmp_path, sockets, "first", "second") as process:
+        listed = top()
+        assert listed.returncode == 0, listed.stderr
+        rows = [line.split() for line in listed.stdout.splitlines()]
+        names = {row[1]: row[0] for row in rows if row and row[0].startswith(f"{process.pid}-")}
+        assert set(names) == {"first", "second"}
+        assert "script.py" in listed.stdout
+        assert top(str(process.pid)).stdout.count(f"{process.pid}-") == 2
+        lines, code = on_terminal([*TOP, names["second"]], tmp_path, then="second · running · ")
+    assert code == 0
+    assert any(line.startswith("graph 'second': done") for line in lines)
+
+
+def test_top_reports_that_no_run_was_found(sockets: Path) -> None:
+    without, unknown = top(), top("999999")
+    assert without.returncode == unknown.returncode == 1
+    assert without.stderr.startswith("flowchan: no run of this user was found")
+    assert unknown.stderr.startswith("flowchan: no run of process 999999 was found")
+
+
+def test_top_reports_a_program_that_was_killed(tmp_path: Path, sockets: Path) -> None:
+    with (
+        running(tmp_path, sockets, "killed") as process,
+        subprocess.Popen(
+            [*TOP, str(process.pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as viewer,
+    ):
+        assert viewer.stderr is not None
+        line = viewer.stderr.readline()  # a plain line about the run
+        assert "running: " in line
+        process.send_signal(signal.SIGKILL)
+        out, err = viewer.communicate()
+    assert (viewer.returncode, out) == (1, "")
+    assert err.splitlines()[-1] == f"flowchan: the program of run {process.pid}-1 has ended before its run"
+    assert [path.name for path in sockets.iterdir()] == [f"{process.pid}-1"]
