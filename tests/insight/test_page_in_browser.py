@@ -409,7 +409,7 @@ def test_new_viewer_sees_the_history(browser: Browser, small: Shape) -> None:
         assert tab.evaluate(points) >= 50
 
 
-def test_page_of_a_real_run_shows_its_figures_and_its_end(browser: Browser) -> None:
+def test_real_run_is_shown_until_its_end(browser: Browser) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def wait(item: int) -> int:
