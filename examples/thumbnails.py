@@ -1,10 +1,11 @@
 """Make thumbnails of all pictures below a directory, and put them on one sheet.
 
-    python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N]
+    python examples/thumbnails.py [DIRECTORY] [-o SHEET.png] [--workers N] [--trace TRACE.json]
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
 The default directory is that of the installed Python packages. Files that are not pictures are counted and
-skipped. Workers are threads, because Pillow releases the GIL while it computes. The example needs pillow.
+skipped. https://ui.perfetto.dev opens the trace, which shows what each worker did. Workers are threads,
+because Pillow releases the GIL while it computes. The example needs pillow.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=PACKAGES)
     parser.add_argument("-o", "--output", default="thumbnails.png")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--trace", help="file to write a trace of the run to")
     args = parser.parse_args()
-    thumbnails(args.directory, args.output, args.workers).run(progress=True)
+    thumbnails(args.directory, args.output, args.workers).run(progress=True, trace=args.trace)
 
 
 if __name__ == "__main__":

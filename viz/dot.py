@@ -12,6 +12,7 @@ The picture has its own light background, so its colours look the same in a dark
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -184,13 +185,17 @@ def _join(dot: Digraph, tail: str, head: str, back: bool, attributes: dict[str, 
 
 
 def _align_columns(dot: Digraph, picture: Picture) -> None:
-    """Align the stages of each column. An arrow within a column leads to a lower row."""
+    """Align the stages of each column, and keep its rows in order with invisible arrows."""
+    joined = {(writer, reader) for writer, reader, _ in picture.arrows}
     for column in range(1 + max(column for _, column in picture.places)):
+        own = sorted((row, number) for number, (row, place) in enumerate(picture.places) if place == column)
         with dot.subgraph() as aligned:
             aligned.attr(rank="same")
-            for number, (_, own) in enumerate(picture.places):
-                if own == column:
-                    aligned.node(f"n{number}")
+            for _, number in own:
+                aligned.node(f"n{number}")
+        for (row, number), (row_below, number_below) in itertools.pairwise(own):
+            if row_below > row and (number, number_below) not in joined:
+                dot.edge(f"n{number}", f"n{number_below}", style="invis")
 
 
 def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
@@ -212,6 +217,8 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         attributes |= {"style": "dashed"}
         if not picture.wraps:  # it points backwards, and must not influence the layout
             attributes |= {"constraint": "false"}
+    elif picture.wraps:  # straightens the rows, which the invisible arrows between them would bend
+        attributes |= {"weight": "20"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
     return attributes

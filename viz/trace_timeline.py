@@ -39,7 +39,7 @@ LONG_S = 10.0
 
 
 @dataclass
-class _Worker:
+class _TracedWorker:
     """Events of one worker, with times in seconds."""
 
     order: tuple[int, int]
@@ -130,11 +130,11 @@ def _parsed(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _workers(events: Sequence[dict[str, Any]]) -> Iterator[_Worker]:
+def _workers(events: Sequence[dict[str, Any]]) -> Iterator[_TracedWorker]:
     """Yield the workers that have events to draw."""
     names: dict[tuple[int, int], str] = {}
     places: dict[tuple[int, int], int] = {}
-    found: dict[tuple[int, int], _Worker] = {}
+    found: dict[tuple[int, int], _TracedWorker] = {}
     for event in events:
         kind, key = event.get("ph"), (event.get("pid", 0), event.get("tid", 0))
         name, args = event.get("name", ""), event.get("args", {})
@@ -143,7 +143,7 @@ def _workers(events: Sequence[dict[str, Any]]) -> Iterator[_Worker]:
         elif kind == "M" and name == "thread_sort_index":
             places[key] = args["sort_index"]
         elif (kind == "X" and name in COLOURS) or (kind == "i" and name == DEATH):
-            worker = found.setdefault(key, _Worker(key))
+            worker = found.setdefault(key, _TracedWorker(key))
             begin = event["ts"] / 1e6
             if kind == "X":
                 worker.spans.append((begin, begin + event["dur"] / 1e6, name))
@@ -166,7 +166,7 @@ def _title(events: Sequence[dict[str, Any]]) -> str:
     return processes[min(processes)] if processes else "run"
 
 
-def _row(worker: _Worker, zero: float, seconds: float) -> Row:
+def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
     spans = sorted((begin - zero, end - zero, name) for begin, end, name in worker.spans)
     busy = sum(end - begin for begin, end, name in spans if name == "busy")
     if len(spans) > 2 * WIDTH:

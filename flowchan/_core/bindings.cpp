@@ -406,6 +406,7 @@ NB_MODULE(_core, m) {
                 in.on_poison = std::move(handler);
             },
             "deaths"_a, "handler"_a.none())
+        .def("_trace", trace<In>, "tracing"_a.none())
         .def("_hand_over", port_state<In>)
         // another process, which also has the session, ends it
         .def("_leave_open", [](In& in) { in.open = false; })
@@ -437,6 +438,7 @@ NB_MODULE(_core, m) {
             },
             "reader"_a, "ordered"_a, "single"_a, "later"_a = false)
         .def("_waited", waited<Out>)
+        .def("_trace", trace<Out>, "tracing"_a.none())
         .def("_replay", [](Out& out) { out.replays = true; })
         .def("_fall", end_remote_writer, "pid"_a)
         .def(
@@ -460,6 +462,9 @@ NB_MODULE(_core, m) {
             "Return whether puts are no longer possible.\n\n"
             "The port or the channel was closed, the channel broke, or its readers left.");
 
+    nb::class_<ItemTracing>(m, "ItemTracing",
+                            "Follows sampled items through one worker; see items/sampled_item.py.")
+        .def(nb::init<nb::object, uint64_t>(), "recorder"_a, "countdown"_a = 0);
     nb::class_<Await>(m, "Await",
                       "One coroutine that waits in the queue of a channel or port; see awaiting.py.")
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
@@ -481,6 +486,7 @@ NB_MODULE(_core, m) {
             set_unreadable(unreadable.ptr(), is_of_a_handler.ptr());
         },
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
+    m.def("_set_traced", [](nb::handle traced) { set_traced(traced.ptr()); }, "traced"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
           "Call ``call`` when the item that this thread is unpickling is finished, or now "
           "if there is none.");

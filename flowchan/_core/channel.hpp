@@ -134,6 +134,26 @@ void check_for_dead(M& transport) {
 
 struct Out;
 
+// Follows sampled items through one worker. All ports of the worker share one object.
+//
+// Algorithm. A sampled item travels in a box (items/sampled_item.py) with marks that identify it. A get takes
+// the item out of its box. Until the port's next get, the worker processes that item, so a put boxes its
+// output with the same marks. The recorder, a Python object, is called for sampled items only.
+struct ItemTracing {
+    nb::object recorder;  // has the methods took, finished, boxed and sent
+    // Threads may share the ports. The numbers only decide which items are sampled, so their order is free.
+    std::atomic<uint64_t> countdown = 0;  // number of puts until the next one is sampled; 0: never
+    std::atomic<uint32_t> held = 0;       // number of ports with sampled items on lease
+
+    ItemTracing(nb::object recorder, uint64_t countdown)
+        : recorder(std::move(recorder)), countdown(countdown) {}
+    bool boxes_next_put() {
+        const uint64_t left = countdown.load(std::memory_order_relaxed);
+        if (left > 1) countdown.store(left - 1, std::memory_order_relaxed);
+        return left == 1 || held.load(std::memory_order_relaxed) > 0;
+    }
+};
+
 // Release the items, without holding the lock. They must not be in a container that the garbage collector
 // visits any more, because the destructor of an item may run any code.
 inline void drop_items(const std::vector<LocalQueue::Item>& items) {
@@ -179,7 +199,10 @@ struct In {
     // item.
     uint64_t max_deaths = 0;
     nb::object on_poison;
-    std::vector<nb::object> due;  // functions to call when the leased items are finished
+    std::vector<nb::object> due;     // functions to call when the leased items are finished
+    ItemTracing* tracing = nullptr;  // owned by `tracing_owner`
+    nb::object tracing_owner;
+    bool holds_traced = false;  // whether a leased item is sampled
 
     In(nb::object channel, int session);
     ~In();
@@ -223,6 +246,8 @@ struct Out {
     bool may_have_turns = false;
     // for a source: all of its outputs belong to one item, number 0, so that a replacement can skip them
     bool replays = false;
+    ItemTracing* tracing = nullptr;  // owned by `tracing_owner`
+    nb::object tracing_owner;
 
     Out(nb::object channel, int session);
     ~Out();
@@ -242,6 +267,17 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 // Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` returns whether an error came
 // from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
+// Set the class of boxes for sampled items.
+void set_traced(PyObject* traced);
+bool is_traced(PyObject* item);
+// Take a sampled item out of its box, whose reference this takes over. `in` may be null.
+PyObject* unboxed(In* in, PyObject* box);
+// Call a method of the recorder with the port's identity, and the item if it is not null. Return the result;
+// an error is only reported, and the result is then invalid.
+nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port,
+                         PyObject* item = nullptr);
+// Return whether the current Python error is unrelated to the item, because a signal handler raised it.
+bool is_interrupt();
 // set the function that is called with an item that was encoded for another host but not put
 void set_not_put(PyObject* not_put);
 nb::object loan(Channel& ch, Out* out, uint64_t size, nb::handle timeout);
@@ -328,6 +364,13 @@ class Watch {
 void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
 nb::tuple observe(nb::list channels);
+
+// Follow sampled items through this port; None ends it.
+template <class Port>
+void trace(Port& port, nb::object tracing) {
+    port.tracing = tracing.is_none() ? nullptr : nb::inst_ptr<ItemTracing>(tracing);
+    port.tracing_owner = std::move(tracing);
+}
 
 extern PyMethodDef channel_methods[], in_methods[], out_methods[];
 int channel_traverse(PyObject* self, visitproc visit, void* arg);

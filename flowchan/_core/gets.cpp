@@ -68,8 +68,9 @@ void raise_again(const nb::object& error) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
 }
 
-// Return whether a signal handler raised the current error (Ctrl-C, or an exception from another handler).
-// Such an error interrupts only this call.
+}  // namespace
+
+// The handler may be that of Ctrl-C or any other. Such an error interrupts only this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -77,6 +78,8 @@ bool is_interrupt() {
     raise_again(error);
     return is;
 }
+
+namespace {
 
 // Return whether the current error is unrelated to the item, because this process lacks memory or
 // descriptors.
@@ -195,6 +198,7 @@ Step get_decoded(Ring& ring, Channel& ch, In* in, Deadline deadline, Taking taki
         if (result) receiving.received(in);
     }
     runs(in, result ? Session::USERS : Session::OURS);
+    if (result && is_traced(result)) result = unboxed(in, result);
     if (!result) return not_received(ring, in, taking, taken);
     if (taken.held || (!in && ring.is_filled_by_link())) finish_decoded(ring, in, taken, bundle.is_valid());
     return killer ? give_up_suspect(*in, result, taken.deaths) : Step::Done;
@@ -261,6 +265,7 @@ Step get(LocalQueue& queue, Channel&, In* in, Deadline deadline, Taking taking, 
         in->leased_items.push_back(item);
         Py_INCREF(result);
     }
+    if (result && is_traced(result)) result = unboxed(in, result);
     drop_items(before);  // last, because the destructors may get from this port
     return step;
 }
@@ -317,6 +322,15 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return Step::Wait;
 }
 
+// Report that the port's leased items are about to be finished.
+void finish_traced(In& in) {
+    in.holds_traced = false;
+    if (!in.tracing) return;
+    const nb::object owner = in.tracing_owner;
+    in.tracing->held -= in.tracing->held > 0;
+    call_recorder(*in.tracing, "finished", &in);
+}
+
 }  // namespace
 
 PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool iterating) {
@@ -324,6 +338,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
     PyObject* result = nullptr;
     Step step;
     do {
+        if (in && !keep && in->holds_traced) finish_traced(*in);
         if (in && !keep && !pass_turns(*in)) return nullptr;
         step = get_step(ch, in, deadline, keep ? Taking::More : Taking::Next, result);
     } while (step == Step::Wait);
@@ -335,6 +350,7 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 Step try_get(Channel& ch, In* in, PyObject*& item) {
     Step step;
     do {
+        if (in && in->holds_traced) finish_traced(*in);
         if (in && !pass_turns(*in)) return Step::Interrupted;
         step = get_step(ch, in, Deadline{0}, Taking::Next, item);
     } while (step == Step::Wait);

@@ -190,8 +190,34 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     return step;
 }
 
-Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+Step put_bare(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
     return ch.with([&](auto& transport) { return put(transport, ch, out, item, deadline, size); });
+}
+
+// Put an item in a box with the marks of the sampled items that its worker is processing, or as a new sample.
+// If the box cannot be put, the bare item is put, so that an error describes the user's item.
+Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_t& size) {
+    constexpr uint64_t RARELY = 1 << 16;
+    const nb::object owner = out.tracing_owner;
+    ItemTracing& tracing = *out.tracing;
+    const nb::object box = call_recorder(tracing, "boxed", &out, item);
+    if (!box.is_valid() || !is_traced(box.ptr())) return put_bare(ch, &out, item, deadline, size);
+    const Step step = put_bare(ch, &out, box.ptr(), deadline, size);
+    if (step == Step::Interrupted && PyErr_Occurred() && !is_interrupt()) {
+        PyErr_Clear();
+        if (tracing.countdown) tracing.countdown = RARELY;  // the next box would probably fail as well
+        return put_bare(ch, &out, item, deadline, size);
+    }
+    if (step != Step::Done) return step;
+    const nb::object next = call_recorder(tracing, "sent", &out);
+    if (tracing.countdown && next.is_valid()) tracing.countdown = nb::cast<uint64_t>(next);
+    return step;
+}
+
+Step put_step(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
+    if (out && out->tracing && out->tracing->boxes_next_put())
+        return put_boxed(ch, *out, item, deadline, size);
+    return put_bare(ch, out, item, deadline, size);
 }
 }  // namespace
 

@@ -15,7 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import flowchan.items.codec  # registers the serialiser with the core # noqa: F401
+import flowchan.items.codec  # registers the serialiser with the core
+import flowchan.items.sampled_item  # registers the class of sampled items with the core # noqa: F401
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.channel.green_threads import refuse_green_threads

@@ -128,6 +128,15 @@ def _output_lost() -> int:
     return NO_READER
 
 
+def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+    """Refuse a path at which no trace can be written."""
+    if path is not None and not path.endswith((".json", ".json.gz")):
+        raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
+    if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
+        raise click.BadParameter(f"the folder of {path!r} must exist, and you must be able to write to it")
+    return path
+
+
 @_command
 @click.option(
     "--seed",
@@ -157,6 +166,12 @@ def _output_lost() -> int:
     "as_json",
     is_flag=True,
     help="Print the events of the run as lines of JSON instead of a report.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True),
+    callback=_trace_path,
+    help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
 )
 def run(
     file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any
@@ -281,7 +296,7 @@ def viz(
 
     If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
     """
-    from flowchan.cli.loading import load, picture_name
+    from flowchan.cli.loading import load, load_timeline, picture_name
     from flowchan.viz import FORMATS, draw
 
     path, formats = Path(output or picture_name(file)), ("svg",) if from_trace else FORMATS
@@ -290,7 +305,9 @@ def viz(
             f"{str(path)!r}: the file name must end in one of .{', .'.join(formats)}", param_hint="-o"
         )
     if from_trace:
-        write: Callable[[], object] = functools.partial(path.write_text, _timeline(file), encoding="utf-8")
+        write: Callable[[], object] = functools.partial(
+            path.write_text, load_timeline(file), encoding="utf-8"
+        )
         summary = str(path)
     else:
         graph = load(file, args)
@@ -306,35 +323,6 @@ def viz(
     if show and click.launch(str(path)):
         click.echo(f"flowchan: no viewer found for the picture; open {path} yourself", err=True)
     return DONE
-
-
-def _timeline(file: str) -> str:
-    """Return the timeline of the run whose trace is in a file, as SVG."""
-    from flowchan.cli.loading import LoadError
-    from flowchan.viz import timeline
-
-    try:
-        return timeline(file)
-    except OSError as error:
-        raise LoadError(f"can't read {file}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise LoadError(str(error)) from error
-
-
-@main.command()
-@click.argument("run", required=False, metavar="[PID]")
-def top(run: str | None) -> None:
-    """Show the live view of a run that another program of yours has started on this machine.
-
-    PID is the process id of the program. If it has several runs, they are listed; write PID-NUMBER to choose
-    one. Without PID, the command shows the only run of your programs, or lists all of them.
-
-    The view ends with the run. Press Ctrl-C to end only the view.
-    """
-    from flowchan.cli.top import top
-
-    with _Interrupts():
-        raise SystemExit(_exit_code(lambda: top(run, _width()), debug=False))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -532,6 +520,7 @@ def _counts(graph: Blueprint) -> str:
     return (
         f"{_number(len(graph.stages), 'stage')}, {_number(len(graph.edges), 'channel')}, "
         f"{_number(workers, 'worker')}"
+        + (" at the start" if any(stage.auto for stage in graph.stages) else "")
         + (f", {own_process} of them in processes" if own_process else "")
         + (f", {on_hosts} on hosts" if on_hosts else "")
     )

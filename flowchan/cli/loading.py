@@ -85,6 +85,18 @@ def picture_name(target: str) -> str:
     return f"{path.name.rpartition('.')[2] if _names_module(path) else path.stem}.svg"
 
 
+def load_timeline(path: str) -> str:
+    """Return the timeline of the run whose trace is in a file, as SVG."""
+    from flowchan.viz import timeline
+
+    try:
+        return timeline(path)
+    except OSError as error:
+        raise LoadError(f"can't read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise LoadError(str(error)) from error
+
+
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from flowchan.errors import Broken, Closed, HostError
 from flowchan.hosts.agent_messages import (
     AskStacks,
     AskWaits,
+    ClockReading,
     Close,
     Command,
     Echo,
@@ -59,7 +61,7 @@ from flowchan.run.policy.failures import Portable
 from flowchan.run.worker import logs
 from flowchan.run.worker.cancelled_requests import CancelledRequests, use_board
 from flowchan.run.worker.gang_membership import Memberships
-from flowchan.run.worker.opening import Ports, open_ports
+from flowchan.run.worker.opening import Ports, SharedWithRun, open_ports
 from flowchan.transport import link_events
 from flowchan.transport.dial import Backoff, reach
 from flowchan.transport.link_events import AHEAD, BEHIND
@@ -171,6 +173,8 @@ class Agent:
             self._processes.terminate(command.worker, command.force)
         elif isinstance(command, Echo):
             self._events.put(command)
+        elif isinstance(command, ClockReading):
+            self._events.put(ClockReading(command.asked, time.monotonic_ns()))
         elif isinstance(command, AskWaits):
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
@@ -350,7 +354,8 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
     """Open the ports that a worker's process reads and writes."""
     inputs = {port: f"in {port}" for port in start.inputs}
     outputs = {port: f"out {port}" for port in start.outputs}
-    return open_ports(_PortNames(inputs, outputs, None if start.errors is None else "errors"), channels)
+    names = _PortNames(inputs, outputs, None if start.errors is None else "errors")
+    return open_ports(names, channels, SharedWithRun(sampled=start.sampled))
 
 
 def _or_end(work: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from flowchan import _core
 from flowchan.channel.channel import Channel
 from flowchan.errors import Broken, Closed, Empty, Full
 from flowchan.hosts.agent_messages import AgentReport, Command, Leave, Waiting
+from flowchan.hosts.host_clock import HostClock
 from flowchan.hosts.providers.provider import AGENT, Launch, Provider, StartedAgent
 from flowchan.transport import link_events
 from flowchan.transport.dial import LONGEST
@@ -73,6 +74,7 @@ class AgentHandle:
         self.why = ""  # why the agent ended
         self.has_connected = False
         self.echoed = 0  # number of the last echo
+        self.clock = HostClock()
         self.waiting = Waiting(0, {})  # the agent's last report on which threads of its workers wait
         self.is_decided = threading.Event()  # set once the agent has dialled or ended
         self._provider, self._peer_timeout = provider, peer_timeout

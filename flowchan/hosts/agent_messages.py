@@ -38,6 +38,7 @@ class Start:
         gpus: Number of GPUs that are reserved for the worker.
         membership: Its membership in its gang's group, if it already has one.
         elastic: True if its gang is elastic, so that later memberships follow in ``NewMembership``.
+        sampled: Position of its stage in the graph, in a run that follows sampled items.
     """
 
     stream: int
@@ -53,6 +54,7 @@ class Start:
     gpus: float
     membership: Any = None
     elastic: bool = False
+    sampled: int | None = None
 
     @property
     def id(self) -> WorkerId:
@@ -97,6 +99,17 @@ class Echo:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockReading:
+    """Send this message back with the time ``at`` of the agent's monotonic clock, in nanoseconds.
+
+    ``asked`` is the time of the driver's clock when the driver sent the message.
+    """
+
+    asked: int
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AskWaits:
     """Report what all workers are waiting for."""
 
@@ -125,6 +138,7 @@ Command = (
     | Release
     | RequestCancelled
     | Echo
+    | ClockReading
     | AskWaits
     | AskStacks
     | Leave
@@ -181,7 +195,7 @@ class WrittenStack:
     text: str
 
 
-AgentReport = Event | Lacking | PeerEnded | Echo | Waiting | WrittenStack | Logged
+AgentReport = Event | Lacking | PeerEnded | Echo | ClockReading | Waiting | WrittenStack | Logged
 REPORT_TYPES = tuple(kind for kind in get_args(AgentReport) if isinstance(kind, type))
 """Types of the reports; items of a run that can be resumed are left out, because hosts cannot run it."""
 

@@ -29,6 +29,7 @@ from flowchan.hosts.agent_handle import AgentCallbacks, AgentHandle
 from flowchan.hosts.agent_messages import (
     REPORT_TYPES,
     AgentReport,
+    ClockReading,
     Close,
     Echo,
     Lacking,
@@ -65,6 +66,7 @@ from flowchan.run.policy.events import (
     Ended,
     Failure,
     GroupLost,
+    ItemSpans,
     MembersTried,
     ProcessEnded,
     RequestCancelled,
@@ -196,8 +198,11 @@ class HostsPart:
                 inputs=dict(worker.inputs), outputs=dict(worker.outputs), errors=worker.errors,
                 most=min(self._ports.plan.memory, most_bytes()), share=self._ports.plan.share,
                 gpus=worker.stage.gpus, membership=self._membership(id, stream), elastic=self._is_elastic(id),
+                sampled=self._ports.ports[id].shared.sampled,
             )
         )  # fmt: skip
+        if self._ports.plan.samples_items:
+            stream.agent.send(ClockReading(time.monotonic_ns()))
 
     def _membership(self, id: WorkerId, stream: WorkerPorts) -> Any:
         return self._gangs.membership(self._workers[id], stream.agent.host)
@@ -216,6 +221,11 @@ class HostsPart:
         match message:
             case Echo(number):
                 agent.echoed = number
+            case ClockReading():
+                agent.clock.answered(message)
+            case ItemSpans():
+                agent.hint(ClockReading(time.monotonic_ns()))
+                self._report(message.shifted(-agent.clock.ahead))
             case Waiting():
                 agent.waiting = message
             case WrittenStack():

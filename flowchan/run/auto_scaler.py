@@ -1,27 +1,30 @@
 """Measure a run in windows, and ask the policy for the numbers of workers of stages with ``workers="auto"``.
 
-The supervisor calls :meth:`AutoScaler.due` in its turns, and carries out the decisions. A run without such
-stages has no ``AutoScaler``. Taking snapshots uses at most a hundredth of a core.
+The supervisor calls :meth:`AutoScaler.due` in its turns, and carries out the decisions. In a run without such
+stages, this call only compares two numbers. Taking snapshots uses at most a hundredth of a core.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
 from flowchan.declare.values import Stage
 from flowchan.run.crew.memory import free_for_processes, resident
 from flowchan.run.observe.throughput import Model
 from flowchan.run.observe.windows import between, local_cores
 from flowchan.run.policy.autoscale import WINDOW_S, AutoLimit, FreeMemory, Scaler, choose, pinned
+from flowchan.run.policy.decisions import Decided
 from flowchan.run.policy.plan import Plan
-from flowchan.run.policy.scaling import ScalingDecision
+from flowchan.run.policy.scaling import Scale, ScalingDecision
 from flowchan.run.policy.stats import RunStats
 
 MOST_THREADS = 32
 """Default maximum number of worker threads of a stage. Threads may wait most of the time."""
 POLL_S = 0.1
-"""Seconds between two checks whether new workers have begun."""
+"""Seconds between two checks whether workers have begun."""
 COST = 100
 """Minimum ratio of the time between two snapshots to the time that taking one needs."""
 
@@ -32,36 +35,50 @@ class AutoScaler:
     Only the supervisor's thread calls the methods. Other threads read ``decisions``.
     """
 
-    def __init__(self, limits: Mapping[str, AutoLimit]) -> None:
+    def __init__(self, plan: Plan) -> None:
+        limits = {stage.name: _limit(stage) for stage in plan.graph.stages if stage.auto is not None}
         self._scaler = Scaler(limits)
         self._begin: RunStats | None = None  # at the start of the window
-        self._ready = True
-        self.next_at = time.monotonic() + WINDOW_S
-
-    @classmethod
-    def of(cls, plan: Plan) -> AutoScaler | None:
-        """Return the choice for a run, or ``None`` if every stage has a fixed number of workers."""
-        limits = {stage.name: _limit(stage) for stage in plan.graph.stages if stage.auto is not None}
-        return cls(limits) if limits else None
+        self._ready = False
+        self._chosen: set[Scale] = set()  # that the supervisor has not decided yet
+        self.next_at = time.monotonic() + POLL_S if limits else math.inf
 
     @property
     def decisions(self) -> tuple[ScalingDecision, ...]:
         """All decisions so far."""
         return self._scaler.decisions
 
-    def due(self, take: Callable[[], RunStats]) -> tuple[ScalingDecision, ...]:
+    def due(self, goes_on: bool, take: Callable[[], RunStats]) -> tuple[ScalingDecision, ...]:
         """Return the changes to make now, usually none.
 
         Args:
+            goes_on: False if the run is ending, so that no more changes are made.
             take: Function that returns the statistics of the run.
+
+        Returns:
+            The decisions to carry out.
         """
         began = time.monotonic()
         if began < self.next_at:
             return ()
-        made = self._look(take())
+        made = self._look(take()) if goes_on else ()
         now = time.monotonic()
         self.next_at = now + max(WINDOW_S if self._ready else POLL_S, COST * (now - began))
+        if not goes_on or not self._scaler.limits:
+            self.next_at = math.inf
+        self._chosen = {Scale(decision.stage, decision.workers) for decision in made}
         return made
+
+    def record(self, event: Any) -> None:
+        """Leave a stage alone from now on if the program has scaled it."""
+        if not isinstance(event, Decided) or not isinstance(event.event, Scale):
+            return
+        scale, before, after = event.event, event.before.sizes, event.after.sizes
+        if scale in self._chosen:
+            self._chosen.discard(scale)
+        elif after is not before:
+            elapsed = after[scale.stage].since - event.before.began
+            self._scaler = pinned(self._scaler, elapsed, before[scale.stage].workers, scale)
 
     def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
         """Begin a window, continue it, or decide at its end."""
@@ -85,11 +102,6 @@ class AutoScaler:
             if stage.name in limits and limits[stage.name].own_process
         }
         return FreeMemory(free_for_processes(), sizes) if sizes else FreeMemory()
-
-    def pin(self, elapsed: float, stage: str, before: int, workers: int) -> tuple[ScalingDecision, ...]:
-        """Leave a stage alone from now on, because the program has scaled it. Return the new decision."""
-        self._scaler, made = pinned(self._scaler, elapsed, stage, before, workers)
-        return made
 
 
 def _model(stats: RunStats) -> Model:

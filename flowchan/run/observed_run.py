@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import pkgutil
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, overload
 
+from flowchan.channel.addressed import ports_of_end
 from flowchan.declare.stream import Stream
+from flowchan.errors import Closed
 from flowchan.items.arguments import finite_seconds, pause, refuses_misspelt, seconds
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.interruption import Interruption
 from flowchan.run.observe.feed import RECENT_S, Subscription
 from flowchan.run.observe.measure import state_of
 from flowchan.run.observe.report import render
 from flowchan.run.observe.what_if import Prediction
 from flowchan.run.policy.decisions import AbortRequested
+from flowchan.run.policy.events import Event, WorkerId
 from flowchan.run.policy.explain import explain
 from flowchan.run.policy.health import Health
 from flowchan.run.policy.scaling import ScalingDecision
@@ -28,6 +33,7 @@ from flowchan.run.results import Results
 from flowchan.run.stacks import stacks
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.what_if_question import answer
+from flowchan.run.worker.item_recorder import follow_at_program
 from flowchan.transport.interrupts import signal_of, terminate_as_interrupt
 
 
@@ -93,7 +99,8 @@ class ObservedRun(ABC):
             stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
                 seconds, and once after the run has ended.
             events: Function that is called with each event of the run. Events are workers that start, begin
-                work, end, fail or die, and retries, stops and aborts.
+                work, end, fail or die, retries, stops and aborts, and each
+                :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls of ``stats`` (default: 1).
             window: Number of most recent seconds to which the rates, the shares of time and the cause of the
                 bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
@@ -338,7 +345,7 @@ class ObservedRun(ABC):
             >>> run.decisions()  # the run was too short
             []
         """
-        return list(self._supervisor.decisions)
+        return list(self._supervisor.scaler.decisions)
 
     @property
     def page(self) -> str | None:
@@ -429,3 +436,20 @@ class ObservedRun(ABC):
             self._supervisor.ask(AbortRequested())
             self._supervisor.wait()
             raise
+
+
+def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:
+    """Follow sampled items through the inputs and results of a run, which the program itself uses."""
+    report = weakref.WeakMethod(supervisor.report)
+
+    def tell(event: Event) -> None:
+        if (method := report()) is None:
+            raise Closed("the run has ended")
+        method(event)
+
+    for place, stage in enumerate(ports.plan.graph.stages):
+        if stage.name in ports.inputs:
+            follow_at_program(place, WorkerId(stage.name, 0), ports_of_end(ports.inputs[stage.name]), tell)
+    for worker in ports.plan.workers:
+        if worker.gathers:
+            follow_at_program(0, worker.id, [ports.gathering_port(worker.id)], tell)

@@ -22,7 +22,8 @@ from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.interruption import Interruption
-from flowchan.run.observed_run import ObservedRun
+from flowchan.run.observe.run_trace import RunTrace
+from flowchan.run.observed_run import ObservedRun, follow_items_at_program
 from flowchan.run.policy.decisions import AbortRequested, StopRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.plan import Plan
@@ -66,7 +67,11 @@ class Run(ObservedRun):
     """
 
     def __init__(
-        self, plan: Plan, pooled: PooledProcesses | None = None, recording: ResumeFile | None = None
+        self,
+        plan: Plan,
+        pooled: PooledProcesses | None = None,
+        recording: ResumeFile | None = None,
+        trace: RunTrace | None = None,
     ) -> None:
         self._plan = plan
         self._pooled = pooled is not None
@@ -93,7 +98,13 @@ class Run(ObservedRun):
         self._supervisor.asking = self._asking
         if pooled is not None:  # the end of the pool's `with` block waits for this run
             self._supervisor.unreported.append(self)
+        if plan.samples_items:
+            follow_items_at_program(self._supervisor, self._ports)
+        if trace is not None:
+            trace.follow(plan, self._ports, self._supervisor.feed)
         self._supervisor.start()
+        if trace is not None:
+            trace.start()
         end_at_exit(self._supervisor)
 
     # --- inputs and outputs ---
@@ -417,7 +428,8 @@ class Run(ObservedRun):
 
         This returns at once; ``stats()`` shows how many workers the stage has. A worker that is removed
         finishes its item first. Numbers of removed workers are not reused. The call has no effect if the
-        stage or the run is already ending.
+        stage or the run is already ending. A stage with ``workers="auto"`` keeps the given number from then
+        on.
 
         Args:
             stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from flowchan.check.rules import raise_for
@@ -16,6 +17,7 @@ from flowchan.items.arguments import flag, refuses_misspelt, whole
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.run.crew.main_guard import leave_if_unguarded
 from flowchan.run.crew.memory import budget
+from flowchan.run.observe.run_trace import RunTrace
 from flowchan.run.policy.plan import Plan, plan
 from flowchan.run.results import Results
 from flowchan.run.resume_file import ResumeFile
@@ -38,8 +40,8 @@ class Runnable(ABC):
     @abstractmethod
     def _blueprint(self) -> Blueprint: ...
 
-    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
-        return Run(plan, recording=recording)
+    def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
+        return Run(plan, recording=recording, trace=trace)
 
     def _watching(self) -> contextlib.AbstractContextManager[Any]:
         """Return the progress display. It is looked up here, because its module imports this package."""
@@ -55,6 +57,7 @@ class Runnable(ABC):
         resume: str | os.PathLike[str] | None = None,
         page: bool = False,
         metrics: int | str | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Run:
         """Check the graph and start it.
 
@@ -68,14 +71,16 @@ class Runnable(ABC):
             page: Serve a live page of the run on this machine, at ``run.page`` (default: False).
             metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves metrics to Prometheus
                 (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
+            trace: Path of a trace to write; see :meth:`run`.
 
         Returns:
             The running graph.
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory for the channels is short, or the page or the metrics cannot be served.
-            ValueError: ``metrics`` is not a port.
+            OSError: Memory for the channels is short, the trace cannot be written, or the page or the metrics
+                cannot be served.
+            ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
             >>> from flowchan import Graph
@@ -91,44 +96,42 @@ class Runnable(ABC):
         leave_if_unguarded(graph)
         raise_for(graph)
         with terminate_as_interrupt():
-            return self._start(graph, chosen, memory, resume, page, metrics)
+            return self._start(graph, _StartOptions(chosen, memory, resume, trace, page, metrics))
 
-    def _start(
-        self,
-        graph: Blueprint,
-        seed: int,
-        memory: int | None,
-        resume: str | os.PathLike[str] | None,
-        page: bool,
-        metrics: int | str | None,
-    ) -> Run:
+    def _start(self, graph: Blueprint, options: _StartOptions) -> Run:
         run, deferral = None, DeferralBlock()
         try:
-            with interrupts_deferred() as deferral, _metrics_port(metrics) as port:
-                most = budget() if memory is None else whole("run", "memory", memory, 1)
-                run = self._begin_run(graph, seed, most, resume)
+            with interrupts_deferred() as deferral, contextlib.ExitStack() as undo:
+                run = self._begin_observed(graph, options, undo)
                 graph._started.update(stage.name for stage in graph.stages)
-                if page:
-                    run._open_page()
-                if port is not None:
-                    run._serve_metrics(port)
         except KeyboardInterrupt as interrupt:
             if run is not None:
                 run._interruption.end(signal_of(interrupt), again=deferral.deferred > 1)
             raise
         return run
 
-    def _begin_run(
-        self, graph: Blueprint, seed: int, memory: int, resume: str | os.PathLike[str] | None
-    ) -> Run:
-        if resume is None:
-            return self._begin(plan(graph, seed, memory), None)
-        recording = ResumeFile(graph, resume)
-        try:
-            return self._begin(plan(graph, seed, memory, recording.finished), recording)
-        except BaseException:
-            recording.close()
-            raise
+    def _begin_observed(self, graph: Blueprint, options: _StartOptions, undo: contextlib.ExitStack) -> Run:
+        """Open the files and ports of a run, and start it. ``undo`` closes them if that fails."""
+        memory = budget() if options.memory is None else whole("run", "memory", options.memory, 1)
+        recording = None if options.resume is None else ResumeFile(graph, options.resume)
+        if recording is not None:
+            undo.callback(recording.close)
+        traced = None if options.trace is None else RunTrace(options.trace)
+        if traced is not None:
+            undo.callback(traced.close)
+        port = None if options.metrics is None else _metrics_port(options.metrics)
+        if port is not None:
+            undo.callback(port.close)
+        finished = None if recording is None else recording.finished
+        samples_items = traced is not None or options.page
+        planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
+        run = self._begin(planned, recording, traced)
+        undo.pop_all()
+        if options.page:
+            run._open_page()
+        if port is not None:
+            run._serve_metrics(port)
+        return run
 
     @refuses_misspelt("run")
     def run(
@@ -140,6 +143,7 @@ class Runnable(ABC):
         resume: str | os.PathLike[str] | None = None,
         page: bool = False,
         metrics: int | str | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Results:
         """Run the graph until it has ended, and return its results.
 
@@ -159,6 +163,9 @@ class Runnable(ABC):
             page: Serve a live page of the run on this machine, and print its address to standard error
                 (default: False).
             metrics: Port on which the run serves its metrics; see :meth:`start`.
+            trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run replaces
+                this file with a trace, which https://ui.perfetto.dev opens. The trace shows what each worker
+                does, the items in the channels, and a few sampled items on their way through the graph.
 
         Returns:
             The results by stream.
@@ -166,7 +173,9 @@ class Runnable(ABC):
         Raises:
             GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
                 another run, belongs to another graph or has other contents. Nothing was started.
+            OSError: The trace cannot be written. Nothing was started.
             RunError: A stage failed, or the disk is full.
+            ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
                 finished results.
 
@@ -195,7 +204,9 @@ class Runnable(ABC):
             run, deferral = None, DeferralBlock()
             try:
                 with interrupts_deferred() as deferral:
-                    run = self.start(seed=seed, memory=memory, resume=resume, page=page, metrics=metrics)
+                    run = self.start(
+                        seed=seed, memory=memory, resume=resume, trace=trace, page=page, metrics=metrics
+                    )
                     for out in run._ports.inputs.values():
                         out.close()  # the caller does not get the handle, so no items can be put
                     if view is not None:
@@ -209,9 +220,18 @@ class Runnable(ABC):
                 raise
 
 
-def _metrics_port(metrics: int | str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the open port for metrics, or ``None``. It is closed if the block raises."""
-    if metrics is None:
-        return contextlib.nullcontext()
-    # looked up here, because the module imports this package
-    return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)  # type: ignore[no-any-return]
+@dataclass(frozen=True, slots=True)
+class _StartOptions:
+    """Options of :meth:`Runnable.start`."""
+
+    seed: int
+    memory: int | None
+    resume: str | os.PathLike[str] | None
+    trace: str | os.PathLike[str] | None
+    page: bool
+    metrics: int | str | None
+
+
+def _metrics_port(metrics: int | str) -> Any:
+    """Return the open port for metrics. It is looked up here, because its module imports this package."""
+    return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

@@ -91,8 +91,8 @@ from flowchan.run.auto_scaler import AutoScaler
 from flowchan.run.crew.part import CrewPart
 from flowchan.run.crew.run_ports import RunChannels
 from flowchan.run.observe.feed import Feed
+from flowchan.run.observe.item_paths import ItemPaths
 from flowchan.run.observe.measure import summarise
-from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.observe.tally import Tally
 from flowchan.run.observe.view_socket import ViewSocket
 from flowchan.run.observe.windows import History, between
@@ -123,6 +123,7 @@ from flowchan.run.policy.events import (
     ErrorSent,
     Event,
     Failure,
+    ItemSpans,
     MembersTried,
     Met,
     NotAdded,
@@ -141,7 +142,7 @@ from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.journal import Journal
 from flowchan.run.policy.lineage import Marks
 from flowchan.run.policy.plan import Plan
-from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale, ScalingDecision
+from flowchan.run.policy.scaling import AddWorker, RemoveWorker, Scale
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.policy.transitions import first_state
 from flowchan.run.resume_file import ResumeFile
@@ -182,12 +183,12 @@ class Supervisor:
         self.unreported: list[Any] = []
         self._tally = Tally()
         self.history = History()
-        self.scaler = AutoScaler.of(plan)
         self.feed = Feed(f"flowchan {plan.graph.name}", weakref.WeakMethod(self.stats))
         self.feed.listen(Journal(plan).record)
-        self.problems = RecentProblems(self.started_at)
-        self.feed.listen(self.problems.record)
+        self._paths = ItemPaths(plan, self.feed.tell)
         self._view_socket = ViewSocket(plan.graph.name, self.feed)
+        self.scaler = AutoScaler(plan)
+        self.feed.listen(self.scaler.record)
         self.asking: Requests | None = None
         self.recording = recording
         self._deadlocks = Deadlocks(self.started_at)
@@ -227,6 +228,9 @@ class Supervisor:
         """Record an event from a worker. This raises ``Closed`` after the run has ended."""
         if type(event) is tuple:
             self._record_left(*event)
+            return
+        if isinstance(event, ItemSpans):
+            self._paths.report(event)
             return
         self._tally.reported(event)
         if isinstance(event, Began | Started):
@@ -301,12 +305,7 @@ class Supervisor:
         now = time.monotonic() if self.ended_at is None else self.ended_at
         account = self._tally.account(self.state, now - self.started_at, now)
         stats = summarise(self.plan, account, self.channels.snapshots(), self.crew.hosts())
-        return dataclasses.replace(stats, decisions=self.decisions) if self.decisions else stats
-
-    @property
-    def decisions(self) -> tuple[ScalingDecision, ...]:
-        """Changes to the numbers of workers that the run has chosen."""
-        return () if self.scaler is None else self.scaler.decisions
+        return dataclasses.replace(stats, decisions=self.scaler.decisions)
 
     # --- the supervisor's thread ---
 
@@ -324,6 +323,7 @@ class Supervisor:
         finally:
             self.ended_at = time.monotonic()
             try:
+                self._paths.end()
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
             # even if a logging handler of the program raises, other threads must not wait any longer
@@ -355,8 +355,7 @@ class Supervisor:
         if self._due:
             return min(max(0.0, min(self._due.values()) - now), break_cause.POLL_INTERVAL_S)
         late = self._late_at if self.state.phase == "finishing" and self._late_at > now else math.inf
-        scaling = math.inf if self.scaler is None or not self.state.goes_on else self.scaler.next_at
-        next_at = min(self._deadlocks.next_at, decisions.next_at(self.state), late, scaling)
+        next_at = min(self._deadlocks.next_at, decisions.next_at(self.state), late, self.scaler.next_at)
         return max(POLL_INTERVAL_S, next_at - now)
 
     @property
@@ -376,8 +375,9 @@ class Supervisor:
         if self.state is before:
             self._decide(decisions.Tick())
         self._start_due()
-        if self.scaler is not None and self.state.goes_on:
-            self._scale(self.scaler.due(self._counters))
+        for decision in self.scaler.due(self.state.goes_on, self._counters):
+            self.feed.tell(decision)
+            self._decide(Scale(decision.stage, decision.workers))
         self.history.sample(self._counters)
         self._view_socket.poll()
 
@@ -396,8 +396,8 @@ class Supervisor:
                 self.crew.cancel_request(question)
             case Began() | Started():
                 self.report(event)
-            case TriesMember() | MembersTried() | tuple():
-                pass  # only the crew and the recording use these events
+            case TriesMember() | MembersTried() | ItemSpans() | tuple():
+                pass  # other components use these events
             case Aborted():
                 self._breaks.record(event)
             case Met():
@@ -409,8 +409,6 @@ class Supervisor:
                     self.crew.forget(worker)
                 else:
                     self._decide(event)
-            case Scale():
-                self._scale_as_asked(event)
             case Ended():
                 if not self._breaks.keeps(event):
                     self._decide(event)
@@ -499,21 +497,6 @@ class Supervisor:
             self._tally.last_error = text
             self.feed.tell(NotAdded(worker, text))
             self._decide(Ended(worker))
-
-    def _scale(self, chosen: Sequence[ScalingDecision]) -> None:
-        """Carry out what the run has chosen."""
-        for decision in chosen:
-            self.feed.tell(decision)
-            self._decide(Scale(decision.stage, decision.workers))
-
-    def _scale_as_asked(self, scale: Scale) -> None:
-        """Carry out ``run.scale()``. After that, the run does not choose the stage's workers any more."""
-        before = self.state.sizes[scale.stage]
-        self._decide(scale)
-        if self.scaler is not None and self.state.sizes[scale.stage] is not before:
-            elapsed = time.monotonic() - self.started_at
-            for decision in self.scaler.pin(elapsed, scale.stage, before.workers, scale.workers):
-                self.feed.tell(decision)
 
     def _cancel_tasks(self) -> None:
         """Cancel the coroutines of sources whose outputs have no readers, or all if the run is ending.

@@ -17,6 +17,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.crew.pool_processes import PooledProcesses
+from flowchan.run.observe.run_trace import RunTrace
 from flowchan.run.policy.decisions import AbortRequested
 from flowchan.run.policy.events import WorkerId
 from flowchan.run.policy.failures import text_of
@@ -83,10 +84,10 @@ class WorkerPool(Runnable):
         before_exit(_close_all, 101)  # before active runs are aborted
         return self
 
-    def _begin(self, plan: Plan, recording: ResumeFile | None) -> Run:
+    def _begin(self, plan: Plan, recording: ResumeFile | None, trace: RunTrace | None) -> Run:
         self._refuse_forked_child()
         with self._lock:
-            run = Run(plan, self._prepared(plan), recording)
+            run = Run(plan, self._prepared(plan), recording, trace)
             self._supervisor, self._unreported = weakref.ref(run._supervisor), run._supervisor.unreported
             return run
 

@@ -55,6 +55,11 @@ def refused(result: Result) -> str:
     return line
 
 
+def test_check_counts_the_workers_at_the_start() -> None:
+    result = call("check", "mine.py", file=ONE.replace("workers=2", "workers='auto'"))
+    assert result.stdout.endswith("2 channels, 3 workers at the start, 1 of them in processes\n")
+
+
 def test_check_prints_counts_if_there_are_no_problems() -> None:
     result = call("check", "mine.py", file=ONE)
     assert result.exit_code == 0

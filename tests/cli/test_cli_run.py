@@ -6,8 +6,10 @@ code is 130 after Ctrl-C.
 
 from __future__ import annotations
 
+import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +94,27 @@ def test_resumed_run_skips_finished_items_and_refuses_other_graphs(tmp_path: Pat
     refused = run(tmp_path, FAILS, "--resume", path)
     assert refused.exit_code == 2
     assert "belongs to a graph with different stage names" in refused.output
+
+
+def test_page_option_prints_the_address_on_standard_error(tmp_path: Path) -> None:
+    result = run(tmp_path, WORKS, "--page")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^page: http://127\.0\.0\.1:\d+/[\w-]{24}/$", result.stderr, re.MULTILINE)
+    assert "page:" not in result.stdout
+
+
+def test_trace_option_writes_a_trace_and_checks_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    result = run(tmp_path, WORKS, "--trace", str(path))
+    assert result.exit_code == 0, result.output
+    assert {"process_name", "starting"} <= {event["name"] for event in json.loads(path.read_text())}
+    for wrong, reason in [
+        (tmp_path / "out.txt", "must end in .json or .json.gz"),
+        (tmp_path / "missing" / "out.json", "must exist"),
+    ]:
+        refused = run(tmp_path, WORKS, "--trace", str(wrong))
+        assert refused.exit_code == 2
+        assert reason in " ".join(refused.output.replace("│", " ").split())
 
 
 def test_debug_shows_the_traceback_of_a_failed_item(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_thumbnails_of_all_pictures_are_on_one_sheet(tmp_path: Path) -> None:
     for place, colour in enumerate(("red", "green", "blue")):
         Image.new("RGB", (400, 300), colour).save(tmp_path / f"{place}.png")
     (tmp_path / "none.png").write_text("no picture")
-    assert python("thumbnails.py", tmp_path, tmp_path) == [
+    assert python("thumbnails.py", tmp_path, tmp_path, "--trace", tmp_path / "trace.json") == [
         "3 pictures on thumbnails.png, 1 other files skipped"
     ]
     sheet = Image.open(tmp_path / "thumbnails.png")

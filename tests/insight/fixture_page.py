@@ -10,6 +10,7 @@ import json
 import math
 import queue
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,7 @@ class FixturePage:
         self.snapshot = self.figures.snapshot(float(seconds))
         self.answers: dict[str, Any] = {}
         self.refuse = False  # True: new viewers get an error
+        self.refused = threading.Event()
         self._viewers: set[Events] = set()
         routes: dict[str, Any] = {f"static/{path.name}": self._file(path) for path in STATIC.iterdir()}
         routes |= {
@@ -265,6 +267,7 @@ class FixturePage:
 
     def _events(self, _: Mapping[str, str]) -> Events | HttpReply:
         if self.refuse:
+            self.refused.set()
             return error_reply("busy", 503)
         viewer = Events([("history", self.history), ("snapshot", self.snapshot)], self._viewers.discard)
         self._viewers.add(viewer)

@@ -19,7 +19,6 @@ from support.worker_latch import Gate
 
 from flowchan import Graph, RunError
 from flowchan.viz.insight import page as pages
-from flowchan.viz.insight.page import RunPage
 from flowchan.viz.render import RenderError
 
 MARKUP = "<script>alert(1)</script>"
@@ -90,7 +89,6 @@ def test_page_serves_html_graph_and_static_files() -> None:
         assert get(run.page, "static/page.js")[0] == 200
         assert get(run.page, "static/uPlot.min.js")[0] == 200
         assert get(run.page, "static/../page.py")[0] == 404
-        assert get(run.page, "stacks?stage=s1")[0] == 404
         graph = get_json(run.page, "graph")
         gate.open()
     assert [stage["name"] for stage in graph["stages"]] == ["numbers", "work", "end"]
@@ -250,7 +248,7 @@ def test_failed_items_and_deaths_are_shown(quick: None) -> None:
     assert any("WorkerDied" in text for text in texts)
 
 
-def test_page_of_a_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object) -> str:
         raise RenderError("no renderer")
 
@@ -278,7 +276,7 @@ def test_page_shows_150_stages(quick: None) -> None:
     assert len(snapshot["edges"]) == 149
 
 
-def test_waiting_stage_and_its_workers_show_what_they_wait_for(quick: None) -> None:
+def test_snapshot_has_wait_for_edges_and_worker_states(quick: None) -> None:
     gate = Gate()
     with gated(gate, workers=2).start(page=True) as run:
         assert run.page is not None
@@ -293,16 +291,58 @@ def test_waiting_stage_and_its_workers_show_what_they_wait_for(quick: None) -> N
     assert [(wait["from"], wait["to"], wait["edge"]) for wait in shown["wait_for"]] == [("s2", "s1", "e1")]
 
 
-def test_actions_answer_and_their_errors_are_not_found() -> None:
-    def stacks(query: Any) -> Any:
-        return {"stacks": {"work#1": query["stage"]}}
-
+def test_page_shows_stacks_and_reports_wrong_stages() -> None:
     gate = Gate()
-    with gated(gate).start() as run:
-        page = RunPage(run._supervisor.plan.graph, run._supervisor, {"stacks": stacks})
-        assert get_json(page.address, "stacks?stage=s1") == {"stacks": {"work#1": "s1"}}
-        assert get(page.address, "stacks") == (404, b'{"error":"stage"}')
+    with gated(gate).start(page=True) as run:
+        assert run.page is not None
+        gate.wait_held()
+        stacks = get_json(run.page, "stacks?stage=s1")["stacks"]
+        assert all("wait" in text for text in stacks.values())
+        assert stacks
+        assert get(run.page, "stacks") == (400, b'{"error":"stage"}')
         gate.open()
+
+
+def test_page_predicts_only_after_items_have_left_the_graph() -> None:
+    graph = Graph()
+    numbers = graph.input()
+    doubled = numbers.map(lambda number: 2 * number, name="double").collect()
+    with graph.start(page=True) as run:
+        assert run.page is not None
+        status, text = get(run.page, "what_if")
+        assert status == 400
+        assert b"error" in text
+        out, results = run[numbers], run.iter(doubled)
+        for number in range(50):
+            out.put(number)
+            next(results)
+        rows = get_json(run.page, "what_if")["rows"]
+        assert {row["stage"] for row in rows} == {"s1"}
+        out.close()
+        assert list(results) == []
+
+
+def test_page_serves_the_metrics_under_its_token() -> None:
+    graph = Graph("served")
+    numbers = graph.input()
+    numbers.sink(str)
+    with graph.start(page=True) as run:
+        assert run.page is not None
+        status, text = get(run.page, "metrics")
+        assert status == 200
+        assert b'flowchan_stage_items_in_total{graph="served"' in text
+
+
+def test_page_shows_the_latency_of_sampled_items() -> None:
+    graph = Graph()
+    graph.source(range(5000)).map(abs, name="work").sink(str, name="end")
+    run = graph.start(page=True)
+    run.wait()
+    page = run._page
+    assert page is not None
+    (row,) = page._final["latency"]
+    assert row["path"] == ["s0", "s1", "s2"]
+    assert 0 <= row["p50"] <= row["p99"]
 
 
 def test_pool_run_has_a_page() -> None:
@@ -332,9 +372,14 @@ def test_workers_do_not_inherit_the_page_sockets(start_method: None) -> None:
     graph.source([1, 2]).map(gate.wait, on="process", name="work").sink(abs)
     with graph.start(page=True) as run:
         gate.wait_held()
-        os.kill(run.stats().stages[1].pids[0], 9)  # the replacement is started while the page is open
-        wait_until(lambda: run.stats().stages[1].restarts == 1)
-        gate.wait_held()
+        (first,) = run.stats().stages[1].pids
+        os.kill(first, 9)  # the replacement is started while the page is open
+
+        def replaced() -> bool:
+            stage = run.stats().stages[1]
+            return stage.working == 1 and len(stage.pids) == 1 and stage.pids != (first,)
+
+        wait_until(replaced)
         inode = os.fstat(run._page._server._http.socket.fileno()).st_ino
         (pid,) = run.stats().stages[1].pids
         folder = Path(f"/proc/{pid}/fd")

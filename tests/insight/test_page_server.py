@@ -88,7 +88,7 @@ def test_request_with_wrong_token_is_not_found(server: LocalServer) -> None:
             assert reply.status == 404, wrong
 
 
-def test_request_with_a_token_that_is_not_ascii_is_not_found(server: LocalServer) -> None:
+def test_token_that_is_not_ascii_is_not_found(server: LocalServer) -> None:
     with connect(server) as raw:
         raw.sendall(f"GET /ä/ HTTP/1.1\r\nHost: {urlsplit(server.address).netloc}\r\n\r\n".encode())
         assert raw.recv(12) == b"HTTP/1.0 404"

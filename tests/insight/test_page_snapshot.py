@@ -64,7 +64,7 @@ def test_graph_is_described_with_ids_names_and_places() -> None:
     }
 
 
-def test_end_rate_is_the_sum_over_the_ends_without_failed_items() -> None:
+def test_end_rate_sums_all_ends_without_failed_items() -> None:
     now = stats(stage("end", rate=12.0), stage("failed", rate=3.0), stage("numbers", rate=20.0))
     assert shown(now)["end_rate"] == 12.0
 
@@ -83,7 +83,7 @@ def worker(number: int, working: float, **waits: float) -> WorkerStats:
     return WorkerStats(number, True, WorkSeconds(working, **waits))
 
 
-def test_worker_state_is_what_it_did_most_since_the_last_snapshot() -> None:
+def test_worker_state_is_its_main_activity_since_the_last_snapshot() -> None:
     before = (worker(1, 5.0, input=4.0), worker(2, 5.0), worker(3, 5.0), worker(4, 5.0, input=1.0))
     now = (
         worker(1, 6.0, input=4.1),
@@ -110,7 +110,7 @@ def test_worker_that_has_ended_is_left_out() -> None:
     assert shown(stats(stage(MARKUP, per_worker=(ended,))))["stages"][1]["workers"] == []
 
 
-def test_wait_for_edges_lead_to_the_other_end_of_the_channel() -> None:
+def test_wait_for_edges_lead_to_the_other_stage() -> None:
     graph = drawn()
     first, second = (next(e for e in graph.edges if e.reader == name) for name in (MARKUP, "end"))
     edges = (
@@ -156,7 +156,7 @@ def test_stage_declared_after_the_start_is_left_out() -> None:
 
 
 def test_problems_keep_the_latest_fifty() -> None:
-    problems = RecentProblems(0.0)
+    problems = RecentProblems()
     for number in range(60):
         problems.record(ErrorSent(WorkerId(MARKUP, 1), f"item {number}"))
     graph = drawn()

@@ -19,7 +19,7 @@ from flowchan.run.policy.autoscale import (
     choose,
     pinned,
 )
-from flowchan.run.policy.scaling import ScalingDecision
+from flowchan.run.policy.scaling import Scale, ScalingDecision
 from flowchan.run.policy.stats import Cause, CauseKind, RunStats, StageStats
 
 PLENTY = FreeMemory()
@@ -302,6 +302,24 @@ def test_reduction_is_kept_if_something_else_has_lowered_the_rate() -> None:
 # --- windows, and run.scale() ---
 
 
+def test_window_is_longer_if_a_changed_stage_took_few_items() -> None:
+    played = Played(Line({"a": 0.01, "b": 0.001}), own(8))
+    played.play()
+    window = played.line.window(played.workers)
+    slow = tuple(dataclasses.replace(stage, busy=0.1, rate=LEAST_ITEMS - 1) for stage in window.stages)
+    slow_window = dataclasses.replace(window, stages=slow)
+    assert not played.scaler.full(slow_window)
+    assert Scaler(own(8)).full(slow_window)
+
+
+def test_first_window_starts_when_all_workers_have_begun() -> None:
+    line = Line({"a": 0.1, "b": 0.001})
+    window = line.window({"a": 1, "b": 1})
+    starting = (window.stages[0], dataclasses.replace(window.stages[1], starting=1))
+    assert not Scaler(own(8)).ready(dataclasses.replace(window, stages=starting))
+    assert Scaler(own(8, False, "a")).ready(dataclasses.replace(window, stages=starting))
+
+
 def test_window_starts_when_the_new_workers_have_begun() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
@@ -329,8 +347,8 @@ def test_window_is_long_enough_for_the_number_of_items(
 
 def test_scaled_stage_is_pinned() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
-    played.scaler, (decision,) = pinned(played.scaler, 2.0, "a", 1, 3)
-    assert decision == ScalingDecision(2.0, "a", 1, 3, "run.scale() was called", "pinned")
+    played.scaler = pinned(played.scaler, 2.0, 1, Scale("a", 3))
+    decision = ScalingDecision(2.0, "a", 1, 3, "run.scale() was called", "pinned")
     assert played.scaler.decisions == (decision,)
     assert numbers(played.play(), "a") == [1]
-    assert pinned(played.scaler, 3.0, "a", 3, 4) == (played.scaler, ())
+    assert pinned(played.scaler, 3.0, 3, Scale("a", 4)) == played.scaler

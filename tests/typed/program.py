@@ -28,6 +28,7 @@ from flowchan import (
     StageError,
     Stream,
     Window,
+    auto,
     select,
 )
 from flowchan.collective import Group
@@ -133,11 +134,11 @@ async def awaited() -> list[int]:
 
 def lengths(graph: Graph) -> tuple[Stream[dict[str, int]], Stream[list[tuple[int, bytes]]]]:
     """Return the lengths of the words in pages, and the first letters of the words."""
-    all_words = graph.source(pages, 3).flat_map(words, name="words", workers=2)
+    all_words = graph.source(pages, 3).flat_map(words, name="words", workers=auto(most=2))
     counted, measured, shortened = all_words.buffer(8).tee(3)
     frequencies = counted.reduce(count, Counter[str]()).map(lambda found: dict(found))
     sizes = measured.map(length, workers=4)
-    begins = shortened.map(functools.partial(Shortener, 3))
+    begins = shortened.map(functools.partial(Shortener, 3), workers="auto")
     pairs = sizes.zip(begins)
     assert_type(pairs, Stream[tuple[int, bytes]])
     return frequencies, pairs.filter(lambda pair: pair[0] > 3).collect()

@@ -13,12 +13,12 @@ from typing import Any, Optional
 import pytest
 from picture_graphs import HERE, Declared, chain, declared, edge, leading_back, stage, wordcount
 
-from flowchan import Graph
+from flowchan import Graph, auto
 from flowchan.declare.operators import OPERATORS
 from flowchan.errors import Where
 from flowchan.hosts import local
 from flowchan.viz import to_dot, to_mermaid
-from flowchan.viz.labels import option_text, place, result_name, type_text
+from flowchan.viz.labels import option_text, place, result_name, type_text, workers_text
 
 DOT = to_dot(wordcount())
 
@@ -75,6 +75,14 @@ def test_library_function_shows_the_users_own_line(function: Any) -> None:
     assert place(stage("any", "source", function=function)) == (HERE.file, HERE.line)
 
 
+@pytest.mark.parametrize(("limit", "text"), [(auto(), "auto"), (auto(most=8), "auto ≤ 8")])
+def test_stage_shows_that_the_run_chooses_its_workers(limit: Any, text: str) -> None:
+    chosen = replace(stage("chosen"), auto=limit)
+    assert workers_text(chosen) == text
+    assert text in to_dot(declared("g", [stage("files", "source"), chosen], [edge("files", "chosen")]))
+    assert text in to_mermaid(declared("g", [stage("files", "source"), chosen], [edge("files", "chosen")]))
+
+
 def test_colour_of_a_stage_shows_its_placement() -> None:
     fills = {
         name: re.search(r'fillcolor="(#\w+)"', node(name)).group(1) for name in ("files", "counts", "total")
@@ -103,6 +111,8 @@ def test_channel_shows_item_type_and_unusual_settings() -> None:
         ({"timeout": 5.0}, "5 s each"),
         ({"rate": 2.5}, "at most 2.5/s"),
         ({"workers": 4, "ordered": False}, "unordered"),
+        ({"auto": auto(most=4), "ordered": False}, "unordered"),
+        ({"auto": auto(most=1), "ordered": False}, ""),
         ({"function": waits}, "async"),
         ({"gpus": 1}, "1 GPU each"),
         ({"gpus": 0.5}, "0.5 GPU each"),
@@ -116,12 +126,28 @@ def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -
 
 def test_long_graph_wraps_without_cut_arrows() -> None:
     dot = to_dot(chain(15, 7))
-    arrows = [line for line in dot.splitlines() if " -> " in line]
+    arrows = [line for line in dot.splitlines() if " -> " in line and "invis" not in line]
     assert len(arrows) == 14
     assert dot.count("rank=same") == 5  # 15 stages are 3 rows of 5
     turned = [line.split()[:3] for line in arrows if "dir=back" in line]
     assert turned == [[f"n{reader}", "->", f"n{reader - 1}"] for reader in range(6, 10)]
     assert "rank=same" not in to_dot(chain(6, 7))
+
+
+def test_rows_of_a_long_graph_are_in_order() -> None:
+    """Invisible arrows keep the order, except where an arrow of the graph does."""
+    lines = [line.split() for line in to_dot(chain(15, 7)).splitlines() if "invis" in line]
+    order = [(one, other) for one, arrow, other, *_ in lines if arrow == "->"]
+    assert order == [
+        ("n0", "n9"),
+        ("n1", "n8"),
+        ("n8", "n11"),
+        ("n2", "n7"),
+        ("n7", "n12"),
+        ("n3", "n6"),
+        ("n6", "n13"),
+        ("n5", "n14"),
+    ]
 
 
 def test_result_is_named_after_its_variable(tmp_path: Path) -> None:

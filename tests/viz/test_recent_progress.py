@@ -12,7 +12,7 @@ import pytest
 from flowchan import Graph
 from flowchan.run.policy.stats import Cause, EdgeStats, RunState, RunStats, StageStats
 from flowchan.viz.live.lines import PLAIN_EVERY
-from flowchan.viz.live.model import Progress, headline, times
+from flowchan.viz.live.model import Progress, headline, hints, times
 from flowchan.viz.live.notebook import Notebook
 from flowchan.viz.live.terminal import LiveView
 
@@ -73,6 +73,34 @@ def test_plain_lines_show_remaining_time_and_cause() -> None:
     assert last.startswith("15 s running: save 10,01")
     assert " left" in last
     assert last.endswith("| waits for the cores")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_on_a_terminal_have_the_cause_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with LiveView(terminal, graph=slow_at_the_end()) as view:
+        for tenth in range(151):
+            view.show(stats_at(tenth / 10))
+    assert "waits for the cores" in terminal.getvalue().rpartition(" left")[2]
+
+
+def test_views_show_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "2 more workers of 'save' would give 1.9 × the rate"
+    monkeypatch.setenv("TERM", "xterm")
+    for module in ("model", "terminal"):
+        monkeypatch.setattr(f"flowchan.viz.live.{module}.advice", lambda stats: text)
+    assert hints(stats_at(15)) == ["waits for the cores", f"advice: {text}"]
+    assert hints(stats_at(15, "done")) == []
+    for graph in (None, slow_at_the_end()):
+        terminal = Terminal()
+        with LiveView(terminal, graph=graph) as view:
+            view.show(stats_at(15))
+        assert f"advice: {text}" in terminal.getvalue()
 
 
 def test_notebook_shows_remaining_time_and_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,7 @@ METRICS = (
     _counter("stage_retries_total", "Retries of items."),
     _counter("stage_restarts_total", "Workers that were replaced."),
     _counter("stage_busy_seconds_total", "Time that the workers of the stage did not wait."),
-    _counter(
-        "stage_wait_seconds_total", "Time that the workers waited for an input item, a place or a turn."
-    ),
+    _counter("stage_wait_seconds_total", "Time that the workers waited for an item, a place or a turn."),
     _counter("stage_cpu_seconds_total", "CPU time of the workers, if known."),
     _counter("stage_core_wait_seconds_total", "Time that the workers waited for a core, if known."),
     _gauge("stage_items_in_hand", "Items that workers have taken and not finished."),

@@ -17,18 +17,23 @@ import json
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.feed import Subscription
+from flowchan.run.observe.latency import PathLatencies
 from flowchan.run.observe.windows import between
+from flowchan.run.policy.events import ItemTraced
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.supervisor import Supervisor
 from flowchan.viz import svg
+from flowchan.viz.insight.metrics_port import metrics_route
+from flowchan.viz.insight.page_actions import Action, actions_of
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
 from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
@@ -43,11 +48,6 @@ MOST_VIEWERS = 32
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
-Action = Callable[[Mapping[str, str]], Any]
-"""Function behind a button of the page: it receives the query's parameters and returns a JSON value.
-
-It raises ``LookupError`` or ``ValueError`` if the parameters are wrong."""
-
 
 class RunPage:
     """Page of one run, served until the run has ended.
@@ -55,8 +55,6 @@ class RunPage:
     Args:
         graph: Graph of the run.
         supervisor: Supervisor of the run.
-        actions: Functions for further paths of the page, such as ``stacks``.
-        routes: Further routes of the server, such as ``metrics``.
         static: Folder with the files of the page.
 
     Raises:
@@ -67,13 +65,11 @@ class RunPage:
         self,
         graph: Blueprint,
         supervisor: Supervisor,
-        actions: Mapping[str, Action] | None = None,
-        routes: Mapping[str, Callable[[Mapping[str, str]], HttpReply]] | None = None,
         static: Path = STATIC,
     ) -> None:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
         self._supervisor = weakref.ref(supervisor)
-        self._history = RateHistory()
+        self._history, self._latencies = RateHistory(), PathLatencies()
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
@@ -92,11 +88,12 @@ class RunPage:
                 "graph": lambda _: json_reply(self._description()),
                 "snapshots": self._join,
                 "report.html": self._report,
-                **{path: partial(_act, action) for path, action in (actions or {}).items()},
-                **(routes or {}),
+                "metrics": metrics_route(self._stats),
+                **{path: partial(_act, action) for path, action in actions_of(supervisor, self._ids).items()},
             },
         )
         supervisor.history.watch(self._history.add)
+        supervisor.feed.listen(self._follow)
         supervisor.feed.at_end(self._end)
 
     @property
@@ -129,6 +126,13 @@ class RunPage:
         assert supervisor is not None  # it, or the run's handle, called the page
         return supervisor
 
+    def _follow(self, event: Any) -> None:
+        if isinstance(event, ItemTraced):
+            self._latencies.add(event)
+
+    def _stats(self) -> RunStats:
+        return self._run.stats()
+
     # --- the sampler ---
 
     def _sample(self, whole: RunStats) -> None:
@@ -136,17 +140,16 @@ class RunPage:
         if self._run.ended.is_set():
             return
         recent = self._recent
-        if len(recent) == recent.maxlen:
-            before = recent[0]
-        else:  # the window began before the first viewer came
-            before = self._run.history.before(whole, WINDOW_S)
+        full = len(recent) == recent.maxlen  # else the window began before the first viewer came
+        before = recent[0] if full else self._run.history.before(whole, WINDOW_S)
         previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
         recent.append(whole)
         self._history.add(whole)
         self._publish(self._snapshot(between(before, whole), previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
-        return snapshot(self._graph, self._ids, stats, before, self._run.problems.latest())
+        latencies = self._latencies.paths(monotonic())
+        return snapshot(self._graph, self._ids, stats, before, self._run.feed.problems.latest(), latencies)
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
@@ -245,8 +248,8 @@ class _Viewer:
 def _act(action: Action, query: Mapping[str, str]) -> HttpReply:
     try:
         return json_reply(action(query))
-    except (LookupError, ValueError) as error:
-        return error_reply(str(error.args[0]) if error.args else type(error).__name__)
+    except (LookupError, RuntimeError, ValueError) as error:
+        return error_reply(str(error.args[0] if error.args else error), HTTPStatus.BAD_REQUEST)
 
 
 def _event(name: str, value: Json) -> bytes:

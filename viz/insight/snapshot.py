@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
+from flowchan.run.observe.latency import PathLatency
 from flowchan.run.observe.problems import RunProblem
+from flowchan.run.observe.what_if import advice
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkerStats, WorkSeconds
 from flowchan.viz import labels
 from flowchan.viz.live.model import bars, items_of
@@ -75,6 +78,7 @@ def snapshot(
     now: RunStats,
     before: RunStats | None,
     problems: Iterable[RunProblem] = (),
+    latencies: Iterable[PathLatency] = (),
 ) -> Json:
     """Return the state of a run.
 
@@ -85,6 +89,7 @@ def snapshot(
         before: Statistics about a second older, from which the state of each worker is derived; ``None`` at
             the start of the run.
         problems: Latest problems of the run.
+        latencies: Latencies of the sampled items.
 
     Returns:
         Values for JSON. Stages that were declared after the start of the run are left out.
@@ -96,7 +101,7 @@ def snapshot(
         "state": now.state,
         "window": round(now.window, 2),
         "cause": cause and {"kind": cause.kind, "stage": ids.stages.get(cause.stage or ""), "why": cause.why},
-        "advice": None,
+        "advice": advice(now),
         "end_rate": _short(sum(stage.rate for stage in now.stages if stage.name in ids.ends)),
         "progress": _progress(graph, now),
         "stages": [
@@ -106,7 +111,15 @@ def snapshot(
         ],
         "edges": [_edge(ids.edges[edge.name], edge) for edge in now.edges if edge.name in ids.edges],
         "wait_for": [wait for edge in now.edges if edge.name in ids.edges for wait in _waits(ids, edge)],
-        "latency": [],
+        "latency": [
+            {
+                "path": [ids.stages[name] for name in one.path],
+                "count": one.count,
+                "p50": _short(one.p50),
+                "p99": _short(one.p99),
+            }
+            for one in latencies
+        ],
         "failures": [
             {
                 "elapsed": round(problem.elapsed, 2),
@@ -115,7 +128,16 @@ def snapshot(
             }
             for problem in problems
         ],
-        "decisions": [],
+        "decisions": [_decision(ids, one) for one in now.decisions],
+    }
+
+
+def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
+    numbers = f"{decision.workers_before} → {decision.workers} workers"
+    return {
+        "elapsed": round(decision.elapsed, 2),
+        "stage": ids.stages[decision.stage],
+        "text": "; ".join(filter(None, [f"{numbers}: {decision.reason}", decision.outcome])),
     }
 
 

@@ -14,6 +14,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import Stage
 from flowchan.run.observe.report import cause_text, count, rate, share
+from flowchan.run.observe.what_if import advice
 from flowchan.run.policy.explain import starting_text
 from flowchan.run.policy.remaining import RemainingTime
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
@@ -170,6 +171,14 @@ def left_text(bar: Bar) -> str:
 def active_cause(stats: RunStats) -> str:
     """Return what limits an active run, or an empty text."""
     return cause_text(stats) if stats.state in ACTIVE else ""
+
+
+def hints(stats: RunStats) -> list[str]:
+    """Return what limits an active run, and the advice for it, one line each."""
+    if stats.state not in ACTIVE:
+        return []
+    advised = advice(stats)
+    return list(filter(None, [cause_text(stats), advised and f"advice: {advised}"]))
 
 
 def _clock(seconds: float) -> str:

@@ -15,7 +15,7 @@ from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.report import count, rate, share
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.viz.dot import INK, LIVE, to_dot
-from flowchan.viz.live.model import ACTIVE, Bar, Progress, active_cause, headline, items_of, problems, times
+from flowchan.viz.live.model import ACTIVE, Bar, Progress, headline, hints, items_of, problems, times
 from flowchan.viz.render import RenderError, render
 
 SLOW = "#b7791f"
@@ -51,7 +51,7 @@ class Notebook:
         self._next = time.monotonic() + PICTURES_EVERY
         html = f"<div>{_filled(self._picture, stats)}</div>" if self._picture else ""
         html += "".join(_row(bar, stats) for bar in known)
-        for words in filter(None, [active_cause(stats), ", ".join(problems(stats))]):
+        for words in filter(None, [*hints(stats), ", ".join(problems(stats))]):
             html += f"<div>{escape(words)}</div>"
         plain = ", ".join(f"{bar.stage} {headline(bar)}" for bar in known)
         both = {"text/html": html, "text/plain": plain}

@@ -32,6 +32,7 @@ from flowchan.run.observe.report import (
     share,
     workers_text,
 )
+from flowchan.run.observe.what_if import advice
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats, StageStats
 from flowchan.transport.interrupts import interrupts_deferred
@@ -39,10 +40,10 @@ from flowchan.viz.live.lines import Lines
 from flowchan.viz.live.model import (
     Bar,
     Progress,
-    active_cause,
     bars_line,
     busiest,
     headline,
+    hints,
     items_of,
     plain_line,
     problems,
@@ -339,12 +340,13 @@ class LiveView:
 
 
 def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
-    """Return the progress bars of a run."""
+    """Return the progress bars of a run, and below them what limits it and the advice."""
+    from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
 
-    problem = ", ".join(filter(None, [*starting(stats), active_cause(stats), *problems(stats)]))
+    problem = ", ".join([*starting(stats), *problems(stats)])
     drawn = Table.grid(expand=True, padding=(0, 1))
     drawn.add_column(no_wrap=True)
     drawn.add_column(ratio=1)
@@ -353,7 +355,7 @@ def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
         words = ", ".join(filter(None, [headline(bar), times(bar, stats), problem]))
         full = ProgressBar(total=bar.total, completed=bar.done, animation_time=stats.elapsed)
         drawn.add_row(Text(bar.stage), full, Text(words))
-    return drawn
+    return Group(drawn, *(Text(words, no_wrap=True, overflow="ellipsis") for words in hints(stats)))
 
 
 def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
@@ -362,6 +364,7 @@ def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
     from rich.text import Text
 
     lines = [Text(f"▶ the {bottleneck_text(stats)}")] if stats.cause or stats.bottleneck else []
+    lines += [Text(f"▶ advice: {text}") for text in filter(None, [advice(stats)])]
     lines += [Text(f"! {problem}", style="red") for problem in problems(stats)]
     lines += [Text(f"! {warning}", style="yellow") for warning in stats.warnings]
     if stats.last_error:

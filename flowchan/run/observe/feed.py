@@ -23,6 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from flowchan.run.observe.problems import RecentProblems
 from flowchan.run.policy.decisions import Decided, Tick
 from flowchan.run.policy.failures import text_of
 from flowchan.run.policy.stats import RunStats
@@ -111,13 +112,17 @@ class Feed:
 
     ``stats`` is a weak reference to the function that computes statistics for a window, so that the run can
     be freed without a garbage collection.
+
+    Attributes:
+        problems: Latest failures, deaths and warnings of the run.
     """
 
     def __init__(self, name: str, stats: weakref.ref[Callable[[float | None], RunStats]]) -> None:
         self._name, self._ref = name, stats
         self._changed = threading.Condition()
         self._subscriptions: tuple[Subscription, ...] = ()
-        self._listeners: tuple[Callable[[Any], object], ...] = ()
+        self.problems = RecentProblems()
+        self._listeners: tuple[Callable[[Any], object], ...] = (self.problems.record,)
         self._thread: threading.Thread | None = None
         self._over = False
         self._at_end: tuple[Callable[[], object], ...] = ()

@@ -26,10 +26,10 @@ class RunProblem:
 
 
 class RecentProblems:
-    """Listener of a run's feed that keeps the latest problems. ``started_at`` is the start of the run."""
+    """Listener of a run's feed that keeps the latest problems. It is created when the run starts."""
 
-    def __init__(self, started_at: float) -> None:
-        self._started_at = started_at
+    def __init__(self) -> None:
+        self._started_at = time.monotonic()
         self._kept: deque[RunProblem] = deque(maxlen=MOST_PROBLEMS)
 
     def record(self, event: Any) -> None:

@@ -5,7 +5,7 @@ Algorithm. After each window of time, at most one of three things happens:
 1. If the last change has not been checked, its effect is measured. A growth must have raised the rate by at
    least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the change is
    reverted, and the same kind of change is not tried again for ``BLOCKED_WINDOWS`` windows. If the program
-   put fewer items in the window, nothing can be concluded, and the change is kept.
+   itself limited the run in the window, a growth is kept.
 2. If the model predicts that more workers raise the rate by at least ``LEAST_GAIN``, they are added. The
    workers are distributed by max-min filling: the next worker goes to the stage that allows the lowest rate,
    until no limit leaves room. A stage at most doubles.
@@ -28,13 +28,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from flowchan.run.policy.scaling import ScalingDecision
-from flowchan.run.policy.stats import RunStats, StageStats
+from flowchan.run.policy.scaling import Scale, ScalingDecision
+from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
 LEAST_ITEMS = 20
-"""Number of items that each stage takes in a window that is shorter than ``SLOW_WINDOW_S``."""
+"""Number of items that a busy or changed stage takes in a window shorter than ``SLOW_WINDOW_S``."""
 SLOW_WINDOW_S = 10.0
 """Length of a window in seconds after which two items for each busy worker are enough."""
 LONGEST_WINDOW_S = 60.0
@@ -55,6 +55,9 @@ ENOUGH = 0.98
 """Share of the highest possible rate at which the filling stops."""
 RATE_LIMITED = 0.95
 """Share of its ``rate=`` from which a stage gets no more workers."""
+
+PROGRAM: frozenset[CauseKind] = frozenset({"input", "consumer"})
+"""Causes outside of the graph. The effect of a growth cannot be measured while one of them limits the run."""
 
 
 class Throughput(Protocol):
@@ -137,19 +140,24 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers of the last change have begun to work."""
-        return self.trial is None or not any(
-            stage.starting for stage in stats.stages if stage.name in self.trial.before
-        )
+        """Return whether the workers of the last change have begun to work, or at the start, all workers."""
+        stages = self.limits if self.trial is None else self.trial.before
+        return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
     def full(self, stats: RunStats) -> bool:
-        """Return whether a window is long enough for a decision."""
+        """Return whether a window is long enough for a decision.
+
+        Busy and changed stages must have taken enough items for a comparison of rates.
+        """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
         live = _live(self, stats).values()
-        if stats.window < SLOW_WINDOW_S:
-            return min((stage.rate * stats.window for stage in live), default=0.0) >= LEAST_ITEMS
-        return all(stage.rate * stats.window >= 2 * stage.working for stage in live if stage.busy >= BUSY)
+        busy = [stage for stage in live if stage.busy >= BUSY]
+        if stats.window >= SLOW_WINDOW_S:
+            return all(stage.rate * stats.window >= 2 * stage.working for stage in busy)
+        changed = () if self.trial is None else self.trial.before
+        compared = [*busy, *(stage for stage in live if stage.name in changed)]
+        return all(stage.rate * stats.window >= LEAST_ITEMS for stage in compared)
 
 
 Chosen = tuple[Scaler, tuple[ScalingDecision, ...]]
@@ -166,6 +174,9 @@ def choose(
         stats: Statistics with rates and shares for the window.
         model: Function that returns the model of the run in the window.
         memory: Memory for additional processes.
+
+    Returns:
+        The next state, and the changes to make.
     """
     stages = _live(scaler, stats)
     blocked = {key: left - 1 for key, left in scaler.blocked.items() if left > 0}
@@ -183,13 +194,18 @@ def choose(
     return _changed(scaler, stats, stages, changes, reason)
 
 
-def pinned(scaler: Scaler, elapsed: float, stage: str, before: int, workers: int) -> Chosen:
-    """Return the state after the program has chosen a stage's number of workers, which then stays."""
-    if stage not in scaler.limits:
-        return scaler, ()
-    decision = ScalingDecision(elapsed, stage, before, workers, "run.scale() was called", "pinned")
-    limits = {name: limit for name, limit in scaler.limits.items() if name != stage}
-    return dataclasses.replace(scaler, limits=limits, decisions=(*scaler.decisions, decision)), (decision,)
+def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
+    """Return the state after the program has changed a stage from ``before`` to another number of workers.
+
+    The stage keeps this number.
+    """
+    if scale.stage not in scaler.limits:
+        return scaler
+    decision = ScalingDecision(
+        elapsed, scale.stage, before, scale.workers, "run.scale() was called", "pinned"
+    )
+    limits = {name: limit for name, limit in scaler.limits.items() if name != scale.stage}
+    return dataclasses.replace(scaler, limits=limits, decisions=(*scaler.decisions, decision))
 
 
 def _live(scaler: Scaler, stats: RunStats) -> dict[str, StageStats]:
@@ -265,7 +281,7 @@ def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageSt
     lowered the rate.
     """
     if trial.grew:
-        return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind == "input")
+        return ratio >= 1 + LEAST_GAIN / 2 or (stats.cause is not None and stats.cause.kind in PROGRAM)
     return ratio >= 1 - LEAST_GAIN / 2 or all(stage.busy < BUSY for stage in changed)
 
 

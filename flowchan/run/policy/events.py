@@ -250,6 +250,28 @@ class Crashed:
     error: BaseException
 
 
+ItemSpan = tuple[tuple[int, ...], int, int]
+"""Marks of the sampled items, and when the worker took them and put their first output, in nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSpans:
+    """The worker has processed sampled items.
+
+    Attributes:
+        worker: The worker.
+        spans: A span for each time that the worker took sampled items.
+    """
+
+    worker: WorkerId
+    spans: tuple[ItemSpan, ...]
+
+    def shifted(self, by: int) -> ItemSpans:
+        """Return the spans on a clock that is ``by`` nanoseconds ahead."""
+        moved = tuple((marks, taken + by, put + by) for marks, taken, put in self.spans)
+        return ItemSpans(self.worker, moved)
+
+
 Event = (
     Started
     | Began
@@ -268,6 +290,7 @@ Event = (
     | ProcessEnded
     | Death
     | Crashed
+    | ItemSpans
     | Left
 )
 
@@ -306,3 +329,29 @@ class RunEnded:
     state: str
     seconds: float
     stuck: frozenset[WorkerId]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemTraced:
+    """A sampled item has reached an end of the graph.
+
+    Attributes:
+        source: Stage that the item comes from.
+        number: Number that identifies the sample in its run.
+        spans: Stages that the item passed, in order: the stage, the worker, and the times in seconds at which
+            it took the item and put the first output. The clock is that of ``time.monotonic``.
+    """
+
+    source: str
+    number: int
+    spans: tuple[tuple[str, int, float, float], ...]
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Return the names of the stages that the item passed."""
+        return tuple(stage for stage, _, _, _ in self.spans)
+
+    @property
+    def latency(self) -> float:
+        """Return the seconds from the put of the source until the item was finished."""
+        return self.spans[-1][3] - self.spans[0][2]

@@ -66,7 +66,8 @@ class Plan:
     It has one channel for each of ``edges``; together they may use ``memory`` bytes. ``inputs`` maps the name
     of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
     random numbers of the workers derive from ``seed``. ``finished`` is set in a run that can be resumed: the
-    items of each source that earlier runs have finished.
+    items of each source that earlier runs have finished. ``samples_items`` is true if the run follows a few
+    items of each source along their way.
     """
 
     graph: Blueprint
@@ -76,6 +77,7 @@ class Plan:
     seed: int
     memory: int
     finished: Mapping[str, FinishedItems] | None = None
+    samples_items: bool = False
 
     @property
     def share(self) -> int:
@@ -183,7 +185,11 @@ class Plan:
 
 
 def plan(
-    graph: Blueprint, seed: int, memory: int, finished: Mapping[str, FinishedItems] | None = None
+    graph: Blueprint,
+    seed: int,
+    memory: int,
+    finished: Mapping[str, FinishedItems] | None = None,
+    samples_items: bool = False,
 ) -> Plan:
     """Plan a run of ``graph``."""
     edges = tuple(edge for edge in graph.edges if edge.reader is not None)
@@ -195,7 +201,7 @@ def plan(
             inputs[stage.name] = tuple(edge.name for edge in edges if edge.writer == stage.name)
         else:
             workers += _on_hosts(_workers(stage, edges), stage.placement, taken)
-    return Plan(graph, edges, tuple(workers), inputs, seed, memory, finished)
+    return Plan(graph, edges, tuple(workers), inputs, seed, memory, finished, samples_items)
 
 
 def _on_hosts(

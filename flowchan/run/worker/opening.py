@@ -35,6 +35,8 @@ class SharedWithRun:
     """In a run that can be resumed: the items that earlier runs have finished, for the worker of a source."""
     broadcasts: tuple[Broadcast[Any], ...] = ()
     """Broadcast values of the graph."""
+    sampled: int | None = None
+    """Position of the stage in the graph, in a run that follows sampled items."""
 
 
 SHARES_NOTHING = SharedWithRun()
@@ -116,8 +118,10 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
         for value in broadcasts:
             value._share()
     shared = {
-        stage.name: SharedWithRun(pace_of(stage), plan.finished_at(stage.name), broadcasts)
-        for stage in plan.graph.stages
+        stage.name: SharedWithRun(
+            pace_of(stage), plan.finished_at(stage.name), broadcasts, place if plan.samples_items else None
+        )
+        for place, stage in enumerate(plan.graph.stages)
     }
     ports = {
         worker.id: open_ports(worker, channels, shared[worker.id.stage], log_of(worker.stage))

@@ -15,6 +15,7 @@ from flowchan.items.failed import Failed
 from flowchan.items.text import short
 from flowchan.run.policy import journal
 from flowchan.run.policy.failures import ItemFailed, OwnEnd, Portable, died_over, text_of
+from flowchan.run.worker.item_recorder import ItemRecorder
 from flowchan.run.worker.keyed_call import Unroutable
 from flowchan.run.worker.pace import Pace, wait_until
 from flowchan.run.worker.requests import NOTHING, Answering, Dropped, bare
@@ -44,6 +45,7 @@ class OperatorJob:
     states: KeyedStates | None = None  # set if the stage has a state for each key
     answering: Answering | None = None  # set if items may come from ask()
     tracking: Tracking | None = None  # set in a run that can be resumed
+    recorder: ItemRecorder | None = None  # set in a run that follows sampled items
     on_retry: Callable[[], None] = lambda: None
     on_result: Callable[[Any], None] = lambda _: None
     on_failed_item: Callable[[str], None] = lambda _: None

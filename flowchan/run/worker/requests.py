@@ -24,6 +24,7 @@ from flowchan.declare.values import Stage
 from flowchan.errors import Full
 from flowchan.items.arguments import whole
 from flowchan.items.codec import Packed, Unreadable, pack, unpack
+from flowchan.items.sampled_item import SampledItem
 from flowchan.items.text import short
 from flowchan.run.policy.events import Answered, Event, WorkerId
 from flowchan.run.policy.failures import Portable, text_of
@@ -80,8 +81,15 @@ class _Questions(pickle.Unpickler):
     """Unpickler that builds only the requests in a pickle, so that searching it does not run other code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (SampledItem.__module__, SampledItem.__name__):
+            return _bare
         requests = module == __name__ and name in (Request.__name__, _arrived.__name__)
         return _question if requests else _Unknown
+
+
+def _bare(item: Any, _: Any) -> Any:
+    """Return the item of a box for a sampled item."""
+    return item
 
 
 def _question(number: int, _: Any, board: str) -> Request:

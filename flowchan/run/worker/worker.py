@@ -36,6 +36,7 @@ from flowchan.run.policy.failures import UNSUSPECTED, ItemFailed, Portable, Reti
 from flowchan.run.policy.seeds import Worker
 from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
+from flowchan.run.worker.item_recorder import end_following, follow_items
 from flowchan.run.worker.keyed_call import with_key
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_job import OperatorJob
@@ -206,6 +207,7 @@ def job_of(
         job.function = job.tracking.around(function)
     if shared.broadcasts and stage.operator.calls in ("item", "fold"):
         job.function = pinning(job.function)
+    job.recorder = follow_items(worker, ports, tell)
     for reader in ports.inputs.values():
         reader._wake_lazily()
         if stage.keeps_its_own:
@@ -245,6 +247,7 @@ def end(
     sends: bool,
 ) -> Outcome:
     """Report how the worker ended, then close its ports."""
+    end_following(job.recorder, ports)
     for reader in ports.inputs.values():
         # The callback refers to the job, which refers to the run; this breaks the reference cycle.
         reader._on_poison(0, None)

@@ -52,7 +52,7 @@ class GraphView {
     svg("path", { d: "M0,0L8,4L0,8z" }, marker);
     const box = this.drawing.getBBox();
     const shift = this.drawing.transform.baseVal.consolidate()?.matrix ?? { e: 0, f: 0 };
-    this.whole = { x: box.x + shift.e - 12, y: box.y + shift.f - 12, w: box.width + 24, h: box.height + 24 };
+    this.whole = { x: box.x + shift.e - 12, y: box.y + shift.f - 24, w: box.width + 24, h: box.height + 36 };
     this.isWide = box.width > 1.6 * box.height;
     panel.style.setProperty("--shape", `${this.whole.w} / ${this.whole.h}`);
     panel.style.setProperty("--full", `${Math.ceil(this.whole.h * 1.35)}px`);
@@ -68,8 +68,8 @@ class GraphView {
 
   addStage(stage, select) {
     const node = this.picture.getElementById(stage.id);
-    if (!node) return;
-    const shape = node.querySelector("path, polygon, ellipse");
+    const shape = node?.querySelector("path, polygon, ellipse");
+    if (!shape) return;  // a graph may hide stages
     for (const title of node.querySelectorAll("title")) title.remove();
     for (const link of node.querySelectorAll("a")) link.removeAttribute("xlink:title");
     const tip = svg("title", {}, node);

@@ -1,5 +1,7 @@
 "use strict";
-// The table of stages. In the order of the graph, chains of stages in the same state are one row.
+// The table of stages. In the order of the graph, chains of stages in the same state are one row. In this way
+// 150 stages take about 20 rows, with the bottleneck between those that wait for place and those that wait for
+// input. The picture shows the same as a map of colours, but 150 names are too small to read there.
 
 const SPARK = { width: 72, height: 18, points: 61, step: 1.2 };
 
@@ -218,7 +220,7 @@ class StageTable {
 
   drawSpark(line, rates) {
     const last = rates.slice(-SPARK.points), height = SPARK.height - 3;
-    const scale = height / Math.max(...last, 1e-9), first = SPARK.points - last.length;
+    const scale = height / Math.max(1.2 * Math.max(...last), 1e-9), first = SPARK.points - last.length;
     let d = "";
     last.forEach((rate, index) => {
       d += `${index ? "L" : "M"}${SPARK.step * (first + index)},${Math.round(10 * (height - scale * rate)) / 10 + 1}`;

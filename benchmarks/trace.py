@@ -1,0 +1,61 @@
+"""Measure the CPU time per item of a graph with ``trace=`` and without.
+
+Run it with ``python -m benchmarks.trace``. It prints the median and the smallest value of several runs, and
+the difference. Compare values of one call only, on a machine without other work.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from flowchan import Graph
+
+ROUNDS = 7
+ITEMS = {"thread": 1_000_000, "process": 200_000}
+
+
+def same(item: int) -> int:
+    return item
+
+
+def graph(on: str) -> Graph:
+    found = Graph("traced")
+    found.source(range(ITEMS[on])).map(same, on=on).sink(same)
+    return found
+
+
+def cpu_ns(on: str, trace: Path | None) -> float:
+    """Return the CPU nanoseconds per item of one run, including those of its processes."""
+    before = _cpu_seconds()
+    graph(on).run(trace=trace)
+    return (_cpu_seconds() - before) / ITEMS[on] * 1e9
+
+
+def _cpu_seconds() -> float:
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main(rounds: int = ROUNDS) -> None:
+    """Print a line for each placement."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"off": None, "on": Path(folder) / "out.json"}
+        for on in ITEMS:
+            found: dict[str, list[float]] = {name: [] for name in paths}
+            for _ in range(rounds):
+                for name, path in paths.items():
+                    found[name].append(cpu_ns(on, path))
+            for name, figure in {"median": statistics.median, "minimum": min}.items():
+                off, traced = figure(found["off"]), figure(found["on"])
+                print(
+                    f"{on}, {name}: {off:.0f} ns of CPU time per item without a trace, {traced:.0f} with, "
+                    f"difference {traced - off:+.0f}"
+                )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))

@@ -1,0 +1,25 @@
+"""Box around a sampled item, which carries the marks of the item from stage to stage.
+
+Native code takes an item out of its box before any other code sees it (``ItemTracing`` in the core).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowchan import _core
+
+
+class SampledItem:
+    """A sampled item with its marks: the numbers of the samples that it comes from."""
+
+    __slots__ = ("item", "marks")
+
+    def __init__(self, item: Any, marks: tuple[int, ...]) -> None:
+        self.item, self.marks = item, marks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampledItem, (self.item, self.marks)
+
+
+_core._set_traced(SampledItem)

@@ -1,0 +1,60 @@
+"""Latency of sampled items, by their path through the graph, over a window of time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from flowchan.run.policy.events import ItemTraced
+
+MOST_SAMPLES = 1000
+"""Number of recent samples that are kept for each path."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathLatency:
+    """Latency of the sampled items that took one path.
+
+    Attributes:
+        path: Names of the stages on the path.
+        count: Number of sampled items in the window.
+        p50: Median latency in seconds.
+        p99: Latency in seconds that 99 % of the items do not exceed.
+    """
+
+    path: tuple[str, ...]
+    count: int
+    p50: float
+    p99: float
+
+
+class PathLatencies:
+    """Latencies of the sampled items of one run.
+
+    Args:
+        window: Length of the window in seconds (default: 60).
+    """
+
+    def __init__(self, window: float = 60.0) -> None:
+        self._window = window
+        self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}  # time of the end, latency
+
+    def add(self, item: ItemTraced) -> None:
+        """Take in a sampled item."""
+        samples = self._samples.setdefault(item.path, deque(maxlen=MOST_SAMPLES))
+        samples.append((item.spans[-1][3], item.latency))
+
+    def paths(self, now: float) -> tuple[PathLatency, ...]:
+        """Return the latency of each path with items in the window that ends ``now`` (monotonic seconds)."""
+        found = []
+        for path, samples in list(self._samples.items()):
+            recent = sorted(latency for at, latency in list(samples) if at >= now - self._window)
+            if recent:
+                found.append(PathLatency(path, len(recent), _quantile(recent, 0.5), _quantile(recent, 0.99)))
+        return tuple(found)
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
+    return ordered[math.ceil(share * len(ordered)) - 1]

@@ -1,0 +1,151 @@
+"""Events of a trace in Chrome's JSON format, which Perfetto opens.
+
+Each stage is a process of the trace. Each worker has two threads in it. One shows what the worker does, the
+other the sampled items that it processes. The run is a process with the counters of the channels.
+
+Times are in nanoseconds of the monotonic clock; the events contain microseconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from itertools import count
+from typing import Any
+
+from flowchan.run.observe.worker_spans import SpanKind
+from flowchan.run.policy.events import ItemTraced
+
+RUN_PID = 1
+FIRST_STAGE_PID = 2
+FIRST_TID = 10_001
+"""Number of the first thread. No thread has the number of its process, which would mark the main thread."""
+LABELS: dict[SpanKind, str] = {
+    "busy": "busy",
+    "input": "waits for input",
+    "place": "waits for room",
+    "turn": "waits for its turn",
+}
+MOST_ITEMS = 50_000
+"""Number of spans of items after which only every second sample is drawn."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class TraceEvents:
+    """Builder of the events of one run. Every method returns the lines to write, as JSON objects.
+
+    Args:
+        graph: Name of the graph.
+        stages: Names of its stages, in the order in which they are shown.
+        start: Start of the run.
+    """
+
+    def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
+        self.graph, self._start = graph, start
+        self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
+        self._tids: dict[tuple[str, int, bool], int] = {}
+        self._item_end: dict[int, int] = {}  # by thread: end of the last span of an item
+        self._numbers, self._flows = count(1), count(1)
+        self._names: dict[int, int] = {}  # by mark: number of the sample
+        self._item_spans, self._every = 0, 1
+
+    def begin(self) -> Iterator[str]:
+        """Name the run and the stages."""
+        yield _meta("process_name", RUN_PID, 0, name=f"run of {self.graph}")
+        yield _meta("process_sort_index", RUN_PID, 0, sort_index=0)
+        for stage, pid in self._pids.items():
+            yield _meta("process_name", pid, 0, name=stage)
+            yield _meta("process_sort_index", pid, 0, sort_index=pid)
+
+    def span(self, stage: str, worker: int, name: str, begin: int, end: int) -> Iterator[str]:
+        """Show what a worker does."""
+        tid = yield from self._tid(stage, worker, False)
+        yield self._slice(self._pids[stage], tid, name, begin, end)
+
+    def instant(self, stage: str, worker: int, name: str, at: int, text: str = "") -> Iterator[str]:
+        """Show an event of a worker."""
+        tid = yield from self._tid(stage, worker, False)
+        ts, args = self._us(at), _args(text)
+        yield _line(ph="i", s="t", pid=self._pids[stage], tid=tid, name=name, ts=ts, args=args)
+
+    def run_instant(self, name: str, at: int, text: str = "") -> str:
+        """Show an event of the whole run."""
+        return _line(ph="i", s="p", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args=_args(text))
+
+    def counter(self, name: str, at: int, value: float) -> str:
+        """Show the value of a counter from this time on."""
+        return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={"value": value})
+
+    def items(self, stage: str, worker: int, marks: tuple[int, ...], begin: int, end: int) -> Iterator[str]:
+        """Show that a worker processes sampled items."""
+        drawn = [self._number(mark) for mark in marks if self._is_drawn(mark)]
+        if not drawn:
+            return
+        tid = yield from self._tid(stage, worker, True)
+        begin = max(begin, self._item_end.get(tid, begin))
+        self._item_end[tid] = end = max(end, begin + 1000)
+        name = ("item " if len(drawn) == 1 else "items ") + ", ".join(map(str, drawn[:5]))
+        name += f" and {len(drawn) - 5} more" if len(drawn) > 5 else ""
+        yield self._slice(self._pids[stage], tid, name, begin, end)
+        self._item_spans += 1
+        if self._item_spans % MOST_ITEMS == 0:
+            self._every *= 2
+            yield self.run_instant(f"from here on, only 1 of {self._every} sampled items is drawn", end)
+
+    def flow(self, item: ItemTraced) -> Iterator[str]:
+        """Connect the spans of a sampled item along its path."""
+        if not self._is_drawn(item.number) or len(item.spans) < 2:
+            return
+        flow, last = next(self._flows), len(item.spans) - 1
+        name = f"item {self._number(item.number)}"
+        for place, (stage, worker, taken, _) in enumerate(item.spans):
+            tid = yield from self._tid(stage, worker, True)
+            kind = {"ph": "s"} if place == 0 else {"ph": "t" if place < last else "f", "bp": "e"}
+            at = self._us(round(taken * 1e9))
+            yield _line(**kind, id=flow, cat="item", pid=self._pids[stage], tid=tid, name=name, ts=at)
+
+    def _is_drawn(self, mark: int) -> bool:
+        return mark % self._every == 0
+
+    def _number(self, mark: int) -> int:
+        """Return a short number for a sample. The numbers of old samples are forgotten."""
+        number = self._names.get(mark)
+        if number is None:
+            number = self._names[mark] = next(self._numbers)
+            if len(self._names) > MOST_ITEMS:
+                del self._names[next(iter(self._names))]
+        return number
+
+    def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
+        """Return the thread of a worker, after yielding its name at the first use."""
+        tid = self._tids.get((stage, worker, items))
+        if tid is None:
+            tid = self._tids[stage, worker, items] = FIRST_TID + len(self._tids)
+            pid, name = self._pids[stage], f"worker {worker}" if worker else "program"
+            yield _meta("thread_name", pid, tid, name=f"{name}: sampled items" if items else name)
+            yield _meta("thread_sort_index", pid, tid, sort_index=2 * worker + items)
+        return tid
+
+    def _slice(self, pid: int, tid: int, name: str, begin: int, end: int) -> str:
+        length = _rounded(end - begin)
+        return _line(ph="X", pid=pid, tid=tid, name=name, ts=self._us(begin), dur=length)
+
+    def _us(self, at: int) -> float:
+        return _rounded(at - self._start)
+
+
+def _rounded(time: int) -> float:
+    return round(time / 1000, 3)
+
+
+def _args(text: str) -> dict[str, str]:
+    return {"text": text} if text else {}
+
+
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> str:
+    return _line(ph="M", pid=pid, tid=tid, name=kind, args=args)
+
+
+def _line(**event: Any) -> str:
+    return _encode(event)

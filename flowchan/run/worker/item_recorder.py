@@ -1,0 +1,164 @@
+"""Follow sampled items through one worker.
+
+Algorithm. A source puts a few of its items per second in boxes (``SampledItem``) with a new mark each. The
+ports of every worker take items out of their boxes and call the worker's recorder. The outputs that the
+worker puts before it takes the next item get the marks of the sampled items that it holds. Only the first
+output in each channel is marked, so that an item with many outputs is followed once. The recorder measures
+when an item was taken and when its first output was put. It sends these times at intervals and when the
+worker ends.
+
+Sampling. A source doubles the distance between two samples if they come too quickly, and halves it if they
+come too slowly. The number of samples per second is therefore bounded, at any rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flowchan import _core
+from flowchan.channel.channel import In, Out
+from flowchan.errors import Broken, Closed
+from flowchan.items.sampled_item import SampledItem
+from flowchan.run.policy import seeds
+from flowchan.run.policy.events import Event, ItemSpan, ItemSpans, WorkerId
+from flowchan.run.worker.opening import Ports
+
+SEND_EVERY_NS = 500_000_000
+"""Minimum time between two reports of a worker that has fewer than ``MOST_SPANS`` spans."""
+MOST_SPANS = 256
+"""Number of spans that a worker keeps before it sends them."""
+CLOSEST_NS, FARTHEST_NS = 10_000_000, 40_000_000
+"""Time between two samples of a source below which it takes fewer of them, and above which more."""
+RAREST = 1 << 20
+"""Largest number of items between two samples of a source."""
+
+MOST_MARKS = 32
+"""Number of marks of an item. If it comes from more samples, the newest are kept, so loops stay bounded."""
+
+
+class ItemRecorder:
+    """Times of the sampled items of one worker. The native ports call its first four methods.
+
+    Args:
+        worker: The worker.
+        tell: Function that sends a report.
+        first: Mark of the first sample if the worker is a source, else None.
+    """
+
+    def __init__(self, worker: WorkerId, tell: Callable[[Event], None], first: int | None) -> None:
+        self._worker, self._tell = worker, tell
+        self._next, self._every = first, 1
+        self._sampled_at = 0
+        self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks and time of the get
+        self._put_at: dict[int, int] = {}  # by port: time of the first put for the items in ``_held``
+        self._sent_to: set[int] = set()  # ports that have got a marked output for these items
+        self._spans: list[ItemSpan] = []
+        self._report_at = 0
+
+    @property
+    def is_source(self) -> bool:
+        return self._next is not None
+
+    def took(self, port: int, box: SampledItem) -> None:
+        """Record that an input port has taken a sampled item."""
+        self._held.setdefault(port, []).append((box.marks, time.monotonic_ns()))
+
+    def finished(self, port: int) -> None:
+        """Record that the sampled items of an input port are finished."""
+        now = time.monotonic_ns()
+        put_at = min(self._put_at.values(), default=now)
+        for marks, taken in self._held.pop(port, ()):
+            self._spans.append((marks, taken, max(taken, put_at)))
+        self._put_at.clear()
+        self._sent_to.clear()
+        if now >= self._report_at or len(self._spans) >= MOST_SPANS:
+            self._send(now)
+
+    def boxed(self, port: int, item: Any) -> Any:
+        """Return an output in a box, or as it is if its port has already got a marked output."""
+        if port in self._sent_to:
+            return item
+        self._put_at.setdefault(port, time.monotonic_ns())
+        if self._held:
+            every = (marks for held in self._held.values() for marks, _ in held)
+            return SampledItem(item, tuple(sorted({*itertools.chain.from_iterable(every)}))[-MOST_MARKS:])
+        return item if self._next is None else SampledItem(item, (self._next,))
+
+    def sent(self, port: int) -> int:
+        """Record that a box was put. Return the number of items until the next sample of a source."""
+        if self._next is None:
+            self._sent_to.add(port)
+            return 0
+        put_at = self._put_at.pop(port, 0)
+        self._spans.append(((self._next,), put_at, put_at))
+        self._next += 1
+        since, self._sampled_at = put_at - self._sampled_at, put_at
+        if since < CLOSEST_NS:
+            self._every = min(RAREST, 2 * self._every)
+        elif since > FARTHEST_NS:
+            self._every = max(1, self._every // 2)
+        if put_at >= self._report_at or len(self._spans) >= MOST_SPANS:
+            self._send(put_at)
+        return self._every
+
+    def end(self) -> None:
+        """Finish the items that the worker holds, and send the remaining spans."""
+        for port in list(self._held):
+            self.finished(port)
+        self._send(time.monotonic_ns())
+
+    def _send(self, now: int) -> None:
+        spans, self._spans, self._report_at = tuple(self._spans), [], now + SEND_EVERY_NS
+        if spans:
+            with contextlib.suppress(Closed, Broken):  # the run has ended
+                self._tell(ItemSpans(self._worker, spans))
+
+
+def follow_items(worker: WorkerId, ports: Ports, tell: Callable[[Event], None]) -> ItemRecorder | None:
+    """Follow sampled items through the ports of a worker, if the run samples items."""
+    stage = ports.shared.sampled
+    if stage is None:
+        return None
+    first = None if ports.inputs else first_mark(stage, worker.number, seeds.worker().incarnation)
+    return _follow(ItemRecorder(worker, tell, first), ports.everything())
+
+
+def _follow(recorder: ItemRecorder, ports: Iterable[In[Any] | Out[Any]]) -> ItemRecorder:
+    tracing = _core.ItemTracing(recorder, int(recorder.is_source))
+    for port in ports:
+        port._trace(tracing)
+    return recorder
+
+
+def follow_at_program(
+    place: int, worker: WorkerId, ports: Iterable[In[Any] | Out[Any]], tell: Callable[[Event], None]
+) -> None:
+    """Follow sampled items through ports that the program itself uses.
+
+    Through its writing ends, the program is a source. ``place`` is the position of the stage in the graph.
+    """
+    for port in ports:
+        first = first_mark(place, 0, 0) if isinstance(port, Out) else None
+        _follow(ItemRecorder(worker, tell, first), [port])
+
+
+def first_mark(stage: int, worker: int, incarnation: int) -> int:
+    """Return the mark of a worker's first sample. ``stage`` is the position of its stage in the graph."""
+    return ((stage << 16 | worker) << 16 | incarnation) << 32
+
+
+def source_of(mark: int) -> int:
+    """Return the position in the graph of the source that a sample comes from."""
+    return mark >> 64
+
+
+def end_following(recorder: ItemRecorder | None, ports: Ports) -> None:
+    """Send what the recorder still has, and release it, because the worker is about to end."""
+    if recorder is not None:
+        recorder.end()
+        for port in ports.everything():  # the recorder refers to the run; this breaks the reference cycle
+            port._trace(None)
