@@ -90,7 +90,7 @@ def prometheus(stats: RunStats) -> str:
         >>> run = graph.start()
         >>> results = run.wait()
         >>> lines = prometheus(run.stats()).splitlines()
-        >>> [line for line in lines if "stage_items_in" in line and "count" in line and line[0] != "#"]
+        >>> [line for line in lines if line.startswith("flowchan_stage_items_in_total") and "count" in line]
         ['flowchan_stage_items_in_total{graph="words",stage="count"} 2']
     """
     return _text(samples(stats))
