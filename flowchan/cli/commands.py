@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 
+from flowchan.cli.conversion import port_option
+
 if TYPE_CHECKING:
     from flowchan.cli.json_lines import JsonLines
     from flowchan.declare.blueprint import Blueprint
@@ -51,20 +53,6 @@ def main() -> None:
     # Reports contain stage names and symbols that the terminal's encoding may be unable to represent.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _port(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Convert the option for a port, such as 9464 or 0.0.0.0:9464."""
-    from flowchan.viz.insight.metrics_port import host_and_port
-
-    if value is None:
-        return None
-    port = int(value) if value.isascii() and value.isdigit() else value
-    try:
-        host_and_port(port)
-    except ValueError as error:
-        raise click.BadParameter(str(error), context, parameter) from None
-    return port
 
 
 class _Targeted(click.Command):
@@ -169,7 +157,7 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
 @click.option("--page", is_flag=True, help="Serve a live page of the run and print its address.")
 @click.option(
     "--metrics",
-    callback=_port,
+    callback=port_option,
     metavar="PORT|HOST:PORT",
     help="Port on which the run serves its metrics to Prometheus.",
 )

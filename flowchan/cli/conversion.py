@@ -1,4 +1,4 @@
-"""Convert words from the command line to the annotated types of a function's parameters."""
+"""Convert words from the command line to the types that a function or an option needs."""
 
 from __future__ import annotations
 
@@ -81,3 +81,17 @@ def _chosen(text: str, allowed: dict[str, Any]) -> Any:
         return allowed[text]
     except KeyError:
         raise ValueError(f"the value must be one of {', '.join(allowed)}, got {text!r}") from None
+
+
+def port_option(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+    """Return the value of an option for a port, such as 9464 or "0.0.0.0:9464"."""
+    from flowchan.viz.insight.metrics_port import host_and_port
+
+    if value is None:
+        return None
+    port = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        host_and_port(port)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    return port

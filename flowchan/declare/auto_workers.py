@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowchan.items.arguments import whole
 from flowchan.items.text import shown
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
     """Limit for the number of workers that a run chooses, created by :func:`~flowchan.auto`.
 
@@ -22,10 +24,7 @@ class AutoWorkers:
         8
     """
 
-    __slots__ = ("most",)
-
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
+    most: int | None = None
 
     def __repr__(self) -> str:
         return "'auto'" if self.most is None else f"auto(most={self.most})"

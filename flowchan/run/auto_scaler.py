@@ -54,6 +54,9 @@ class AutoScaler:
         Args:
             goes_on: False if the run is ending, so that no more changes are made.
             take: Function that returns the statistics of the run.
+
+        Returns:
+            The decisions to carry out.
         """
         began = time.monotonic()
         if began < self.next_at:

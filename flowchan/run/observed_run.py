@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pkgutil
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, overload
 
@@ -399,12 +400,8 @@ class ObservedRun(ABC):
         """Serve the page until the run has ended. If that is impossible, end the run and raise the error."""
         # looked up here, because the module imports this package
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
-        try:
+        with self._ended_on_error():
             self._page = open_page(self._supervisor.plan.graph, self._supervisor)
-        except BaseException:
-            self._supervisor.ask(AbortRequested())
-            self._supervisor.wait()
-            raise
 
     @property
     def metrics(self) -> str | None:
@@ -426,13 +423,19 @@ class ObservedRun(ABC):
     def _serve_metrics(self, port: Any) -> None:
         """Serve metrics on an open port until the run has ended. If that fails, end the run and raise."""
         self._metrics = port
-        try:
+        with self._ended_on_error():
             port.serve(self._supervisor.stats)
+        self._supervisor.feed.at_end(port.close)
+
+    @contextlib.contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        """End the run if the block raises."""
+        try:
+            yield
         except BaseException:
             self._supervisor.ask(AbortRequested())
             self._supervisor.wait()
             raise
-        self._supervisor.feed.at_end(port.close)
 
 
 def follow_items_at_program(supervisor: Supervisor, ports: RunPorts) -> None:

@@ -69,24 +69,28 @@ def test_output_of_the_program_goes_to_standard_error(tmp_path: Path) -> None:
 
 def test_failed_item_and_killed_worker_are_failure_events(tmp_path: Path) -> None:
     text = """
-def work(number):
+def check(number):
     if number == 1:
         raise ValueError("one")
+    return number
+
+def work(number):
     if number == 2:
         os._exit(7)
     return number
 
-numbers = graph.source(range(3), name="count").map(work, name="work", on="process", max_deaths=1)
-numbers.errors.sink(lambda failed: None, name="bad")
-numbers.collect(name="all")
+checked = graph.source(range(3), name="count").map(check, name="check")
+checked.errors.sink(lambda failed: None, name="bad")
+worked = checked.map(work, name="work", on="process", max_deaths=1)
+worked.errors.sink(lambda failed: None, name="worse")
+worked.collect(name="all")
 """
     events, code, _ = run(tmp_path, text)
-    failures = [event for event in events if event["event"] == "failure"]
+    found = {(event["kind"], event["stage"]): event for event in events if event["event"] == "failure"}
     assert code == 0
-    assert {"item", "death"} <= {failure["kind"] for failure in failures}
-    assert {failure["stage"] for failure in failures} == {"work"}
-    assert any("ValueError: one" in failure["text"] for failure in failures)
-    assert any("exited with code 7" in failure["text"] for failure in failures if failure["kind"] == "death")
+    assert "ValueError: one" in found["item", "check"]["text"]
+    assert "exited with code 7" in found["death", "work"]["text"]
+    assert found["death", "work"]["worker"] == 1
     assert events[-1]["results"] == {"all": [0]}
 
 

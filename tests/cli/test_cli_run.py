@@ -107,7 +107,7 @@ def test_trace_option_writes_a_trace_and_checks_its_path(tmp_path: Path) -> None
     path = tmp_path / "out.json"
     result = run(tmp_path, WORKS, "--trace", str(path))
     assert result.exit_code == 0, result.output
-    assert {"process_name", "busy"} <= {event["name"] for event in json.loads(path.read_text())}
+    assert {"process_name", "starting"} <= {event["name"] for event in json.loads(path.read_text())}
     for wrong, reason in [
         (tmp_path / "out.txt", "must end in .json or .json.gz"),
         (tmp_path / "missing" / "out.json", "must exist"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import urlopen
@@ -15,6 +17,7 @@ import pytest
 from support.worker_latch import Gate
 
 from flowchan import Graph, GraphError, Run
+from flowchan.viz.insight.server import LocalServer
 
 
 def scraped(run: Run) -> str:
@@ -105,7 +108,7 @@ def test_port_is_free_again_if_the_run_cannot_start(tmp_path: Path) -> None:
     graphs[0].run(resume=tmp_path / "file")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(GraphError, match="other stage names"):
+    with pytest.raises(GraphError, match="different stage names"):
         graphs[1].start(resume=tmp_path / "file", metrics=port)
     with graphs[1].start(metrics=port) as run:
         assert port_of(run) == port
@@ -195,3 +198,19 @@ def test_run_command_prints_the_address_of_the_metrics(tmp_path: Path) -> None:
     assert refused.returncode == wrong.returncode == 2
     assert f"flowchan: run: metrics must be a free port of this machine, got {port}" in refused.stderr
     assert "Invalid value for '--metrics'" in wrong.stderr
+
+
+def test_run_ends_if_the_port_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: LocalServer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(LocalServer, "start", no_thread)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    graph = Graph("g")
+    graph.source(itertools.count).sink(str)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        graph.start(metrics=port)
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flowchan g")]

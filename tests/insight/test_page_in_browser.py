@@ -247,6 +247,29 @@ def test_saved_report_opens_from_a_file_without_requests(
         assert tab.complaints() == []
 
 
+def test_final_state_can_be_saved_after_the_server_has_ended(
+    browser: Browser, small: Shape, tmp_path: Path
+) -> None:
+    with FixturePage(small) as page, browser.tab(page.address) as tab:
+        shown(tab)
+        tab.wait("performance.getEntriesByType('resource').some((one) => one.name.endsWith('/report.html'))")
+        failed = page.figures.snapshot(61.0, "failed")
+        failed["failures"][0]["text"] = EVIL
+        page.send(failed)
+        page.end()
+        tab.wait("document.body.classList.contains('ended')")
+        page.close()
+        tab.evaluate("URL.createObjectURL = (blob) => { window.saved = blob; return 'data:,'; }; 0")
+        tab.click("#save")
+        (tmp_path / "report.html").write_text(tab.evaluate("saved.text()"))
+    with browser.tab((tmp_path / "report.html").as_uri()) as tab:
+        shown(tab)
+        assert tab.text("#state") == "✗ failed"
+        assert tab.text("#elapsed") == "1 min 1 s"
+        assert tab.text("#failures li:last-child span:last-child") == EVIL
+        assert tab.complaints() == []
+
+
 def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
@@ -386,7 +409,7 @@ def test_new_viewer_sees_the_history(browser: Browser, small: Shape) -> None:
         assert tab.evaluate(points) >= 50
 
 
-def test_page_of_a_real_run_shows_its_figures_and_its_end(browser: Browser) -> None:
+def test_real_run_is_shown_until_its_end(browser: Browser) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def wait(item: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -46,6 +47,14 @@ def test_reader_refuses_stats_without_a_necessary_key() -> None:
     del document["graph"]
     with pytest.raises(TypeError, match="graph"):
         from_json(document)
+
+
+def test_sample_has_a_value_for_every_field() -> None:
+    """A new field with a default would otherwise escape the tests of this file."""
+    for sample in (STATS, STAGE, EDGE, *STATS.hosts, *STATS.decisions):
+        for field in dataclasses.fields(sample):
+            if field.default is not dataclasses.MISSING:
+                assert getattr(sample, field.name) != field.default, f"{type(sample).__name__}.{field.name}"
 
 
 def test_names_in_json_change_only_with_the_schema() -> None:

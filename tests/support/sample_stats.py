@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowchan.channel.channel import Holder
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import (
     Cause,
     EdgeStats,
@@ -45,6 +46,7 @@ STAGE = StageStats(
     discarded=1,
     rate_limit=20.0,
     starting=1,
+    worked=WorkSeconds(working=5.0),
 )
 EDGE = EdgeStats(
     name="numbers",
@@ -84,4 +86,5 @@ STATS = RunStats(
     window=5.0,
     cause=Cause("bottleneck", "work", "its workers are busy"),
     warnings=("stage 'work' has one restart left",),
+    decisions=(ScalingDecision(3.0, "work", 1, 3, "busy 98 % of the time", "kept"),),
 )

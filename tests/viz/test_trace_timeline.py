@@ -11,7 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from flowchan import Graph
 from flowchan.cli.commands import main
+from flowchan.run.observe.trace_events import LABELS
 from flowchan.viz import timeline
 from flowchan.viz.trace_timeline import COLOURS, WIDTH
 
@@ -88,6 +90,20 @@ def test_boxes_show_the_activity_of_workers(tmp_path: Path) -> None:
     ]
     assert {box.attrib["fill"] for box in found} == set(COLOURS.values())
     assert float(found[1].attrib["width"]) == pytest.approx(WIDTH / 2)
+
+
+def test_every_activity_in_a_trace_has_a_colour() -> None:
+    assert set(LABELS.values()) | {"starting"} == set(COLOURS)
+
+
+def test_timeline_of_a_real_run_shows_its_workers(tmp_path: Path) -> None:
+    graph = Graph("traced")
+    graph.source(range(50)).map(abs, workers=2, name="work").sink(abs, name="end")
+    graph.run(trace=tmp_path / "out.json")
+    found = words(drawn(tmp_path / "out.json"))
+    assert found[0] == "run of traced"
+    rows = [word for word in found if ", worker" in word]
+    assert {"source, worker 1", "work, worker 1", "work, worker 2", "end, worker 1"} <= set(rows)
 
 
 def test_death_is_a_line_with_its_reason(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowchan.channel.channel import Holder
+from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import (
     Cause,
     EdgeStats,
@@ -33,6 +34,8 @@ _PARTS: dict[str, type] = {
     "holders": Holder,
     "per_worker": WorkerStats,
     "seconds": WorkSeconds,
+    "worked": WorkSeconds,
+    "decisions": ScalingDecision,
     "cause": Cause,
 }
 """Keys whose values contain dictionaries, with the class of these dictionaries."""

@@ -174,6 +174,9 @@ def choose(
         stats: Statistics with rates and shares for the window.
         model: Function that returns the model of the run in the window.
         memory: Memory for additional processes.
+
+    Returns:
+        The next state, and the changes to make.
     """
     stages = _live(scaler, stats)
     blocked = {key: left - 1 for key, left in scaler.blocked.items() if left > 0}

@@ -17,12 +17,14 @@ const STATE_MARK = { running: "●", stopping: "◐", done: "✓", failed: "✗"
 
 class Page {
   constructor(graph, isLive) {
+    this.graph = graph;
     this.names = new Map(graph.stages.map((stage) => [stage.id, stage]));
     this.history = { elapsed: [], end_rate: [], stages: {} };
     this.snapshot = null;
     this.selected = null;
     this.follows = true;  // the selection follows the cause until the user selects a stage
     this.whatIf = null;
+    this.report = null;  // the page as one file, fetched at the start
     say($("name"), graph.name || "graph");
     document.title = `${graph.name || "graph"} – flowchan`;
     const select = (id) => this.select(id);
@@ -66,6 +68,7 @@ class Page {
       this.table.filter = $("filter").value.trim().toLowerCase();
       this.table.arrange();
     });
+    $("save").addEventListener("click", (event) => this.save(event));
     $("stacks").addEventListener("click", () => this.showStacks());
     $("what-if").addEventListener("click", () => this.askWhatIf());
     document.addEventListener("keydown", (event) => {
@@ -89,6 +92,18 @@ class Page {
     if (!stage) return;
     this.select(stage);
     this.view.jump(stage);
+  }
+
+  // The server ends with the run. Then the final state is put into the report that was fetched at the start.
+  save(event) {
+    if (!this.report || !document.body.classList.contains("ended")) return;  // the server makes the report
+    event.preventDefault();
+    const state = { graph: this.graph, history: this.history, snapshot: this.snapshot };
+    const text = JSON.stringify(state).replaceAll("<", "\\u003c");
+    const report = this.report.replace(/(<script type="application\/json" id="saved">)[^<]*/, (_, tag) => tag + text);
+    const address = URL.createObjectURL(new Blob([report], { type: "text/html" }));
+    el("a", { href: address, download: "report.html" }).click();
+    setTimeout(() => URL.revokeObjectURL(address), 60_000);
   }
 
   select(id) {
@@ -383,7 +398,10 @@ async function begin() {
   try {
     const answer = await fetch("./graph");
     if (!answer.ok) throw new Error(`status ${answer.status}`);
-    new Connection(new Page(await answer.json(), true));
+    const page = new Page(await answer.json(), true);
+    new Connection(page);
+    const report = await fetch("./report.html").catch(() => null);  // the run may have ended
+    if (report?.ok) page.report = await report.text();
   } catch (error) {
     say($("connection"), `The page could not read the graph: ${error.message}. Load the page again.`);
     $("connection").hidden = false;
