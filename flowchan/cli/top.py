@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import click
 
 from flowchan.cli.view_client import ViewedRun, ViewError, viewed_runs
 from flowchan.run.observe.report import render, table
 from flowchan.run.policy.stats import RunStats
+from flowchan.transport.interrupts import signal_of
 from flowchan.viz.live.terminal import LiveView
 
 
@@ -29,7 +31,7 @@ def top(chosen: str | None, width: int) -> int:
         try:
             if not runs:
                 of = "this user" if chosen is None else f"process {chosen}"
-                raise ViewError(f"no run of {of} was found; a run appears half a second after its start")
+                raise ViewError(f"no run of {of} was found; a run appears within a second of its start")
             if len(runs) == 1:
                 _show(runs[0], width)
             else:
@@ -37,9 +39,9 @@ def top(chosen: str | None, width: int) -> int:
         except ViewError as error:
             click.echo(f"flowchan: {error}", err=True)
             return 1
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             click.echo("flowchan: the view is closed; the run continues", err=True)
-            return 130
+            return 128 + signal_of(interrupt)
     return 0
 
 
@@ -58,9 +60,9 @@ def _list(runs: list[ViewedRun], width: int) -> str:
     for run in runs:
         with contextlib.suppress(ViewError):  # the run has just ended
             hello = run.hello()
-            stats = next(run.statistics())
-            about = [run.name, stats.graph, stats.state, f"{stats.elapsed:.0f}", hello["program"]]
-            rows.append([_printable(text) for text in about])
+            for stats in itertools.islice(run.statistics(), 1):
+                about = [run.name, stats.graph, stats.state, f"{stats.elapsed:.0f}", hello["program"]]
+                rows.append([_printable(text) for text in about])
     head, *body = rows
     return table(head, body, left={0, 1, 2, 4}, width=width) + "\n\nflowchan top RUN shows one of them"
 

@@ -205,6 +205,25 @@ def test_feed_ends_its_thread_when_the_viewer_has_left(folder: Path, monkeypatch
         wait_until(lambda: not run._supervisor.feed._subscriptions)
 
 
+def test_run_continues_if_no_thread_serves_a_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = threading.Event()
+
+    def no_thread(*_: object, **__: object) -> None:
+        failed.set()
+        raise RuntimeError("can't start new thread")
+
+    with running() as run:
+        monkeypatch.setattr(run._supervisor.feed, "subscribe", no_thread)
+        (viewed,) = viewed_runs(str(os.getpid()))
+        failed.wait()
+        with pytest.raises(ViewError, match="has ended"):
+            viewed.hello()
+        viewed.close()
+        monkeypatch.delattr(run._supervisor.feed, "subscribe")
+        assert len(sockets("viewed")) == 1  # later viewers are accepted
+    assert run.state == "done"
+
+
 class Delivered(Feed):
     """Feed whose statistics the test delivers."""
 

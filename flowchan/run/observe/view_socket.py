@@ -89,8 +89,9 @@ class ViewSocket:
                 self._listen()
             else:
                 self._accept(self._listener)
-        except OSError as error:  # the run does not depend on its viewers
-            self._due = math.inf
+        except (OSError, RuntimeError) as error:  # the run does not depend on its viewers
+            if self._path is None:  # it cannot listen
+                self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
 
     def _listen(self) -> None:
