@@ -325,6 +325,22 @@ def viz(
     return DONE
 
 
+@main.command()
+@click.argument("run", required=False, metavar="[PID]")
+def top(run: str | None) -> None:
+    """Show the live view of a run that another program of yours has started on this machine.
+
+    PID is the process id of the program. If it has several runs, they are listed; write PID-NUMBER to choose
+    one. Without PID, the command shows the only run of your programs, or lists all of them.
+
+    The view ends with the run. Press Ctrl-C to end only the view.
+    """
+    from flowchan.cli.top import top
+
+    with _Interrupts():
+        raise SystemExit(_exit_code(lambda: top(run, _width()), debug=False))
+
+
 @main.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     *("-n", "count"), type=click.IntRange(1, 1024), help="Total number of processes across all hosts."

@@ -11,6 +11,7 @@ from flowchan.run.policy.events import ErrorSent, WorkerId
 from flowchan.run.policy.stats import Cause, EdgeStats, WorkerStats, WorkSeconds
 from flowchan.viz.insight import snapshot as snapshots
 from flowchan.viz.insight.snapshot import RateHistory, describe, ids_of, snapshot
+from flowchan.viz.live.model import Progress
 
 MARKUP = "<b>work</b>"
 
@@ -48,7 +49,7 @@ def stats(*stages: StageStats, edges: tuple[EdgeStats, ...] = (), **values: obje
 def shown(now: RunStats, before: RunStats | None = None) -> snapshots.Json:
     """Return the snapshot as the browser receives it."""
     graph = drawn()
-    text = json.dumps(snapshot(graph, ids_of(graph), now, before), allow_nan=False)
+    text = json.dumps(snapshot(Progress(graph), ids_of(graph), now, before), allow_nan=False)
     return json.loads(text)  # type: ignore[no-any-return]
 
 
@@ -135,14 +136,20 @@ def test_cause_names_the_stage_by_its_id() -> None:
     assert shown(stats())["cause"] is None
 
 
-def test_eta_uses_the_rate_of_the_window() -> None:
+def test_remaining_time_follows_from_the_latest_snapshots() -> None:
     graph = drawn()
-    edges = tuple(edge(e.name, e.writer, e.reader or "", passed=20, put=20) for e in graph.edges)
-    stages = [
-        stage(name, items_in=20, items_out=20, rate=8.0) for name in ("numbers", MARKUP, "failed", "end")
-    ]
-    found = snapshot(graph, ids_of(graph), stats(*stages, edges=edges), None)
-    assert found["progress"] == {"done": 20, "total": 100, "eta": 10.0}
+    progress = Progress(graph)
+
+    def shown_at(elapsed: float, items: int) -> object:
+        edges = tuple(edge(e.name, e.writer, e.reader or "", passed=items, put=items) for e in graph.edges)
+        stages = [
+            stage(name, items_in=items, items_out=items) for name in ("numbers", MARKUP, "failed", "end")
+        ]
+        now = stats(*stages, edges=edges, elapsed=elapsed)
+        return snapshot(progress, ids_of(graph), now, None)["progress"]
+
+    assert shown_at(10.0, 20) == {"done": 20, "total": 100, "eta": None}
+    assert shown_at(20.0, 60) == {"done": 60, "total": 100, "eta": 10.0}
 
 
 def test_stage_declared_after_the_start_is_left_out() -> None:
@@ -150,7 +157,7 @@ def test_stage_declared_after_the_start_is_left_out() -> None:
     ids = ids_of(graph)
     graph.source([1], name="later").sink(print, name="last")
     now = stats(stage("later"), stage("last"), edges=(edge("later", "later", "last"),))
-    found = snapshot(graph, ids, now, None)
+    found = snapshot(Progress(graph), ids, now, None)
     assert [stage["id"] for stage in found["stages"]] == ["s0", "s1", "s2", "s3"]
     assert (found["edges"], found["wait_for"]) == ([], [])
 
@@ -160,7 +167,7 @@ def test_problems_keep_the_latest_fifty() -> None:
     for number in range(60):
         problems.record(ErrorSent(WorkerId(MARKUP, 1), f"item {number}"))
     graph = drawn()
-    found = snapshot(graph, ids_of(graph), stats(), None, problems.latest())["failures"]
+    found = snapshot(Progress(graph), ids_of(graph), stats(), None, problems.latest())["failures"]
     assert [found[0]["text"], found[-1]["text"], len(found)] == ["item 10", "item 59", 50]
     assert found[0]["stage"] == "s1"
 

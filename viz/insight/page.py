@@ -37,6 +37,7 @@ from flowchan.viz.insight.page_actions import Action, actions_of
 from flowchan.viz.insight.saved_page import STATIC, saved_page
 from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, error_reply, json_reply
 from flowchan.viz.insight.snapshot import Json, RateHistory, describe, ids_of, snapshot
+from flowchan.viz.live.model import Progress
 from flowchan.viz.render import RenderError
 
 SNAPSHOT_EVERY_S = 1.0
@@ -70,6 +71,7 @@ class RunPage:
         self._graph, self._ids, self._static = graph, ids_of(graph), static
         self._supervisor = weakref.ref(supervisor)
         self._history, self._latencies = RateHistory(), PathLatencies()
+        self._progress = Progress(graph)
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
@@ -149,7 +151,7 @@ class RunPage:
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
         latencies = self._latencies.paths(monotonic())
-        return snapshot(self._graph, self._ids, stats, before, self._run.feed.problems.latest(), latencies)
+        return snapshot(self._progress, self._ids, stats, before, self._run.feed.problems.latest(), latencies)
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)

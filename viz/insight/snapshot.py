@@ -17,7 +17,7 @@ from flowchan.run.observe.what_if import advice
 from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkerStats, WorkSeconds
 from flowchan.viz import labels
-from flowchan.viz.live.model import bars, items_of
+from flowchan.viz.live.model import Progress, items_of
 
 Json = dict[str, Any]
 
@@ -73,7 +73,7 @@ def describe(graph: Blueprint) -> Json:
 
 
 def snapshot(
-    graph: Blueprint,
+    progress: Progress,
     ids: ElementIds,
     now: RunStats,
     before: RunStats | None,
@@ -83,7 +83,7 @@ def snapshot(
     """Return the state of a run.
 
     Args:
-        graph: Graph of the run.
+        progress: Progress of the run, which computes the remaining time from successive calls.
         ids: Ids of its stages and channels.
         now: Statistics with the rates and shares to show.
         before: Statistics about a second older, from which the state of each worker is derived; ``None`` at
@@ -103,7 +103,7 @@ def snapshot(
         "cause": cause and {"kind": cause.kind, "stage": ids.stages.get(cause.stage or ""), "why": cause.why},
         "advice": advice(now),
         "end_rate": _short(sum(stage.rate for stage in now.stages if stage.name in ids.ends)),
-        "progress": _progress(graph, now),
+        "progress": _progress(progress, now),
         "stages": [
             _stage(ids.stages[stage.name], stage, earlier.get(stage.name))
             for stage in now.stages
@@ -141,16 +141,14 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
     }
 
 
-def _progress(graph: Blueprint, now: RunStats) -> Json:
+def _progress(progress: Progress, now: RunStats) -> Json:
     """Return the progress of the part of the graph that has the largest share of its items left."""
-    shown = bars(graph, now)
+    shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
         return {"done": sum(bar.done for bar in shown), "total": None, "eta": None}
     last = min(known, key=lambda bar: bar.done / max(bar.total or 0, 1))
-    left = (last.total or 0) - last.done
-    ends = now.state in ("running", "stopping") and last.rate > 0
-    return {"done": last.done, "total": last.total, "eta": _short(left / last.rate) if ends else None}
+    return {"done": last.done, "total": last.total, "eta": None if last.left is None else _short(last.left)}
 
 
 def _stage(id: str, stage: StageStats, before: StageStats | None) -> Json:

@@ -1,7 +1,7 @@
 """Render the report of a run as text (R8).
 
-The report contains the bottleneck, advice, the numbers of workers that the run has chosen, warnings, tables
-of stages and channels, and a count of each stage's items.
+The report contains the bottleneck, advice, the numbers of workers that the run has chosen, and warnings.
+Tables of stages and channels follow, with a count of each stage's items.
 """
 
 from __future__ import annotations

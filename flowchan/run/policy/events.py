@@ -338,8 +338,8 @@ class ItemTraced:
     Attributes:
         source: Stage that the item comes from.
         number: Number that identifies the sample in its run.
-        spans: Stages that the item passed, in order: the stage, the worker, and the times in seconds at which
-            it took the item and put the first output. The clock is that of ``time.monotonic``.
+        spans: Stages that the item passed, in order. Each has the stage, the worker, and two times in
+            seconds: when the worker took the item, and when it put the first output. The clock is that of ``time.monotonic``.
     """
 
     source: str
