@@ -79,13 +79,26 @@ def work(number):
         os._exit(7)
     return number
 
-checked = graph.source(range(3), name="count").map(check, name="check")
+def count():
+    while not os.path.exists("go"):
+        time.sleep(0.01)
+    return range(3)
+
+import time
+checked = graph.source(count, name="count").map(check, name="check")
 checked.errors.sink(lambda failed: None, name="bad")
 worked = checked.map(work, name="work", on="process", max_deaths=1)
 worked.errors.sink(lambda failed: None, name="worse")
 worked.collect(name="all")
 """
-    events, code, _ = run(tmp_path, text)
+    with subprocess.Popen(
+        command(tmp_path, text), stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        events = [json.loads(process.stdout.readline())]
+        (tmp_path / "go").touch()  # failures before the first event are only counted
+        events += map(json.loads, process.communicate()[0].splitlines())
+    code = process.returncode
     found = {(event["kind"], event["stage"]): event for event in events if event["event"] == "failure"}
     assert code == 0
     assert "ValueError: one" in found["item", "check"]["text"]

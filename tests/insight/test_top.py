@@ -50,6 +50,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the folder of the sockets, which only this test uses."""
     with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setenv("TMPDIR", runtime)
         yield Path(runtime) / "flowchan"
 
 

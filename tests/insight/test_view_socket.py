@@ -36,6 +36,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return the folder of the sockets in this test, which does not exist yet."""
     with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:  # a socket's path must be short
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        monkeypatch.setenv("TMPDIR", runtime)
         assert view_folders()[0] == Path(runtime) / "flowchan"
         yield Path(runtime) / "flowchan"
 
@@ -125,6 +126,7 @@ def test_run_has_no_socket_if_others_can_enter_the_folder(folder: Path) -> None:
 
 def test_folder_falls_back_to_tmp_without_a_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.delenv("TMPDIR", raising=False)
     assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # anybody may write to it
     assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]

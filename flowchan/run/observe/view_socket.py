@@ -51,7 +51,7 @@ def view_folders() -> list[Path]:
     """Return the folders for the sockets of this user's programs. A program uses the first one."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     first = [Path(runtime) / "flowchan"] if runtime and is_private(Path(runtime)) else []
-    return [*first, Path(f"/tmp/flowchan-{os.geteuid()}")]
+    return [*first, Path(os.environ.get("TMPDIR") or "/tmp") / f"flowchan-{os.geteuid()}"]
 
 
 def is_private(folder: Path) -> bool:
