@@ -46,6 +46,7 @@ PUBLIC = {
     "flowchan.transport": "flowchan/transport/__init__.py",
     "flowchan.viz": "viz/__init__.py",
     "flowchan.viz.insight": "viz/insight/__init__.py",
+    "flowchan.viz.insight.opentelemetry": "viz/insight/opentelemetry.py",
 }
 
 

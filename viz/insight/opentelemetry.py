@@ -18,6 +18,8 @@ from flowchan import Run, RunStats
 from flowchan.run.policy.events import ItemTraced
 from flowchan.viz.insight.metrics import METRICS, samples
 
+__all__ = ["instrument"]
+
 NAME = "flowchan"
 MOST_ITEMS_PER_S = 100
 """Maximum number of items per second for which spans are made. A span costs tens of microseconds."""
