@@ -5,7 +5,7 @@
   or run.
 - In an ``sh`` block, only the lines that begin with ``flowchan`` are run.
 - ``# → text`` at the end of a Python line states one line of output. All these comments of a block together
-  state its whole output.
+  state its whole output. ``...`` at the end of ``text`` stands for any other characters.
 - A ``text`` block directly below another block states the exact output of that block.
 """
 
@@ -42,6 +42,12 @@ class Block:
     line: int
     file: str | None
     expected: str | None
+
+
+def is_stated(printed: str, expected: str) -> bool:
+    """Return whether a block printed what the page states."""
+    pattern = re.escape(expected).replace(re.escape("...\n"), ".*\n")
+    return re.fullmatch(pattern, printed) is not None
 
 
 def blocks(markdown: str) -> Iterator[Block]:
@@ -99,7 +105,7 @@ def run_page(path: str) -> None:
             multiprocessing.set_start_method(None, force=True)
         else:
             printed = printed_by(partial(run_commands, block))
-        if block.expected is not None and printed != block.expected:
+        if block.expected is not None and not is_stated(printed, block.expected):
             raise SystemExit(
                 f"{path}:{block.line}: the block prints\n{printed}\nand the text says\n{block.expected}"
             )

@@ -339,7 +339,8 @@ class ItemTraced:
         source: Stage that the item comes from.
         number: Number that identifies the sample in its run.
         spans: Stages that the item passed, in order. Each has the stage, the worker, and two times in
-            seconds: when the worker took the item, and when it put the first output. The clock is that of ``time.monotonic``.
+            seconds: when the worker took the item, and when it put the first output. The clock is that of
+            ``time.monotonic``.
     """
 
     source: str
