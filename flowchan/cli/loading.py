@@ -82,7 +82,8 @@ def picture_name(target: str) -> str:
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
-    return f"{path.name.rpartition('.')[2] if _names_module(path) else path.stem}.svg"
+    stem = path.name.removesuffix(".json.gz") if path.name.endswith(".json.gz") else path.stem
+    return f"{path.name.rpartition('.')[2] if _names_module(path) else stem}.svg"
 
 
 def load_timeline(path: str) -> str:

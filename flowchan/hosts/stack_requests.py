@@ -36,16 +36,17 @@ class StackRequests:
     def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
         """Return the stacks of these workers, or one line for each worker whose agent does not answer."""
         number, found = next(self._numbers), dict[WorkerId, str]()
-        self._answers[number] = found
+        with self._answered:
+            self._answers[number] = found
         for agent in set(agents.values()):
             agent.hint(AskStacks(number, tuple(id for id, of in agents.items() if of is agent)))
         deadline = time.monotonic() + ANSWER_WITHIN_S
-        try:
-            with self._answered:
+        with self._answered:
+            try:
                 while time.monotonic() < deadline and _missing(agents, found):
                     self._answered.wait(POLL_INTERVAL_S)
-        finally:
-            del self._answers[number]
+            finally:
+                del self._answers[number]
         missing = {
             id: f"no stack: host {agents[id].host!r} did not answer within {ANSWER_WITHIN_S:g} s\n"
             for id in _missing(agents, found)

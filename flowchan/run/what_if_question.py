@@ -40,10 +40,10 @@ def answer(
 
 def _stage(graph: Blueprint, stats: RunStats, stage: Stream[Any] | str) -> StageStats:
     name = stage.stage if isinstance(stage, Stream) and stage.graph is graph else stage
-    found = next((one for one in stats.stages if one.name == name), None)
-    if found is None:
+    if not isinstance(name, str):
         raise KeyError(f"{stage!r} is not a stage of graph {graph.name!r}")
-    return found
+    found = graph.stage_named(name).name
+    return next(one for one in stats.stages if one.name == found)
 
 
 def _workers(stage: StageStats, workers: int | None) -> int:

@@ -51,10 +51,16 @@ def test_path_has_all_stages_in_order_of_time() -> None:
     )
 
 
+def test_item_with_a_missing_span_is_left_out() -> None:
+    reports = [spans("source", ((MARK,), 0, 0)), spans("end", ((MARK,), 3 * SECOND, 4 * SECOND))]
+    assert path_of(chain(), reports) == []
+
+
 def test_item_is_complete_a_moment_after_it_reached_an_end() -> None:
     told: list[ItemTraced] = []
     paths = ItemPaths(chain(), told.append)
     paths.add(spans("source", ((MARK,), 0, 0)), 0)
+    paths.add(spans("show", ((MARK,), 0, 1)), 0)
     assert paths.add(spans("end", ((MARK,), 1, 2)), 10) == []
     assert paths.add(spans("source", ((MARK + 1,), 0, 0)), 10 + COMPLETE_AFTER_NS - 1) == []
     (item,) = paths.add(spans("source", ((MARK + 2,), 0, 0)), 10 + COMPLETE_AFTER_NS)
@@ -65,7 +71,11 @@ def test_item_is_complete_a_moment_after_it_reached_an_end() -> None:
 
 def test_batch_completes_each_of_its_items() -> None:
     marks = (MARK, MARK + 1)
-    reports = [spans("source", ((MARK,), 0, 0), ((MARK + 1,), 1, 1)), spans("end", (marks, 2, 3))]
+    reports = [
+        spans("source", ((MARK,), 0, 0), ((MARK + 1,), 1, 1)),
+        spans("show", (marks, 1, 2)),
+        spans("end", (marks, 2, 3)),
+    ]
     assert [item.number for item in path_of(chain(), reports)] == [*marks]
 
 

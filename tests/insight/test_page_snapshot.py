@@ -66,7 +66,10 @@ def test_graph_is_described_with_ids_names_and_places() -> None:
 
 
 def test_end_rate_sums_all_ends_without_failed_items() -> None:
-    now = stats(stage("end", rate=12.0), stage("failed", rate=3.0), stage("numbers", rate=20.0))
+    edges = tuple(
+        dataclasses.replace(edge(e.name, e.writer, e.reader or ""), errors=e.errors) for e in drawn().edges
+    )
+    now = stats(stage("end", rate=12.0), stage("failed", rate=3.0), stage("numbers", rate=20.0), edges=edges)
     assert shown(now)["end_rate"] == 12.0
 
 

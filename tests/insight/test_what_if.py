@@ -222,7 +222,7 @@ def run() -> Run:
         (("pairs", {"workers": 1}), ValueError, "'pairs' cannot change, because the stage is a batch"),
         (("abs", {"faster": 0}), ValueError, "faster must be greater than 0"),
         (("abs", {"faster": "twice"}), TypeError, "faster must be a number"),
-        (("other", {"workers": 1}), KeyError, "'other' is not a stage of graph 'arguments'"),
+        (("other", {"workers": 1}), KeyError, "no stage named 'other'; its stages are 'source', 'abs'"),
         ((None, {"workers": 1}), ValueError, "workers needs a stage"),
         (("abs", {"workers": 1, "window": -1}), ValueError, "window must be greater than 0"),
     ],

@@ -69,6 +69,7 @@ EDGE = EdgeStats(
     short_of_bytes=True,
     holders=(Holder(11, 2, 2048),),
     put=107,
+    errors=True,
 )
 HOST = HostStats("a", "connected", 2, 1, ("killed",), 3, 1000, 2000, 0.001)
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -27,7 +26,6 @@ from typing import Any
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.feed import Subscription
 from flowchan.run.observe.latency import PathLatencies
-from flowchan.run.observe.windows import between
 from flowchan.run.policy.events import ItemTraced
 from flowchan.run.policy.stats import RunStats
 from flowchan.run.supervisor import Supervisor
@@ -42,8 +40,6 @@ from flowchan.viz.render import RenderError
 
 SNAPSHOT_EVERY_S = 1.0
 """Seconds between two snapshots."""
-WINDOW_S = 5.0
-"""Length of the window for rates, shares and the cause, in seconds."""
 MOST_VIEWERS = 32
 """Maximum number of viewers at the same time."""
 
@@ -75,7 +71,8 @@ class RunPage:
         self._joining = threading.Lock()
         self._viewers = 0
         self._subscription: Subscription | None = None
-        self._recent: deque[RunStats] = deque(maxlen=round(WINDOW_S / SNAPSHOT_EVERY_S))
+        self._previous: RunStats | None = None  # of the latest snapshot
+        self._describing = threading.Lock()
         self._changed = threading.Condition()
         self._latest = (0, b"")  # number and text of the latest snapshot; number 0: none yet
         self._final: Json | None = None
@@ -137,21 +134,20 @@ class RunPage:
 
     # --- the sampler ---
 
-    def _sample(self, whole: RunStats) -> None:
+    def _sample(self, stats: RunStats) -> None:
         """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
         if self._run.ended.is_set():
             return
-        recent = self._recent
-        full = len(recent) == recent.maxlen  # else the window began before the first viewer came
-        before = recent[0] if full else self._run.history.before(whole, WINDOW_S)
-        previous = recent[-1] if recent else self._run.history.before(whole, 0.0)
-        recent.append(whole)
-        self._history.add(whole)
-        self._publish(self._snapshot(between(before, whole), previous))
+        previous = self._previous or self._run.history.before(stats, 0.0)
+        self._previous = stats
+        self._history.add(stats)
+        self._publish(self._snapshot(stats, previous))
 
     def _snapshot(self, stats: RunStats, before: RunStats | None) -> Json:
         latencies = self._latencies.paths(monotonic())
-        return snapshot(self._progress, self._ids, stats, before, self._run.feed.problems.latest(), latencies)
+        problems = self._run.feed.problems.latest()
+        with self._describing:
+            return snapshot(self._progress, self._ids, stats, before, problems, latencies)
 
     def _publish(self, state: Json) -> None:
         text = _event("snapshot", state)
@@ -167,6 +163,7 @@ class RunPage:
                 text = f"the page already has {MOST_VIEWERS} viewers; close one of them"
                 return error_reply(text, HTTPStatus.SERVICE_UNAVAILABLE)
             if not self._viewers:
+                self._previous = None
                 self._subscription = self._run.feed.subscribe(stats=self._sample, every=SNAPSHOT_EVERY_S)
             self._viewers += 1
         return _Viewer(self)
@@ -178,7 +175,6 @@ class RunPage:
             if not self._viewers and self._subscription is not None:
                 self._subscription.close()
                 self._subscription = None
-                self._recent.clear()
                 with self._changed:
                     if not self._over:  # else a viewer may still have to send the final snapshot
                         self._latest = (0, b"")

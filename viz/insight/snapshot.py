@@ -13,7 +13,7 @@ from typing import Any
 from flowchan.declare.blueprint import Blueprint
 from flowchan.run.observe.latency import PathLatency
 from flowchan.run.observe.problems import RunProblem
-from flowchan.run.observe.what_if import advice
+from flowchan.run.observe.what_if import advice, end_rate
 from flowchan.run.policy.scaling import ScalingDecision
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats, WorkerStats, WorkSeconds
 from flowchan.viz import labels
@@ -102,7 +102,7 @@ def snapshot(
         "window": round(now.window, 2),
         "cause": cause and {"kind": cause.kind, "stage": ids.stages.get(cause.stage or ""), "why": cause.why},
         "advice": advice(now),
-        "end_rate": _short(sum(stage.rate for stage in now.stages if stage.name in ids.ends)),
+        "end_rate": _short(end_rate(now)),
         "progress": _progress(progress, now),
         "stages": [
             _stage(ids.stages[stage.name], stage, earlier.get(stage.name))

@@ -194,7 +194,7 @@ class Feed:
     def at_end(self, call: Callable[[], object]) -> None:
         """Call a function once the feed has ended, or at once if it has already ended.
 
-        The function must not raise. The run's ``wait()`` returns only after this call.
+        The run's ``wait()`` returns only after this call. If the function raises, a warning is logged.
         """
         with self._changed:
             over = self._over
@@ -212,7 +212,10 @@ class Feed:
             self._changed.notify_all()
         _join(thread)
         for call in calls:
-            call()
+            try:
+                call()
+            except Exception as error:  # the other calls must still release what they own
+                log.warning("a function could not be called at the end of a run: %s", text_of(error))
 
     def _leave(self, one: Subscription) -> None:
         with self._changed:

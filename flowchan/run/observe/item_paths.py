@@ -46,6 +46,7 @@ class ItemPaths:
         self._tell = tell
         self._names = [stage.name for stage in plan.graph.stages]
         self._before = _stages_before(plan)
+        self._writers = _writers(plan)
         self._ends = plan.ends
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
@@ -88,7 +89,12 @@ class ItemPaths:
         due = [one for one in self._due if now is None or one[0] <= now]
         self._due = [] if now is None else [one for one in self._due if one[0] > now]
         found = [self._path(mark, self._items[mark], last) for _, mark, last in due if mark in self._items]
-        return [item for item in found if item.spans[0][0] == item.source]
+        return [item for item in found if self._is_whole(item)]
+
+    def _is_whole(self, item: ItemTraced) -> bool:
+        """Return whether no span is missing, for example because a worker has not sent it yet."""
+        first, *others = item.path
+        return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
         """Return the path of an item to its last span. A worker that died may have lost its part of it."""
@@ -99,13 +105,18 @@ class ItemPaths:
         return ItemTraced(item.source, mark, placed)
 
 
-def _stages_before(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return the stages from which items can reach each stage, without the stage itself."""
+def _writers(plan: Plan) -> dict[str, set[str]]:
+    """Return the stages that put items directly into each stage."""
     into: dict[str, set[str]] = {stage.name: set() for stage in plan.graph.stages}
     for edge in plan.edges:
         if edge.reader is not None:
             into[edge.reader].add(edge.writer)
-    found = {}
+    return into
+
+
+def _stages_before(plan: Plan) -> dict[str, frozenset[str]]:
+    """Return the stages from which items can reach each stage, without the stage itself."""
+    into, found = _writers(plan), {}
     for stage in into:
         before: set[str] = set()
         pending = [stage]

@@ -165,6 +165,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
         readers_waiting_for=stats.readers_waiting_for, writers_waiting_for=stats.writers_waiting_for,
         selecting=stats.selecting, woken=stats.woken, awaiting=stats.awaiting, bytes=stats.bytes_inside,
         share=share, short_of_bytes=stats.short_of_bytes, holders=stats.holders, put=stats.items_in,
+        errors=edge.errors,
     )  # fmt: skip
 
 

@@ -123,9 +123,11 @@ def missing(stats: RunStats, model: Model, stage: str = "") -> str:
 
 
 def end_rate(stats: RunStats) -> float:
-    """Return how many items leave the graph per second."""
+    """Return how many items leave the graph per second, without failed items."""
     writers = {edge.writer for edge in stats.edges if edge.reader is not None}
-    return sum(stage.rate for stage in stats.stages if stage.name not in writers)
+    failed = {edge.reader for edge in stats.edges if edge.errors}
+    ends = [stage for stage in stats.stages if stage.name not in writers]
+    return sum(stage.rate for stage in [one for one in ends if one.name not in failed] or ends)
 
 
 def _named(stats: RunStats, name: str) -> StageStats:
@@ -241,6 +243,8 @@ def advice(stats: RunStats) -> str | None:
     work = model.works.get(cause.stage or "")
     if work is None or cause.kind not in ("order", "bottleneck"):
         return None
+    if any(decision.stage == work.stage.name for decision in stats.decisions):
+        return None  # the run itself chooses the number of workers
     if work.utilisation < BUSY and work.stage.rate:
         return _for_waits(stats, model, work)
     return _for_stage(model, work)

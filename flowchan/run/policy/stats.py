@@ -254,6 +254,7 @@ class EdgeStats:
         short_of_bytes: True if a writer is waiting for bytes although the channel has room for another item.
         holders: Processes that keep blocks of the channel's memory.
         put: Number of items put since the start of the run.
+        errors: True if the channel carries the failed items of ``writer``.
 
     Example:
         >>> from flowchan import Graph
@@ -285,6 +286,7 @@ class EdgeStats:
     short_of_bytes: bool = False
     holders: tuple[Holder, ...] = ()
     put: int = 0
+    errors: bool = False
 
     @property
     def left(self) -> int:
