@@ -1,4 +1,4 @@
-"""Measure how fast ``workers=auto(…)`` finds good numbers of workers, and how it follows a changing load."""
+"""Measure how fast ``workers=auto(…)`` finds a good number, and how well it follows a changing load."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flowchan import Graph, auto
 
 ISOLATES = (
     "Two stages sleep 17 and 21 ms per item and share 8 workers; the best fixed split is 4 and 4. The rate "
-    "is that of the results from 10 to 15 s after the start. The time to 95 % ends when the results of one "
-    "second reach 95 % of the rate of the fixed split. Ray Data runs the same functions as two pools of 1 to "
-    "8 actors on 8 CPUs, 10 items per block. For the load, the program puts 40, 150 and 60 items per second, "
-    "25 s each; the items are those finished after 75 s."
+    "counts the results from 10 to 15 s after the start. The time to 95 % ends when the results within one "
+    "second reach 95 % of the rate of the fixed split. Ray Data runs the same functions in two pools of 1 to "
+    "8 actors on 8 CPUs, with 10 items per block. For the changing load, the program puts 40, 150 and 60 "
+    "items per second, for 25 s each. The table counts the items that are finished after 75 s."
 )
 
 SLOTS = 8
@@ -60,7 +60,7 @@ def measure(effort: Effort) -> Report:
 
 
 class _Graph:
-    """Results of a graph; ``workers`` is the number for each stage, or ``None`` if the run chooses."""
+    """Results of a graph. Each stage has ``workers`` workers; for ``None``, the run chooses the number."""
 
     def __init__(self, workers: int | None) -> None:
         self._workers = workers
@@ -88,7 +88,7 @@ def _arrivals(items: Iterable[Any], seconds: float) -> list[float]:
 
 
 def _reached(times: Sequence[float], goal: float) -> float:
-    """Return the end of the first second with at least the rate ``goal``, or infinity."""
+    """Return the end of the first second in which the rate reaches ``goal``, or infinity."""
     least = round(goal)
     return next(
         (at for past, at in zip(times, times[least:], strict=False) if at - past <= 1.0), float("inf")
@@ -153,12 +153,12 @@ def _load(report: Report, seconds: float) -> None:
     mine, fixed = report.interleave("load of 40, 150 and 60 items/s", cases, 1)
     report.rows.append(at_least(0.95, mine, fixed))
     worked = [Case(name, "s", lambda name=name: (spent[name], 1)) for name in spent]
-    mine, fixed = report.interleave("load of 40, 150 and 60 items/s, time of all workers", worked, 1)
+    mine, fixed = report.interleave("load of 40, 150 and 60 items/s, total lifetime of workers", worked, 1)
     report.rows.append(at_most(1, mine, fixed))
 
 
 def _loaded(workers: Any, seconds: float) -> tuple[int, float]:
-    """Return how many items were finished under the load, and the time that all workers have spent."""
+    """Return the number of items finished under the load, and the total lifetime of all workers."""
     graph = Graph("load")
     items = graph.input()
     items.map(first, workers=workers, name="first").map(second, workers=workers, name="second").sink(

@@ -247,7 +247,7 @@ def timed(job: Ranks, operation: str, size: int, effort: Effort) -> Case:
     """Time an operation, repeated for about the length of a round.
 
     A run that takes less than half of that is repeated. On a busy machine, some runs complete
-    within one time slice of each rank. Others wait until other processes have used up theirs.
+    within one time slice of each rank. Others must wait while other processes use up their time slices.
     """
     once = partial(job.run, operation, size)
     count = 2

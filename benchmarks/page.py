@@ -1,4 +1,4 @@
-"""Measure how much CPU time the live page of a run costs per item, without viewers and with 1 and 10."""
+"""Measure the CPU time per item that the live page of a run costs with 0, 1 and 10 viewers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from benchmarks.harness import Case, Effort, Report, at_most, calibrate, cpu_sec
 from flowchan import Graph
 
 ISOLATES = (
-    "A source, a map and a sink pass ints. The figure is the CPU time of the program and its workers per "
-    "item, from the first item to the end of the run. The viewers are in another process, which is not "
-    "counted."
+    "A source, a map and a sink pass ints. The figure is the CPU time per item that the program and its "
+    "workers use, from the first item to the end of the run. The viewers run in another process, whose "
+    "CPU time is not counted."
 )
 LENGTH = 8
-"""Length of a run compared with the other benchmarks, because a page takes one snapshot a second."""
+"""Factor by which a run is longer than in other benchmarks; a page takes only one snapshot a second."""
 MOST = 1.01
-"""Allowed CPU time with a page, relative to a run without one."""
+"""Maximum CPU time with a page, relative to a run without one."""
 VIEWERS = """
 import selectors, socket, sys, urllib.parse
 url = urllib.parse.urlsplit(sys.argv[1])
@@ -31,7 +31,7 @@ for _ in range(int(sys.argv[2])):
     viewer.sendall(f"GET {url.path}snapshots HTTP/1.1\\r\\nHost: {url.netloc}\\r\\n\\r\\n".encode())
     viewer.recv(1)
     viewers.register(viewer, selectors.EVENT_READ)
-print("all are connected", flush=True)
+print("all viewers are connected", flush=True)
 while viewers.get_map():
     for key, _ in viewers.select():
         if not key.fileobj.recv(1 << 20):

@@ -51,7 +51,7 @@ TITLES = {
     "training": "Sequential: training",
     "defaults": "Sequential: defaults",
     "schedules": "Sequential: schedules",
-    "autoscale": "Chosen numbers of workers",
+    "autoscale": "Automatic number of workers",
     "page": "The live page",
 }
 """Heading of each benchmark."""

@@ -1,7 +1,7 @@
-"""Measure the CPU time per item of a graph with ``trace=`` and without.
+"""Measure the CPU time per item of a graph with and without ``trace=``.
 
-Run it with ``python -m benchmarks.trace``. It prints the median and the smallest value of several runs, and
-the difference. Compare values of one call only, on a machine without other work.
+Run ``python -m benchmarks.trace``. The benchmark prints the median and the minimum of several runs, and the
+difference. Compare only values from the same call, on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def graph(on: str) -> Graph:
 
 
 def cpu_ns(on: str, trace: Path | None) -> float:
-    """Return the CPU nanoseconds per item of one run, including those of its processes."""
+    """Return the CPU time per item of one run in nanoseconds, including the time of its worker processes."""
     before = _cpu_seconds()
     graph(on).run(trace=trace)
     return (_cpu_seconds() - before) / ITEMS[on] * 1e9
@@ -41,7 +41,7 @@ def _cpu_seconds() -> float:
 
 
 def main(rounds: int = ROUNDS) -> None:
-    """Print a line for each placement."""
+    """Print the results for threads and for processes."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {"off": None, "on": Path(folder) / "out.json"}
         for on in ITEMS:
@@ -52,8 +52,8 @@ def main(rounds: int = ROUNDS) -> None:
             for name, figure in {"median": statistics.median, "minimum": min}.items():
                 off, traced = figure(found["off"]), figure(found["on"])
                 print(
-                    f"{on}, {name}: {off:.0f} ns of CPU time per item without a trace, {traced:.0f} with, "
-                    f"difference {traced - off:+.0f}"
+                    f"{on}, {name}: {off:.0f} ns of CPU time per item without a trace, {traced:.0f} with "
+                    f"one, difference {traced - off:+.0f}"
                 )
 
 

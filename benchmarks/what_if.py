@@ -1,11 +1,12 @@
 """Compare predictions of ``run.what_if()`` with real runs of random graphs.
 
 Usage: ``python -m benchmarks.what_if [--graphs N] [--seed S] [--kinds KIND…] [--json PATH]``. Each graph is a
-chain of 2 to 5 stages. The program predicts the effects of three changes to each graph. These are one more
-worker for the slowest stage, one more worker for another stage, and the slowest stage twice as fast. Then it
-runs the changed graphs, and runs the unchanged graph again. The table shows the errors of the predicted
-ratios of rates. Its row "same graph" shows the difference between two runs of one graph. Other programs on
-the machine disturb the measurement. 50 graphs take about 10 minutes.
+chain of 2 to 5 stages. Each change adds a worker to the slowest stage, adds one to another stage, or doubles
+the speed of the slowest stage. The benchmark predicts the effects of these three changes, then runs the
+changed graphs. It also runs the unchanged graph twice. A prediction is the ratio of the new rate to the old
+one, and the table shows the errors of these ratios. The row "same graph" shows the difference between the two
+runs of the unchanged graph. Other programs on the machine disturb the measurement. 50 graphs take about 10
+minutes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from flowchan.run.observe.windows import between, local_cores
 
 MS = 0.001
 WARM_S, WINDOW_S = 0.6, 1.4
-"""Seconds after the start that are not measured, and seconds that are measured."""
+"""Seconds of warm-up, which are not measured, and seconds of measurement."""
 GAIN = 1.05
-"""Smallest ratio of rates that counts as a gain."""
+"""Smallest ratio of the new rate to the old rate that counts as a gain."""
 ITEMS_OUT = {"batch": 0.25, "flat_map": 2.0, "filter": 0.5}
-"""Number of outputs per input of each operator that does not have one output per input."""
+"""Number of outputs per input, for each operator for which the number is not 1."""
 MOST_MERGED = 8
-"""Maximum number of source items per item that leaves a graph."""
+"""Maximum number of source items for each item that leaves the graph."""
 SAME = "same graph"
-"""Name of the trials that run a graph twice without a change."""
+"""Name of the trials that run an unchanged graph twice."""
 
 Kind = Literal["sleep", "sleep_process", "compute_process", "compute_thread"]
 KINDS: tuple[Kind, ...] = ("sleep", "sleep_process", "compute_process", "compute_thread")
@@ -48,7 +49,7 @@ Spread = Literal["equal", "uniform", "exponential"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One stage of a random graph. ``ms`` is the mean work time of an item in milliseconds."""
+    """One stage of a random graph. ``ms`` is the mean work time per item in milliseconds."""
 
     name: str
     kind: Kind
@@ -92,14 +93,14 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Return whether the prediction is right about a gain of more than 5 %."""
+        """Return whether prediction and measurement agree about a gain of more than 5 %."""
         return (self.predicted > GAIN) == (self.measured > GAIN)
 
 
 def steps(chance: random.Random, kinds: Sequence[Kind]) -> list[Step]:
     """Return a random chain of 2 to 5 stages.
 
-    At least one item per ``MOST_MERGED`` source items leaves the graph, so that a window has enough items.
+    At least one item leaves the graph for every ``MOST_MERGED`` source items. A window thus has enough items.
     """
     while True:
         chain = _steps(chance, kinds)
@@ -136,7 +137,7 @@ def counting() -> Iterator[int]:
 def build(chain: Iterable[Step]) -> Graph:
     """Return the graph of a chain.
 
-    A batch has 4 items, a flat_map returns 2 items for each, and a filter keeps every second item.
+    A batch has 4 items, a flat_map returns 2 items for each input, and a filter keeps every second item.
     """
     graph = Graph("random")
     stream: Any = graph.source(counting, capacity=4)
@@ -187,7 +188,7 @@ def _every_second(step: Step) -> Callable[[Any], bool]:
 
 
 def measured(chain: Iterable[Step]) -> RunStats:
-    """Run a chain, and return the statistics of a window after its start."""
+    """Run a chain, and return the statistics of a window that follows the warm-up."""
     with build(chain).start() as run:
         run.ready()
         time.sleep(WARM_S)
@@ -222,7 +223,7 @@ def changes(
 
 
 def trials(graphs: int, seed: int, kinds: Sequence[Kind]) -> Iterator[Trial]:
-    """Yield the trials of random graphs. The rate before a change is the mean of two runs."""
+    """Yield trials of random graphs. The old rate is the mean of two runs of the unchanged graph."""
     for number in range(graphs):
         chance = random.Random(f"{seed} {number}")
         chain = steps(chance, kinds)
@@ -238,7 +239,7 @@ def trials(graphs: int, seed: int, kinds: Sequence[Kind]) -> Iterator[Trial]:
 
 
 def rows(found: Sequence[Trial]) -> Iterator[tuple[str, list[Trial]]]:
-    """Yield the rows of the table: trials by change, and by kind of stage."""
+    """Yield the rows of the table: all predictions, then trials by change and by kind of stage."""
     predicted = [trial for trial in found if trial.change != SAME]
     yield "all predictions", predicted
     for change in dict.fromkeys(trial.change for trial in found):
@@ -248,7 +249,7 @@ def rows(found: Sequence[Trial]) -> Iterator[tuple[str, list[Trial]]]:
 
 
 def figures(found: Sequence[Trial]) -> dict[str, float]:
-    """Return the number of trials, their errors, and the shares of right decisions and ranges."""
+    """Return the number of trials, their errors, and how often the predicted gain and range were right."""
     errors = sorted(trial.error for trial in found)
     return {
         "trials": len(found),
@@ -263,15 +264,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.what_if", description=__doc__)
     parser.add_argument("--graphs", type=int, default=50, help="number of random graphs")
     parser.add_argument("--seed", type=int, default=1, help="random seed for the graphs")
-    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS, help="kinds of stages")
-    parser.add_argument("--json", default="benchmarks/results/what_if.json", help="path of the results")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS, help="kinds of stages to use")
+    parser.add_argument("--json", default="benchmarks/results/what_if.json", help="path of the JSON output")
     args = parser.parse_args()
     found: list[Trial] = []
     for trial in trials(args.graphs, args.seed, args.kinds):
         found.append(trial)
         print(".", end="", file=sys.stderr, flush=True)
     table = {name: figures(some) for name, some in rows(found) if some}
-    print("\n| predictions | number | median error | 90 % of errors below | gain right | in range |")
+    print("\n| predictions | number | median error | 90th-percentile error | gain right | in range |")
     print("|---|---|---|---|---|---|")
     for name, row in table.items():
         print(

@@ -4,7 +4,7 @@
     flowchan viz examples/thumbnails.py -o thumbnails.svg
 
 The default directory is that of the installed Python packages. Files that are not pictures are counted and
-skipped. https://ui.perfetto.dev opens the trace, which shows what each worker did. Workers are threads,
+skipped. Open the trace at https://ui.perfetto.dev to see what each worker did. Workers are threads,
 because Pillow releases the GIL while it computes. The example needs pillow.
 """
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("directory", nargs="?", type=Path, default=PACKAGES)
     parser.add_argument("-o", "--output", default="thumbnails.png")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--trace", help="file to write a trace of the run to")
+    parser.add_argument("--trace", help="file for a trace of the run")
     args = parser.parse_args()
     thumbnails(args.directory, args.output, args.workers).run(progress=True, trace=args.trace)
 

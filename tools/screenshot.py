@@ -1,9 +1,9 @@
-"""Take pictures of the live page in headless Chromium, and measure its updates.
+"""Take screenshots of the live page in headless Chromium, and measure its updates.
 
-usage: screenshot.py FOLDER [NAME…]    (a NAME is a part of a picture's name: 35, dark, failed, …)
+usage: screenshot.py FOLDER [NAME…]    (NAME is part of a picture's name, such as 35, dark or failed)
 
-Pictures show graphs of 5, 35 and 150 stages, light and dark, on a wide and a narrow window: running, failed,
-ended and disconnected. The figures are made up.
+The pictures show graphs with 5, 35 and 150 stages in light and dark mode, in a wide and in a narrow window.
+The runs are active, failed, ended or disconnected. The figures are made up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UPDATES = 40
 
 
 def prepare(page: FixturePage, tab: Tab, state: str) -> None:
-    """Bring the page into a state, and wait until it shows it."""
+    """Put the page into a state, and wait until the page shows that state."""
     tab.wait("document.querySelectorAll('#table tbody tr').length > 0")
     if state in ("failed", "done"):
         page.send(page.figures.snapshot(61.0, state))
@@ -38,7 +38,7 @@ def prepare(page: FixturePage, tab: Tab, state: str) -> None:
 
 
 def measure(page: FixturePage, tab: Tab) -> str:
-    """Return the milliseconds of an update: by the clock, and in CPU time of the page's thread."""
+    """Return the time of an update in milliseconds: wall-clock time and CPU time of the page's thread."""
     tab.wait("document.querySelectorAll('#table tbody tr').length > 0")
     tab.evaluate(
         "window.took = [];"
@@ -61,7 +61,7 @@ def measure(page: FixturePage, tab: Tab) -> str:
     script, style, layout, task = (late - early for late, early in zip(spent(), before, strict=True))
     times = sorted(tab.evaluate("took"))
     return (
-        f"{times[len(times) // 2]:.1f} ms an update by the clock, at most {times[-1]:.1f}; "
+        f"{times[len(times) // 2]:.1f} ms per update (wall clock), at most {times[-1]:.1f} ms; "
         f"CPU: script {script:.1f} ms, style {style:.1f}, layout {layout:.1f}, all {task:.1f}"
     )
 
