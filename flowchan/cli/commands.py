@@ -297,7 +297,7 @@ def viz(
 ) -> int:
     """Draw the graph in FILE without running it. The suffix of the output file selects the format.
 
-    With --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
+    If you pass --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
     """
     from flowchan.cli.loading import load, load_timeline, picture_name
     from flowchan.viz import FORMATS, draw

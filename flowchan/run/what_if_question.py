@@ -50,7 +50,9 @@ def _workers(stage: StageStats, workers: int | None) -> int:
     if workers is None:
         return 0
     if not is_whole(workers):
-        raise TypeError(f"{CALL}: workers must be an int (the number of workers to add), got {shown(workers)}")
+        raise TypeError(
+            f"{CALL}: workers must be an int (the number of workers to add), got {shown(workers)}"
+        )
     if not can_grow(stage):
         raise ValueError(
             f"{CALL}: stage {stage.name!r} is a {stage.kind}, so its number of workers cannot change; pass "

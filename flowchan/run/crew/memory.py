@@ -1,4 +1,4 @@
-"""Memory budget of a run, free memory for more processes, and processes killed because memory was short.
+"""Find a run's memory budget, the free memory for more processes, and processes killed for lack of memory.
 
 All channels of the run share the budget.
 """

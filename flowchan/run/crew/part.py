@@ -37,7 +37,7 @@ class CrewPart(Protocol):
         Args:
             ids: One worker, or all workers of a gang that is to restart.
             blamed: The worker that may have died because of its item. The supervisor terminated the others.
-            later: Do not start the replacements. A later call of :meth:`start_workers` does.
+            later: Do not start the replacements. A later call to :meth:`start_workers` does.
 
         Returns:
             Events for the workers that could not be started.

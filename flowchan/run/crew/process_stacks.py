@@ -68,7 +68,7 @@ class StackRequest:
 
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
-    """Return what ``py-spy`` prints for the process, or one line that says why there is no stack."""
+    """Return what ``py-spy`` prints for the process, or one line that says why the stacks are unknown."""
     pid, program = request.process.pid, shutil.which("py-spy")
     if program is None:
         why = "py-spy is not installed"

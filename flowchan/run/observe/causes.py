@@ -4,10 +4,9 @@ Algorithm. The utilisation of a stage is the share of time in which its *working
 working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
 earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If several stages are
 bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
-and s is the busy time per item in seconds. The stage takes v items per item from the sources; v is the
-product of the outputs per input of all earlier stages. Measured rates would mislead while channels are still
-filling. Ties are common, because stages before the bottleneck are also busy while their channels have free
-places.
+and s is the busy time per item in seconds. For each source item, the stage takes v items; v is the product of
+the outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
+Ties are common, because stages before the bottleneck are also busy while their channels have free places.
 
 Threads of this process that together use a whole core compete for one global interpreter lock, so their
 stages look busy although they are not. If the kernel leaves workers without a core, more workers would not

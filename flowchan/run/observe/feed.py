@@ -138,7 +138,7 @@ class Feed:
         """Call a subscriber with statistics and events, on the feed's own thread.
 
         Args:
-            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: at once, then after
+            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: immediately, then after
                 each interval, and once after the run has ended.
             events: Receives the events from workers and the supervisor's decisions in order. Events precede
                 the statistics that include them (see ``flowchan.run.policy.events``).
@@ -194,7 +194,7 @@ class Feed:
     def at_end(self, call: Callable[[], object]) -> None:
         """Call a function when the feed ends, or immediately if the feed has already ended.
 
-        The function must not raise. The run's ``wait()`` returns only after this call.
+        The function must not raise. The run's ``wait()`` returns only after the function has returned.
         """
         with self._changed:
             over = self._over

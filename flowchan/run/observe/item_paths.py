@@ -54,7 +54,7 @@ class ItemPaths:
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:
-        """Take in a report at time ``now`` in nanoseconds, and return the items that are now complete."""
+        """Record a report at time ``now`` in nanoseconds, and return the items that are now complete."""
         stage, number = event.worker.stage, event.worker.number
         with self._lock:
             for marks, taken, put in event.spans:

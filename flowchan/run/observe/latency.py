@@ -41,7 +41,7 @@ class PathLatencies:
         self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}  # time of completion, latency
 
     def add(self, item: ItemTraced) -> None:
-        """Take in a sampled item."""
+        """Record a sampled item."""
         samples = self._samples.setdefault(item.path, deque(maxlen=MOST_SAMPLES))
         samples.append((item.spans[-1][3], item.latency))
 

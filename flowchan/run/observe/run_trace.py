@@ -132,7 +132,7 @@ class RunTrace:
         self._counted_at = 0
 
     def follow(self, plan: Plan, ports: TracedPorts, feed: Feed) -> None:
-        """Begin to trace a run, which must not have started."""
+        """Begin to trace a run that has not started yet."""
         self._ports, now = ports, time.monotonic_ns()
         self._edges = [edge.name for edge in plan.edges]
         self._counted_at = now

@@ -100,7 +100,7 @@ class Model:
         cores: Number of cores that the run may use.
         lock: True if threads of this process compete for one interpreter lock.
         fixed: Bounds that do not depend on the numbers of workers, by resource.
-        in_flight: Number of busy workers in a loop that admits too few items; 0 if there is no such loop.
+        in_flight: Number of busy workers in a loop that admits too few items; 0 without such a loop.
         loop: Stages of that loop.
         exponent: Exponent p in the formula above.
     """

@@ -227,7 +227,7 @@ def advice(stats: RunStats) -> str | None:
 
     Returns:
         The advice, such as "2 more workers of 'decode' would give 1.8 × the rate". None if no change that the
-        user can make to a stage would help much, or if the window is too short or has too few items.
+        user can make to a stage would help much. Also None if the window is too short or has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window
