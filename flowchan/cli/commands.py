@@ -94,7 +94,7 @@ def _exit_code(function: Callable[[], int], debug: bool) -> int:
     except BrokenPipeError:
         return _output_lost()
     except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # of --metrics
+        if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):  # from --metrics
             click.echo(f"flowchan: {error.strerror}", err=True)
             return WRONG
         if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
@@ -129,11 +129,11 @@ def _output_lost() -> int:
 
 
 def _trace_path(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-    """Refuse a path at which no trace can be written."""
+    """Refuse a path to which a trace cannot be written."""
     if path is not None and not path.endswith((".json", ".json.gz")):
         raise click.BadParameter(f"{path!r} must end in .json or .json.gz")
     if path is not None and not os.access(Path(path).absolute().parent, os.W_OK):
-        raise click.BadParameter(f"the folder of {path!r} must exist, and you must be able to write to it")
+        raise click.BadParameter(f"the folder that is to contain {path!r} must exist and be writable")
     return path
 
 
@@ -159,19 +159,19 @@ def _trace_path(context: click.Context, option: click.Parameter, path: str | Non
     "--metrics",
     callback=port_option,
     metavar="PORT|HOST:PORT",
-    help="Port on which the run serves its metrics to Prometheus.",
+    help="Port on which to serve the metrics of the run to Prometheus.",
 )
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print the events of the run as lines of JSON instead of a report.",
+    help="Print the events of the run as JSON lines instead of a report.",
 )
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, writable=True),
     callback=_trace_path,
-    help="File to write a trace of the run to (.json or .json.gz), for https://ui.perfetto.dev.",
+    help="Write a trace of the run to this file (.json or .json.gz), for https://ui.perfetto.dev.",
 )
 def run(
     file: str, args: tuple[str, ...], debug: bool, hosts: str | None, as_json: bool, **options: Any
@@ -287,14 +287,17 @@ def check(file: str, args: tuple[str, ...], debug: bool) -> int:
 )
 @click.option("--open", "show", is_flag=True, help="Open the picture in the default viewer.")
 @click.option(
-    "--timeline", "from_trace", is_flag=True, help="Draw the timeline of the run whose trace is FILE (.svg)."
+    "--timeline",
+    "from_trace",
+    is_flag=True,
+    help="Treat FILE as a trace, and draw the timeline of its run (SVG only).",
 )
 def viz(
     file: str, args: tuple[str, ...], debug: bool, output: str | None, show: bool, from_trace: bool
 ) -> int:
     """Draw the graph in FILE without running it. The suffix of the output file selects the format.
 
-    If you use --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
+    If you pass --timeline, FILE is the trace of a run, and the picture shows the activity of each worker.
     """
     from flowchan.cli.loading import load, load_timeline, picture_name
     from flowchan.viz import FORMATS, draw
@@ -328,12 +331,13 @@ def viz(
 @main.command()
 @click.argument("run", required=False, metavar="[PID]")
 def top(run: str | None) -> None:
-    """Show the live view of a run that another program of yours has started on this machine.
+    """Show a live view of a run that one of your other programs has started on this machine.
 
-    PID is the process id of the program. If it has several runs, they are listed; write PID-NUMBER to choose
-    one. Without PID, the command shows the only run of your programs, or lists all of them.
+    PID is the process ID of the program. If the program has several runs, the command lists them; pass
+    PID-NUMBER to choose one. Without PID, the command shows the run if your programs have only one, or lists
+    all runs.
 
-    The view ends with the run. Press Ctrl-C to end only the view.
+    The view closes when the run ends. Press Ctrl-C to close the view without stopping the run.
     """
     from flowchan.cli.top import top
 

@@ -84,7 +84,7 @@ def _chosen(text: str, allowed: dict[str, Any]) -> Any:
 
 
 def port_option(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
-    """Return the value of an option for a port, such as 9464 or "0.0.0.0:9464"."""
+    """Return the port that an option names, such as 9464 or "0.0.0.0:9464"."""
     from flowchan.viz.insight.metrics_port import host_and_port
 
     if value is None:

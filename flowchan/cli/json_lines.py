@@ -1,7 +1,7 @@
-"""Write the events of a run as lines of JSON on standard output, for ``flowchan run --json``.
+"""Write the events of a run to standard output as JSON lines, for ``flowchan run --json``.
 
-Each line is an object with "event" and "time", in seconds since 1970. The events are "start", "stats" once a
-second, "failure", and "end" as the last one. Text that the program prints goes to standard error.
+Each line is an object with the keys "event" and "time", which is in seconds since 1970. The events are
+"start", "stats" once a second, "failure", and finally "end". The program's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from flowchan.run.run import Run
 STATS_EVERY_S = 1.0
 """Seconds between two "stats" events."""
 LONGEST_TEXT = 200
-"""Maximum length of the text that replaces a value that JSON does not have."""
+"""Maximum length of the string that replaces a value that JSON cannot represent."""
 
 
 class JsonLines:
-    """Writer of the events of one run.
+    """Writer for the events of one run.
 
-    The feed's thread only queues events. The main thread calls :meth:`write`, because an error of standard
+    The feed's thread only queues events. The main thread calls :meth:`write`, because an error on standard
     output must end the run. While the writer is open, the program's standard output is redirected to standard
     error.
     """
@@ -85,7 +85,7 @@ class JsonLines:
         """Write a "failure" event for each failed stage, and the "end" event.
 
         Raises:
-            OSError: Standard output cannot be written.
+            OSError: Writing to standard output failed.
         """
         for error in failure.exceptions if failure is not None else ():
             self._queue("failure", kind="stage", stage=error.stage, item=error.item, **_described(error))
@@ -100,14 +100,14 @@ class JsonLines:
         """Write the queued events.
 
         Raises:
-            OSError: Standard output cannot be written.
+            OSError: Writing to standard output failed.
         """
         while self._queued:
             self._stream.write(json.dumps(self._queued.popleft()) + "\n")
         self._stream.flush()
 
     def print_line(self, line: str) -> None:
-        """Write a message for people to standard error."""
+        """Write a human-readable message to standard error."""
         print(line, file=sys.stderr, flush=True)
 
 
@@ -118,9 +118,9 @@ def _described(error: StageError) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a result as a value of JSON.
+    """Return a result as a JSON value.
 
-    Values that JSON does not have become a text of at most ``LONGEST_TEXT`` characters.
+    Values that JSON cannot represent become strings of at most ``LONGEST_TEXT`` characters.
     """
     try:
         return _plain(value)

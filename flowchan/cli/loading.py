@@ -87,7 +87,7 @@ def picture_name(target: str) -> str:
 
 
 def load_timeline(path: str) -> str:
-    """Return the timeline of the run whose trace is in a file, as SVG."""
+    """Draw the timeline of a run from its trace file, and return it as SVG."""
     from flowchan.viz import timeline
 
     try:

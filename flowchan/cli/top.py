@@ -18,8 +18,8 @@ def top(chosen: str | None, width: int) -> int:
     """Show a run until it has ended, then print its report. Print a list if several runs match.
 
     Args:
-        chosen: Process id of a program, or name of a run from the list (default: the only run).
-        width: Number of columns of the report and the list.
+        chosen: Process ID of a program, or name of a run from the list (default: the only run).
+        width: Width of the report and the list, in characters.
 
     Returns:
         The exit code.

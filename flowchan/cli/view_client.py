@@ -19,9 +19,9 @@ from flowchan.run.observe.view_socket import is_private, view_folders
 from flowchan.run.policy.stats import RunStats
 
 ANSWER_S = 10.0
-"""Maximum number of seconds between two lines from a program."""
+"""Maximum wait for the next line from a program, in seconds."""
 STALE_S = 5.0
-"""Minimum age in seconds of a socket file that is removed because no program listens.
+"""Age in seconds from which a socket file is removed if no program listens on it.
 
 A program that has just created the file may not be listening yet."""
 
@@ -37,7 +37,7 @@ class ViewedRun:
         path: Socket of the run.
 
     Raises:
-        OSError: The program does not listen.
+        OSError: No program listens on the socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,8 +62,8 @@ class ViewedRun:
             raise ViewError(f"run {self.name} has ended, or its program refuses this user")
         if message.get("schema") != SCHEMA:
             raise ViewError(
-                f"the program of run {self.name} uses another version of flowchan; use the command "
-                "flowchan top of that version"
+                f"run {self.name} belongs to a program that uses another version of flowchan; "
+                "run `flowchan top` from that version"
             )
         return message
 
@@ -78,7 +78,7 @@ class ViewedRun:
                 return
             if message["event"] == "stats":
                 yield from_json(message["stats"])
-        raise ViewError(f"the program of run {self.name} has ended before its run")
+        raise ViewError(f"the program of run {self.name} exited before the run ended")
 
     def _next(self) -> dict[str, Any] | None:
         try:
@@ -101,13 +101,13 @@ class ViewedRun:
 
 
 def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
-    """Connect to the runs of this user's programs, and remove the sockets of killed programs.
+    """Connect to this user's runs, and remove the sockets of killed programs.
 
     Args:
-        chosen: Process id of a program, or name of a run, which limits the search (default: all runs).
+        chosen: Process ID of a program, or name of a run, to limit the search (default: all runs).
 
     Returns:
-        The connections, in the order of the process ids.
+        The connections, sorted by process ID.
     """
     found = []
     for path in sorted(_sockets(), key=lambda path: [int(part) for part in path.name.split("-")]):

@@ -1,7 +1,7 @@
-"""Measure a run in windows, and ask the policy for the numbers of workers of stages with ``workers="auto"``.
+"""Measure a run in windows, and ask the policy how many workers each ``workers="auto"`` stage should have.
 
-The supervisor calls :meth:`AutoScaler.due` in its turns, and carries out the decisions. In a run without such
-stages, this call only compares two numbers. Taking snapshots uses at most a hundredth of a core.
+The supervisor's loop calls :meth:`AutoScaler.due` and carries out the decisions. In a run without such
+stages, this call only compares two numbers. Taking snapshots uses at most 1 % of a core.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from flowchan.run.policy.scaling import Scale, ScalingDecision
 from flowchan.run.policy.stats import RunStats
 
 MOST_THREADS = 32
-"""Default maximum number of worker threads of a stage. Threads may wait most of the time."""
+"""Default maximum number of worker threads of a stage. It is high because threads often just wait."""
 POLL_S = 0.1
-"""Seconds between two checks whether workers have begun."""
+"""Interval at which to check whether the workers have begun, in seconds."""
 COST = 100
-"""Minimum ratio of the time between two snapshots to the time that taking one needs."""
+"""Minimum ratio of the interval between snapshots to the time that one snapshot takes."""
 
 
 class AutoScaler:
-    """Choice of the numbers of workers for one run.
+    """Automatic choice of the numbers of workers in one run.
 
     Only the supervisor's thread calls the methods. Other threads read ``decisions``.
     """
@@ -40,7 +40,7 @@ class AutoScaler:
         self._scaler = Scaler(limits)
         self._begin: RunStats | None = None  # at the start of the window
         self._ready = False
-        self._chosen: set[Scale] = set()  # that the supervisor has not decided yet
+        self._chosen: set[Scale] = set()  # changes that the supervisor has not carried out yet
         self.next_at = time.monotonic() + POLL_S if limits else math.inf
 
     @property
@@ -70,7 +70,7 @@ class AutoScaler:
         return made
 
     def record(self, event: Any) -> None:
-        """Leave a stage alone from now on if the program has scaled it."""
+        """Stop scaling a stage automatically once the program has scaled it."""
         if not isinstance(event, Decided) or not isinstance(event.event, Scale):
             return
         scale, before, after = event.event, event.before.sizes, event.after.sizes
@@ -81,7 +81,7 @@ class AutoScaler:
             self._scaler = pinned(self._scaler, elapsed, before[scale.stage].workers, scale)
 
     def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
-        """Begin a window, continue it, or decide at its end."""
+        """Begin a window, continue the current one, or decide at its end."""
         if not self._ready:
             self._ready = self._scaler.ready(now)
             self._begin = now
@@ -107,8 +107,8 @@ class AutoScaler:
 def _model(stats: RunStats) -> Model:
     """Return the model of a run without the interpreter lock.
 
-    A function may release the lock. A stage on threads is therefore tried with more workers, unless the lock
-    is the cause that limits the run.
+    A stage's function may release the lock. A stage on threads may therefore get more workers, unless the
+    lock is what limits the run.
     """
     return Model.of(stats, gil=False)
 

@@ -98,13 +98,13 @@ class ObservedRun(ABC):
         Args:
             stats: Function that is called with the result of :meth:`stats`: immediately, then every ``every``
                 seconds, and once after the run has ended.
-            events: Function that is called with each event of the run. Events are workers that start, begin
-                work, end, fail or die, retries, stops and aborts, and each
+            events: Function that is called with each event of the run. Events report workers that start,
+                begin work, end, fail or die. Other events are retries, stops, aborts and each
                 :class:`~flowchan.ScalingDecision`.
-            every: Seconds between calls of ``stats`` (default: 1).
-            window: Number of most recent seconds to which the rates, the shares of time and the cause of the
-                bottleneck refer. The default is 5; ``None`` selects the whole run. After the run has ended,
-                they always refer to the whole run.
+            every: Seconds between calls to ``stats`` (default: 1).
+            window: Number of most recent seconds that the rates, the shares of time and the cause of the
+                bottleneck cover. The default is 5; ``None`` selects the whole run. After the run has ended,
+                the values always cover the whole run.
 
         Returns:
             The subscription. Close it, or leave its ``with`` block, to stop the calls.
@@ -135,9 +135,9 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Args:
-            window: Number of most recent seconds to which the rates, the shares of time and the bottleneck
-                refer. The default is 5; ``None`` selects the whole run. After the run has ended, they always
-                refer to the whole run.
+            window: Number of most recent seconds that the rates, the shares of time and the bottleneck cover.
+                The default is 5; ``None`` selects the whole run. After the run has ended, the values always
+                cover the whole run.
 
         Returns:
             The bottleneck, tables of the stages and channels, and the number of items of each stage.
@@ -182,26 +182,27 @@ class ObservedRun(ABC):
     ) -> Prediction | list[Prediction]:
         """Predict the rate of the run after a change to one stage. The run itself is not changed.
 
-        The prediction comes from the work times, CPU times and item counts in a window; see
-        ``flowchan.run.observe.throughput`` for the model. In a run that has ended, the window is at its end.
+        The prediction is based on the work times, CPU times and item counts in a window; see
+        ``flowchan.run.observe.throughput`` for the model. If the run has ended, the window covers its last
+        seconds.
 
         Args:
             stage: Stage to change, given by its name or one of its streams. Without a stage, the call
-                compares two changes to every stage: one more worker, if the stage can have more workers,
-                and twice the speed.
-            workers: Number of workers to add, or to remove if it is negative (default: 0).
-            faster: Factor by which the stage processes its items faster (default: 1). A cache or a faster
-                library can have this effect.
+                compares two changes to every stage: one more worker (if the stage can have more workers) and
+                doubled speed.
+            workers: Number of workers to add (default: 0). A negative number removes workers.
+            faster: Factor by which the stage processes items faster (default: 1), for example because of a
+                cache or a faster library.
             window: Number of most recent seconds on which the prediction is based (default: 5).
 
         Returns:
-            The prediction; without ``stage``, a list that starts with the largest predicted rate.
+            The prediction; without ``stage``, a list of predictions, with the largest predicted rate first.
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The number of the stage's workers can't change, or the stage would have none.
-                ``stage`` is missing, or both ``workers`` and ``faster`` are.
-            RuntimeError: No item has passed the stage and left the graph in the window.
+            ValueError: The stage's number of workers cannot change or would fall below 1, ``workers`` or
+                ``faster`` is given without ``stage``, or ``stage`` is given without either.
+            RuntimeError: In the window, no item has passed through the stage, or no item has left the graph.
 
         Example:
             >>> import time
@@ -238,20 +239,20 @@ class ObservedRun(ABC):
 
     @refuses_misspelt("stacks")
     def stacks(self, stage: Stream[Any] | str | None = None) -> dict[str, str]:
-        """Return the current Python stacks of the running workers: the lines that they are executing.
+        """Return the current Python stacks of the running workers, which show the lines being executed.
 
         This also works while C code holds the GIL. Worker processes write their stacks when they receive the
         signal ``SIGRTMIN+7``. If a process does not answer within 3 seconds, ``py-spy`` reads its stacks,
-        provided that it is on the ``PATH``. The signal interrupts some system calls of C code, so do not call
+        provided that it is on the ``PATH``. The signal interrupts some system calls in C code, so do not call
         this method continuously.
 
         Args:
-            stage: A stage, given by its name or one of its streams (default: all stages).
+            stage: Stage, given by its name or one of its streams (default: all stages).
 
         Returns:
-            Text by worker, such as ``"decode 2"``, in the format of a traceback: the most recent call comes
-            last. A coroutine's text shows everything that it awaits. If a stack is unknown, the text is one
-            line with the reason. Workers that have ended are left out.
+            Stacks as text, by worker, such as ``"decode 2"``. As in a traceback, the most recent call comes
+            last. The text of a coroutine includes everything that the coroutine awaits. If a stack is
+            unknown, the text is one line with the reason. Workers that have ended are left out.
 
         Raises:
             KeyError: The graph has no such stage.
@@ -329,9 +330,9 @@ class ObservedRun(ABC):
         return health(self._supervisor)
 
     def decisions(self) -> list[ScalingDecision]:
-        """Return the changes to the numbers of workers of stages with ``workers="auto"``, in order.
+        """Return the changes to the number of workers of each ``workers="auto"`` stage, in order.
 
-        Each decision is also logged at the level INFO.
+        Each decision is also logged at level INFO.
 
         Returns:
             The decisions so far.
@@ -408,7 +409,7 @@ class ObservedRun(ABC):
         """Return the address of the run's metrics, or ``None`` if it was started without ``metrics=``.
 
         Returns:
-            The URL that Prometheus reads until the run has ended.
+            The URL, from which Prometheus can read the metrics until the run has ended.
 
         Example:
             >>> from flowchan import Graph
@@ -421,7 +422,7 @@ class ObservedRun(ABC):
         return None if self._metrics is None else str(self._metrics.address)
 
     def _serve_metrics(self, port: Any) -> None:
-        """Serve metrics on an open port until the run has ended. If that fails, end the run and raise."""
+        """Serve metrics on an open port until the run has ended. If serving fails, end the run and raise."""
         self._metrics = port
         with self._ended_on_error():
             port.serve(self._supervisor.stats)

@@ -428,8 +428,8 @@ class Run(ObservedRun):
 
         This returns at once; ``stats()`` shows how many workers the stage has. A worker that is removed
         finishes its item first. Numbers of removed workers are not reused. The call has no effect if the
-        stage or the run is already ending. A stage with ``workers="auto"`` keeps the given number from then
-        on.
+        stage or the run is already ending. A stage with ``workers="auto"`` keeps the given number from that
+        point on.
 
         Args:
             stage: A ``map``, ``filter``, ``flat_map``, ``partition`` or ``sink`` on threads or processes,

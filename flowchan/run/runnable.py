@@ -70,16 +70,16 @@ class Runnable(ABC):
                 ``run.iter()`` are finished when the loop takes the next one.
             page: Serve a live page of the run on this machine, at ``run.page`` (default: False).
             metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves metrics to Prometheus
-                (default: none). Port 0 chooses a free port; ``run.metrics`` is the address.
-            trace: Path of a trace to write; see :meth:`run`.
+                (default: none). Port 0 selects any free port; ``run.metrics`` is the address.
+            trace: Path of a trace file to write; see :meth:`run`.
 
         Returns:
             The running graph.
 
         Raises:
             GraphError: The graph is not valid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory for the channels is short, the trace cannot be written, or the page or the metrics
-                cannot be served.
+            OSError: There is not enough memory for the channels, the trace cannot be written, or the page or
+                the metrics cannot be served.
             ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 
         Example:
@@ -111,7 +111,7 @@ class Runnable(ABC):
         return run
 
     def _begin_observed(self, graph: Blueprint, options: _StartOptions, undo: contextlib.ExitStack) -> Run:
-        """Open the files and ports of a run, and start it. ``undo`` closes them if that fails."""
+        """Open the files and ports of a run, and start the run. If that fails, ``undo`` closes them."""
         memory = budget() if options.memory is None else whole("run", "memory", options.memory, 1)
         recording = None if options.resume is None else ResumeFile(graph, options.resume)
         if recording is not None:
@@ -165,7 +165,7 @@ class Runnable(ABC):
             metrics: Port on which the run serves its metrics; see :meth:`start`.
             trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run replaces
                 this file with a trace, which https://ui.perfetto.dev opens. The trace shows what each worker
-                does, the items in the channels, and a few sampled items on their way through the graph.
+                does, the number of items in each channel, and the paths of a few sampled items.
 
         Returns:
             The results by stream.
@@ -173,7 +173,7 @@ class Runnable(ABC):
         Raises:
             GraphError: The graph is not valid, or a stage does not support ``resume``. The file is used by
                 another run, belongs to another graph or has other contents. Nothing was started.
-            OSError: The trace cannot be written. Nothing was started.
+            OSError: The trace cannot be written. The run was not started.
             RunError: A stage failed, or the disk is full.
             ValueError: ``trace`` does not end in ``.json`` or ``.json.gz``.
             Interrupted: Ctrl-C or SIGTERM ended the run. The exception is a ``KeyboardInterrupt`` with the
@@ -233,5 +233,5 @@ class _StartOptions:
 
 
 def _metrics_port(metrics: int | str) -> Any:
-    """Return the open port for metrics. It is looked up here, because its module imports this package."""
+    """Open the port for metrics. The class is looked up here, because its module imports this package."""
     return pkgutil.resolve_name("flowchan.viz.insight.metrics_port:MetricsPort")(metrics)

@@ -1,4 +1,4 @@
-"""Check the arguments of ``run.what_if()``, and answer it."""
+"""Check the arguments of ``run.what_if()``, and make the predictions."""
 
 from __future__ import annotations
 
@@ -50,16 +50,18 @@ def _workers(stage: StageStats, workers: int | None) -> int:
     if workers is None:
         return 0
     if not is_whole(workers):
-        raise TypeError(f"{CALL}: workers must be an int, the number of workers to add, got {shown(workers)}")
+        raise TypeError(
+            f"{CALL}: workers must be an int (the number of workers to add), got {shown(workers)}"
+        )
     if not can_grow(stage):
         raise ValueError(
-            f"{CALL}: the number of workers of stage {stage.name!r} cannot change, because the stage is a "
-            f"{stage.kind}; give faster="
+            f"{CALL}: stage {stage.name!r} is a {stage.kind}, so its number of workers cannot change; pass "
+            "faster= instead"
         )
     if stage.workers + workers < 1:
         raise ValueError(
-            f"{CALL}: workers must be at least {1 - stage.workers} for stage {stage.name!r}, which has "
-            f"{stage.workers} now, got {workers}; workers is the number to add"
+            f"{CALL}: workers (the number to add) must be at least {1 - stage.workers}, got {workers}; "
+            f"stage {stage.name!r} has {stage.workers} now"
         )
     return workers
 
@@ -68,7 +70,7 @@ def _factor(faster: float | None) -> float:
     if faster is None:
         return 1.0
     if isinstance(faster, bool) or not isinstance(faster, int | float):
-        raise TypeError(f"{CALL}: faster must be a number, the factor of the speed, got {shown(faster)}")
+        raise TypeError(f"{CALL}: faster must be a number (the speed-up factor), got {shown(faster)}")
     if not 0 < faster < math.inf:
         raise ValueError(f"{CALL}: faster must be greater than 0 and finite, got {faster}")
     return float(faster)
@@ -77,5 +79,5 @@ def _factor(faster: float | None) -> float:
 def _require_items(stats: RunStats, stage: str = "") -> None:
     if why := missing(stats, Model.of(stats), stage):
         raise RuntimeError(
-            f"{CALL}: {why} in the last {stats.window:.3g} s; call it later, or with a larger window="
+            f"{CALL}: {why} in the last {stats.window:.3g} s; call it later or with a larger window="
         )

@@ -130,5 +130,5 @@ def test_top_reports_a_program_that_was_killed(tmp_path: Path, sockets: Path) ->
         process.send_signal(signal.SIGKILL)
         out, err = viewer.communicate()
     assert (viewer.returncode, out) == (1, "")
-    assert err.splitlines()[-1] == f"flowchan: the program of run {process.pid}-1 has ended before its run"
+    assert err.splitlines()[-1] == f"flowchan: the program of run {process.pid}-1 exited before the run ended"
     assert [path.name for path in sockets.iterdir()] == [f"{process.pid}-1"]

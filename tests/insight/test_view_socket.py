@@ -290,7 +290,7 @@ def test_connection_that_ends_before_the_run_is_reported(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     viewed = served(folder, {"event": "hello", "schema": SCHEMA, "graph": "g"})
     viewed.hello()
-    with pytest.raises(ViewError, match="the program of run 7-1 has ended before its run"):
+    with pytest.raises(ViewError, match="the program of run 7-1 exited before the run ended"):
         next(viewed.statistics())
     viewed.close()
 

@@ -73,9 +73,9 @@ def test_prediction_describes_the_change(change: dict[str, Any], words: str) -> 
 
 def test_prediction_names_the_next_limit() -> None:
     found = predict(SLOW, "slow", workers=4)
-    assert (found.limited_by, found.why) == ("next", "its worker works 4 ms on an item")
+    assert (found.limited_by, found.why) == ("next", "its worker spends 4 ms on an item")
     found = predict(SLOW, "slow", workers=1)
-    assert (found.limited_by, found.why) == ("slow", "each of its 2 workers works 10 ms on an item")
+    assert (found.limited_by, found.why) == ("slow", "each of its 2 workers spends 10 ms on an item")
 
 
 def test_prediction_explains_a_limit_outside_the_stages() -> None:
@@ -218,8 +218,8 @@ def run() -> Run:
     [
         (("abs",), ValueError, "workers or faster must be given"),
         (("abs", {"workers": 1.5}), TypeError, "workers must be an int"),
-        (("abs", {"workers": -1}), ValueError, "workers must be at least 0 for stage 'abs', which has 1 now"),
-        (("pairs", {"workers": 1}), ValueError, "'pairs' cannot change, because the stage is a batch"),
+        (("abs", {"workers": -1}), ValueError, "must be at least 0, got -1; stage 'abs' has 1 now"),
+        (("pairs", {"workers": 1}), ValueError, "stage 'pairs' is a batch, so its number of workers cannot"),
         (("abs", {"faster": 0}), ValueError, "faster must be greater than 0"),
         (("abs", {"faster": "twice"}), TypeError, "faster must be a number"),
         (("other", {"workers": 1}), KeyError, "no stage named 'other'; its stages are 'source', 'abs'"),

@@ -56,7 +56,7 @@ def test_process_that_ignores_the_signal_gives_one_line(
     text = stack_of(ignore)
     assert text.startswith("no stack of pid ")
     assert text.endswith(
-        ": it did not answer; it may be stopped, or ignore the signal; py-spy is not installed\n"
+        ": it did not answer; it may be suspended or may ignore the signal; py-spy is not installed\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Memory budget of a run, free memory for more processes, and processes killed because memory was short.
+"""Find a run's memory budget, the free memory for more processes, and processes killed for lack of memory.
 
 All channels of the run share the budget.
 """
@@ -27,7 +27,7 @@ def available() -> int:
 
 
 def free_for_processes() -> float:
-    """Return how many bytes new processes may use, so that a tenth of the memory stays free.
+    """Return how many bytes new processes may use if a tenth of the memory is to stay free.
 
     File pages that the kernel can drop at once count as free.
     """
@@ -41,7 +41,7 @@ def free_for_processes() -> float:
 
 
 def resident(pid: int) -> int:
-    """Return the size of a process in memory, in bytes; 0 if it has ended."""
+    """Return the resident memory of a process in bytes, or 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
@@ -73,7 +73,7 @@ def _number(file: Path) -> list[int]:
 
 
 def _droppable(group: Path) -> int:
-    """Return the number of bytes in file pages of a control group that have not been used lately."""
+    """Return how many bytes of a control group's file pages have not been used recently."""
     try:
         lines = (group / "memory.stat").read_text().splitlines()
     except OSError:

@@ -37,7 +37,7 @@ class CrewPart(Protocol):
         Args:
             ids: One worker, or all workers of a gang that is to restart.
             blamed: The worker that may have died because of its item. The supervisor terminated the others.
-            later: Do not start the replacements. A later call of :meth:`start_workers` does.
+            later: Do not start the replacements. A later call to :meth:`start_workers` does.
 
         Returns:
             Events for the workers that could not be started.
@@ -89,9 +89,9 @@ class CrewPart(Protocol):
         """Return the statistics of the other hosts on which workers run."""
 
     def stacks(self, ids: Collection[WorkerId]) -> dict[WorkerId, str]:
-        """Return the Python stacks of those of these workers that are running, as text.
+        """Return the Python stacks of the running workers among ``ids``, as text.
 
-        Any thread may call this method. A text may instead be one line that says why the stack is unknown.
+        Any thread may call this method. If a stack is unknown, its text is one line with the reason.
         """
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:

@@ -179,12 +179,12 @@ class WorkerProcess:
     # --- stacks; any thread may call these methods ---
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended."""
+        """Return whether the process has exited."""
         with self._descriptors:
             return self._is_closed or (self.pidfd is not None and _is_readable(self.pidfd))
 
     def is_starting(self) -> bool:
-        """Return whether the process cannot write its stacks yet."""
+        """Return whether the process is not ready to write its stacks yet."""
         with self._descriptors:
             return not self._is_closed and not self._stacks.state
 
@@ -205,7 +205,7 @@ class WorkerProcess:
     def written_stacks(self) -> str | None:
         """Return the stacks that the process has written since it was asked, or None if they are incomplete.
 
-        The text is empty if the process has ended.
+        The string is empty if the process has been closed.
         """
         with self._descriptors:
             return "" if self._is_closed else self._stacks.answer()

@@ -1,7 +1,8 @@
 """Get the Python stacks of worker processes on this machine.
 
-A process writes its own stacks when it receives a signal. If it does not answer in time, for example because
-it ignores the signal, ``py-spy`` reads the stacks if it is installed. Otherwise one line gives the reason.
+A process writes its own stacks when it receives a signal. If the process does not answer in time, for example
+because it ignores the signal, ``py-spy`` reads the stacks. If ``py-spy`` is not installed or fails,
+one line gives the reason.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from flowchan.run.observe.stack_text import text_of_dump
 from flowchan.run.policy.events import WorkerId
 
 ANSWER_WITHIN_S = 3.0
-"""Seconds that processes have to write their stacks."""
+"""Time limit for the processes to write their stacks, in seconds."""
 PY_SPY_WITHIN_S = 10.0
-"""Seconds that ``py-spy`` has for all processes together."""
+"""Time limit for ``py-spy``, for all processes together, in seconds."""
 POLL_INTERVAL_S = 0.001
 
 
 def stacks_of_processes(processes: Mapping[WorkerId, WorkerProcess]) -> dict[WorkerId, str]:
-    """Return the stacks of these processes as text. Processes that have ended are left out."""
+    """Return the stacks of these processes as text. Processes that have exited are left out."""
     found: dict[WorkerId, str] = {}
     requests = {id: StackRequest(process) for id, process in processes.items()}
     waiting, deadline = list(requests.values()), time.monotonic() + ANSWER_WITHIN_S
@@ -44,7 +45,7 @@ class StackRequest:
 
     Attributes:
         text: The stacks, once they have arrived.
-        why: Why the stacks have not arrived.
+        why: Reason why the stacks have not arrived.
     """
 
     def __init__(self, process: WorkerProcess) -> None:
@@ -54,20 +55,20 @@ class StackRequest:
         self._was_sent = self._is_over = False
 
     def may_answer(self) -> bool:
-        """Ask the process once it is ready, and look for its answer. Return whether it may still answer."""
+        """Ask the process once it is ready, and check for an answer. Return whether one may still arrive."""
         if self._is_over or self.process.is_gone():
             return False
         if not self._was_sent and not self.process.is_starting():
             refusal = self.process.ask_for_stacks()
             self._was_sent, self._is_over = True, bool(refusal)
-            self.why = refusal or "it did not answer; it may be stopped, or ignore the signal"
+            self.why = refusal or "it did not answer; it may be suspended or may ignore the signal"
         elif self._was_sent and (dump := self.process.written_stacks()) is not None:
             self.text, self._is_over = text_of_dump(dump), True
         return not self._is_over
 
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
-    """Return what ``py-spy`` prints for the process, or one line with the reasons for the lack of a stack."""
+    """Return what ``py-spy`` prints for the process, or one line that says why the stacks are unknown."""
     pid, program = request.process.pid, shutil.which("py-spy")
     if program is None:
         why = "py-spy is not installed"

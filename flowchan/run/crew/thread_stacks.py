@@ -25,9 +25,9 @@ def stacks_of_threads(threads: Mapping[WorkerId, threading.Thread]) -> dict[Work
 
 
 def stacks_of_tasks(stages: Iterable[Tasks], ids: Collection[WorkerId]) -> dict[WorkerId, str]:
-    """Return the stacks of these coroutines as text.
+    """Return the stacks of the coroutines of these workers as text.
 
-    If a coroutine keeps the event loop of its stage busy, the stage is left out. The stack of the loop's
-    thread then shows that coroutine.
+    If a coroutine keeps its stage's event loop busy, the stage is left out. In that case, the stack of the
+    loop's thread shows the coroutine.
     """
     return {id: text for tasks in stages for id, text in tasks.examine(ids, text_of_coroutine).items()}

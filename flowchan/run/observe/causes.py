@@ -4,10 +4,9 @@ Algorithm. The utilisation of a stage is the share of time in which its *working
 working worker has started to work and has not ended. It may wait for an item, for a place in a channel or for
 earlier items.) A stage with a utilisation of at least ``BUSY`` is a bottleneck. If several stages are
 bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
-and s is the busy time per item in seconds. The stage takes v items per item from the sources; v is the
-product of the outputs per input of all earlier stages. Measured rates would mislead while channels are still
-filling. Ties are common, because stages before the bottleneck are also busy while their channels have free
-places.
+and s is the busy time per item in seconds. For each source item, the stage takes v items; v is the product of
+the outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
+Ties are common, because stages before the bottleneck are also busy while their channels have free places.
 
 Threads of this process that together use a whole core compete for one global interpreter lock, so their
 stages look busy although they are not. If the kernel leaves workers without a core, more workers would not
@@ -33,7 +32,7 @@ A stage must also be busy for at least this share of the window to be named."""
 SEEN = 0.1
 """Smallest share of the time that counts as a cause."""
 HELD_S = 0.1
-"""Shortest time in seconds for which an item must have held up others to be named."""
+"""Minimum time in seconds for which an item must have held up others to be named."""
 LIMITED = 0.7
 """Fraction of its rate limit from which a stage counts as held back by the limit."""
 ONE_CORE = 1.15
@@ -179,10 +178,10 @@ def _stage(view: _View, least: float = BUSY) -> Cause | None:
 
 
 def visits_of(stats: RunStats) -> dict[str, float]:
-    """Return how many items each stage takes per item from all sources together.
+    """Return how many items each stage takes for each source item (from all sources together).
 
-    For a source, this is its share of the items from all sources. In a loop, the number of rounds of the
-    calculation is limited to the number of stages.
+    For a source, this is its share of the items from all sources. In a graph with a loop, the calculation
+    stops after as many rounds as there are stages.
     """
     read = {edge.reader for edge in stats.edges}
     begins = {stage.name: stage.name not in read for stage in stats.stages}
@@ -222,7 +221,7 @@ def _order(view: _View) -> Cause | None:
     def held(load: _Load) -> float:
         """Return the share of the time in which workers were busy or waited because of the order.
 
-        If a reader and a writer of a channel wait at the same time, the channel is full of later outputs.
+        If a channel has a waiting reader and a waiting writer at the same time, it is full of later outputs.
         """
         full = any(
             edge.waiting_readers and edge.waiting_writers
@@ -244,10 +243,10 @@ def _order(view: _View) -> Cause | None:
 
 
 def _held_up(view: _View, stage: StageStats) -> str:
-    """Name the item that holds up the outputs of an ordered stage, if the counters determine it.
+    """Name the item that holds up the outputs of an ordered stage, if the counters identify that item.
 
-    The outputs have the order of the items. A waiting reader has taken all outputs before the missing one.
-    Failed items have no output, so the number is unknown if there are any.
+    The outputs are in the order of the items. A waiting reader has taken all outputs before the missing one.
+    Failed items have no output, so if any item has failed, the item's number is unknown.
     """
     outputs = [edge for edge in view.stats.edges if edge.writer == stage.name]
     held = max((edge.readers_waiting_for for edge in outputs), default=0.0)

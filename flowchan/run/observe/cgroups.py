@@ -11,7 +11,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
-    """Yield a file of this process's control groups: first that of a group, then those of its ancestors.
+    """Yield the path of a file in each of this process's control groups, followed by the group's ancestors.
 
     In a container, the group's own folder is often mounted as the root.
 
@@ -37,7 +37,7 @@ def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
 
 @functools.cache
 def most_cores() -> int | None:
-    """Return how many whole cores the control groups allow, at least 1; ``None`` if they set no limit."""
+    """Return how many whole cores the control groups allow (at least 1), or ``None`` if they set no limit."""
     limits = [
         limit for file in group_files("cpu", "cpu.max", "cpu.cfs_quota_us") for limit in _cpu_limit(file)
     ]
@@ -45,7 +45,7 @@ def most_cores() -> int | None:
 
 
 def _cpu_limit(file: Path) -> list[float]:
-    """Return the limit in a file in cores, or nothing if the file does not exist or sets no limit."""
+    """Read a limit in cores from a file. The list is empty if the file does not exist or sets no limit."""
     try:
         words = file.read_text().split()
         if len(words) < 2:

@@ -4,10 +4,10 @@ Views subscribe to the feed and therefore need no access to the supervisor.
 
 Algorithm. One thread serves all subscribers. It starts with the first subscriber and ends when the last one
 leaves or the run ends. If the feed has no subscribers, an event therefore costs only the test of a flag. The
-thread computes statistics only when a subscriber is due to receive them. All subscribers that are due and
-have the same window receive the same value. Events are queued until the next delivery. A slow subscriber can
-therefore delay other subscribers but never a worker. When the run ends, each subscriber receives the
-remaining events and the final statistics.
+thread computes statistics only when a subscriber is due to receive them. All due subscribers with the same
+window receive the same value. Events are queued until the next delivery. A slow subscriber can therefore
+delay other subscribers but never a worker. When the run ends, each subscriber receives the remaining events
+and the final statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flowchan.transport.interrupts import interrupts_deferred
 log = logging.getLogger("flowchan.run")
 
 RECENT_S = 5.0
-"""Seconds that the rates and shares in the views cover."""
+"""Number of recent seconds that the displayed rates and shares cover."""
 EVENTS_EVERY_S = 0.1
 """Seconds between two deliveries of events."""
 MOST_EVENTS = 10_000
@@ -110,8 +110,8 @@ class Subscription:
 class Feed:
     """Feed of one run.
 
-    ``stats`` is a weak reference to the function that computes statistics for a window, so that the run can
-    be freed without a garbage collection.
+    ``stats`` is a weak reference to the function that computes statistics for a window. The run can therefore
+    be freed without garbage collection.
 
     Attributes:
         problems: Latest failures, deaths and warnings of the run.
@@ -138,7 +138,7 @@ class Feed:
         """Call a subscriber with statistics and events, on the feed's own thread.
 
         Args:
-            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: at once, then after
+            stats: Receives the statistics of the run, as :class:`~flowchan.RunStats`: immediately, then after
                 each interval, and once after the run has ended.
             events: Receives the events from workers and the supervisor's decisions in order. Events precede
                 the statistics that include them (see ``flowchan.run.policy.events``).
@@ -192,9 +192,9 @@ class Feed:
                 subscription.keep(decided.event)
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call a function once the feed has ended, or at once if it has already ended.
+        """Call a function when the feed ends, or immediately if the feed has already ended.
 
-        The run's ``wait()`` returns only after this call. If the function raises, a warning is logged.
+        The run's ``wait()`` returns only after the function has returned. If the function raises, a warning is logged.
         """
         with self._changed:
             over = self._over

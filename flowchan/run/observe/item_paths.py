@@ -1,8 +1,8 @@
-"""Combine the spans of sampled items that workers report into the path of each item through the graph.
+"""Combine the spans that workers report for sampled items into each item's path through the graph.
 
 Algorithm. Workers send their spans at intervals, so the last span of an item may arrive before an earlier
-one. An item is therefore complete a moment after it has reached an end of the graph. If it reaches several
-ends, each of them has its own path, which consists of the stages before that end.
+one. An item is therefore considered complete a short time after it has reached an end of the graph. If an
+item reaches several ends, it has one path for each end, which consists of the stages before that end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flowchan.run.policy.plan import Plan
 from flowchan.run.worker.item_recorder import source_of
 
 COMPLETE_AFTER_NS = 1_200_000_000
-"""Time for which the spans of an item may be on their way after the item has reached an end."""
+"""Time for which to wait for an item's other spans after the item has reached an end."""
 MOST_ITEMS = 4096
-"""Number of items that are followed at a time. If there are more, the oldest are forgotten."""
+"""Maximum number of items that are followed at a time. If there are more, the oldest are dropped."""
 MOST_SPANS = 200
-"""Number of spans that are kept of an item, which may pass the stages of a loop again and again."""
+"""Maximum number of spans kept for each item, because an item may go around a loop many times."""
 
 _Placed = tuple[str, int, int, int]  # stage, worker, time of the get and of the first put
 
@@ -35,11 +35,11 @@ class _Item:
 
 
 class ItemPaths:
-    """The sampled items of one run that are on their way. Any thread may call its methods.
+    """Sampled items that are still in the graph of one run. Any thread may call the methods.
 
     Args:
         plan: Plan of the run.
-        tell: Function that receives the reports of the workers, and the items that are complete.
+        tell: Function that receives the workers' reports and the completed items.
     """
 
     def __init__(self, plan: Plan, tell: Callable[[Any], None]) -> None:
@@ -51,11 +51,11 @@ class ItemPaths:
         self._items: OrderedDict[int, _Item] = OrderedDict()
         self._due: list[
             tuple[int, int, _Placed]
-        ] = []  # when an item is complete, its mark, and its last span
+        ] = []  # time at which an item is complete, the item's mark, and its last span
         self._lock = threading.Lock()
 
     def add(self, event: ItemSpans, now: int) -> list[ItemTraced]:
-        """Take in a report at time ``now`` in nanoseconds, and return the items that are complete."""
+        """Record a report at time ``now`` in nanoseconds, and return the items that are now complete."""
         stage, number = event.worker.stage, event.worker.number
         with self._lock:
             for marks, taken, put in event.spans:
@@ -73,7 +73,7 @@ class ItemPaths:
             return self._completed(now)
 
     def report(self, spans: ItemSpans) -> None:
-        """Pass on a report of a worker, and the items that are complete."""
+        """Pass on a worker's report, and the items that are now complete."""
         self._tell(spans)
         for item in self.add(spans, time.monotonic_ns()):
             self._tell(item)
@@ -97,7 +97,7 @@ class ItemPaths:
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
     def _path(self, mark: int, item: _Item, last: _Placed) -> ItemTraced:
-        """Return the path of an item to its last span. A worker that died may have lost its part of it."""
+        """Return the path of an item up to its last span. The spans of a dead worker may be missing."""
         before = self._before[last[0]]
         spans = [span for span in item.spans if span[0] in before and span[3] <= last[3]]
         ordered = [*sorted({*spans}, key=lambda span: span[2:]), last]
@@ -115,7 +115,7 @@ def _writers(plan: Plan) -> dict[str, set[str]]:
 
 
 def _stages_before(plan: Plan) -> dict[str, frozenset[str]]:
-    """Return the stages from which items can reach each stage, without the stage itself."""
+    """For each stage, return the other stages from which items can reach it."""
     into, found = _writers(plan), {}
     for stage in into:
         before: set[str] = set()

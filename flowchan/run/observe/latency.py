@@ -1,4 +1,4 @@
-"""Latency of sampled items, by their path through the graph, over a window of time."""
+"""Measure the latency of sampled items over a time window, by path through the graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flowchan.run.policy.events import ItemTraced
 
 MOST_SAMPLES = 1000
-"""Number of recent samples that are kept for each path."""
+"""Maximum number of recent samples kept for each path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class PathLatencies:
 
     def __init__(self, window: float = 60.0) -> None:
         self._window = window
-        self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}  # time of the end, latency
+        self._samples: dict[tuple[str, ...], deque[tuple[float, float]]] = {}  # time of completion, latency
 
     def add(self, item: ItemTraced) -> None:
-        """Take in a sampled item."""
+        """Record a sampled item."""
         samples = self._samples.setdefault(item.path, deque(maxlen=MOST_SAMPLES))
         samples.append((item.spans[-1][3], item.latency))
 
     def paths(self, now: float) -> tuple[PathLatency, ...]:
-        """Return the latency of each path with items in the window that ends ``now`` (monotonic seconds)."""
+        """Return the latency of each path with items in the window ending at ``now`` (monotonic seconds)."""
         found = []
         for path, samples in list(self._samples.items()):
             recent = sorted(latency for at, latency in list(samples) if at >= now - self._window)

@@ -1,4 +1,4 @@
-"""Remember the latest problems of a run, for views that are opened later."""
+"""Keep the latest problems of a run, for viewers that connect later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.events import Death, ErrorSent, NotAdded, Warned
 from flowchan.run.policy.failures import text_of
 
 MOST_PROBLEMS = 50
-"""Number of problems that are remembered."""
+"""Maximum number of problems kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RecentProblems:
 
 
 def problems_in(event: Any) -> Iterator[tuple[str, str]]:
-    """Yield the stage and the text of each problem that an event or decision reports."""
+    """Yield the stage and the description of each problem that an event or decision reports."""
     match event:
         case ErrorSent(worker, text):
             yield worker.stage, text

@@ -1,7 +1,7 @@
 """Render the report of a run as text (R8).
 
-The report contains the bottleneck, advice, the numbers of workers that the run has chosen, and warnings.
-Tables of stages and channels follow, with a count of each stage's items.
+The report contains the bottleneck, advice, the numbers of workers that the run has chosen, and warnings. Next
+come tables of stages and channels, with the number of items of each stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def recent_text(stats: RunStats) -> str:
-    """Return "last 5 s" if the rates and shares refer to a part of the run, or else an empty text."""
+    """Return "last 5 s" if the rates and shares cover only part of the run, or else an empty string."""
     return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
 
 
@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """Yield the numbers of workers over time of each stage whose number the run has changed."""
+    """For each stage that the run has scaled, yield a line with its numbers of workers over time."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
@@ -69,7 +69,7 @@ def _scaling_lines(stats: RunStats) -> Iterator[str]:
 
 
 def cause_text(stats: RunStats) -> str:
-    """Name in a few words what limits the run, or return an empty text if it is unknown."""
+    """Describe in a few words what limits the run. The string is empty if the cause is unknown."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         stage = "" if cause.stage is None else f" ({cause.stage})"

@@ -1,12 +1,12 @@
 """Write the trace of a run to a file while the graph runs.
 
-Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds. It does so less often
-if that would use more than a hundredth of a core. It also reads the channels' counters and writes the events
-to the file. All other facts are events in the run's feed. Workers therefore do nothing for the trace except
-for sampled items. A killed worker loses only the sampled items that it had not reported.
+Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds, or less often if that
+would use more than 1 % of a core. The thread also reads the channels' counters and writes the events to the
+file. All other information comes from the run's feed. Workers therefore do no work for the trace, except for
+sampled items. A killed worker loses only the sampled items that it had not reported.
 
-The file is a JSON array, whose last bracket is optional in this format. If the program is killed, viewers can
-still open the file.
+The file is a JSON array. The trace format does not require the closing bracket, so viewers can open the file
+even if the program was killed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ log = logging.getLogger("flowchan.run")
 READ_EVERY_S = 0.01
 """Minimum number of seconds between two readings of the wait times."""
 COST = 100
-"""Minimum ratio of the time between two readings to the CPU time that one needs."""
+"""Minimum ratio of the interval between readings to the CPU time that one reading takes."""
 WRITE_EVERY_NS = 500_000_000
 COUNT_EVERY_NS = 100_000_000
-"""Time between two values of each counter. It is doubled after every ``MOST_COUNTS`` values."""
+"""Interval between values of each counter. It doubles after every ``MOST_COUNTS`` values."""
 MOST_COUNTS = 5_000
 
 
@@ -69,7 +69,7 @@ class TracedPorts(Protocol):
 
 
 class _TraceFile:
-    """File without a buffer, because a forked child would also write the contents of an inherited buffer."""
+    """Unbuffered file. With a buffer, a forked child would also write the data that the buffer contained."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -83,14 +83,14 @@ class _TraceFile:
             data = data[os.write(self._file, data) :]
 
     def end(self, text: str) -> None:
-        """Write the last text, and close the file."""
+        """Write the end of the trace, and close the file."""
         try:
             self.write(text, zlib.Z_FINISH)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the file as it is."""
+        """Close the file without completing the trace."""
         os.close(self._file)
 
 
@@ -98,11 +98,11 @@ class RunTrace:
     """Trace of one run.
 
     Args:
-        path: Path of the file, which ends in ``.json`` or ``.json.gz``.
+        path: Path of the file, ending in ``.json`` or ``.json.gz``.
 
     Raises:
         TypeError: ``path`` is not a path.
-        ValueError: The name of the file has another ending.
+        ValueError: The file name does not end in ``.json`` or ``.json.gz``.
         OSError: The file cannot be written.
     """
 
@@ -132,7 +132,7 @@ class RunTrace:
         self._counted_at = 0
 
     def follow(self, plan: Plan, ports: TracedPorts, feed: Feed) -> None:
-        """Begin to trace a run, which must not have started."""
+        """Begin to trace a run that has not started yet."""
         self._ports, now = ports, time.monotonic_ns()
         self._edges = [edge.name for edge in plan.edges]
         self._counted_at = now
@@ -142,7 +142,7 @@ class RunTrace:
         feed.listen(self._record)
 
     def start(self) -> None:
-        """Start the thread. The run has started its processes, because forking is not safe afterwards."""
+        """Start the thread. The run must have forked its processes, because forking is unsafe afterwards."""
         with self._lock:
             if not self._over.is_set():
                 name = f"flowchan {self._events.graph} trace"
@@ -219,7 +219,7 @@ class RunTrace:
     # --- the feed ---
 
     def _record(self, event: Any) -> None:
-        """Take in an event of the feed, on any thread."""
+        """Record an event from the feed. Any thread may call this method."""
         try:
             with self._lock:
                 if self._file is not None:
@@ -312,7 +312,7 @@ class RunTrace:
 
 
 def _waited(ports: Ports) -> tuple[int, int, int]:
-    """Return the nanoseconds that a worker has waited for input, for a place, and for its turn."""
+    """Return how long a worker has waited for input, for a place and for its turn, in nanoseconds."""
     reads = sum(reader._waited()[0] for reader in ports.inputs.values())
     writes = [writer._waited() for writer in ports.writers()]
     turn = sum(turn for _, turn in writes)

@@ -1,8 +1,8 @@
-"""Convert statistics of a run to dictionaries for JSON, and back.
+"""Convert the statistics of a run to dictionaries for JSON, and back.
 
-The keys are the names of the attributes of :class:`RunStats` and its parts, with the same units. Each stage
-also has its ``state``. Readers ignore keys that they do not know, so later versions may add keys. If the
-meaning of a key changes, ``SCHEMA`` changes.
+The keys are the attribute names of :class:`RunStats` and its parts; the units are the same. Each stage also
+has a ``state``. Readers ignore unknown keys, so later versions may add keys. If the meaning of a key changes,
+``SCHEMA`` changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flowchan.run.policy.stats import (
 )
 
 SCHEMA = 1
-"""Version of the dictionaries."""
+"""Version of the dictionary format."""
 
 _PARTS: dict[str, type] = {
     "stages": StageStats,
@@ -38,17 +38,17 @@ _PARTS: dict[str, type] = {
     "decisions": ScalingDecision,
     "cause": Cause,
 }
-"""Keys whose values contain dictionaries, with the class of these dictionaries."""
+"""Keys whose values are or contain dictionaries, with the class that each dictionary represents."""
 
 
 def to_json(stats: RunStats) -> dict[str, Any]:
-    """Return statistics as a dictionary of numbers, texts, lists and dictionaries.
+    """Return statistics as a dictionary of numbers, strings, lists and dictionaries.
 
     Args:
         stats: Statistics of a run.
 
     Returns:
-        The dictionary, without its schema.
+        The dictionary, without the schema version.
     """
     found: dict[str, Any] = _plain(stats)
     for document, stage in zip(found["stages"], stats.stages, strict=True):
@@ -57,7 +57,7 @@ def to_json(stats: RunStats) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> RunStats:
-    """Return the statistics that :func:`to_json` has converted.
+    """Restore the statistics from a dictionary that :func:`to_json` returned.
 
     Args:
         document: The dictionary. Unknown keys are ignored.

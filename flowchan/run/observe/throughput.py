@@ -1,23 +1,23 @@
-"""Predict the throughput of a run after a change, as a pure function of its statistics in a window.
+"""Predict the throughput of a run after a change, as a pure function of the run's statistics in a window.
 
 Algorithm. Each resource limits the rate at which items enter the graph:
 
-- A stage with W workers allows W / (s · v) items per second. It takes v items per item from the sources, and
-  works s seconds on each. A rate limit r allows r / v.
+- A stage with W workers allows W / (s · v) items per second. For each source item, it takes v items and
+  spends s seconds on each. A rate limit r allows r / v.
 - The cores allow cores / Σ c · v, where c is the CPU time per item.
 - The interpreter lock allows 1 / Σ c · v over the stages on threads.
-- A loop with n busy workers, which admits no more items, allows n / Σ s · v over its stages.
-- The program's puts and gets and the memory allow the measured rate, if :func:`cause_of` names them.
+- A loop that admits no more items and has n busy workers allows n / Σ s · v over its stages.
+- The program's puts or gets, or the memory, allow the measured rate if :func:`cause_of` names them.
 
-Workers wait for each other if work times vary and channels are small. The smallest bound is then not reached.
-The rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that this formula gives the measured
-rate: Σ u^p = 1 for the measured utilisations u. If one resource is always in use, p is infinite, and the rate
-is the smallest bound.
+If work times vary and channels are small, workers wait for each other, and the rate stays below the smallest
+bound. The predicted rate is therefore (Σ bound^-p)^(-1/p). The exponent p is chosen so that this formula
+gives the measured rate: Σ u^p = 1 for the measured utilisations u. If one resource is always in use, p is
+infinite, and the rate is the smallest bound.
 
-Work times contain time spent waiting for a core or for the interpreter lock. If the run itself uses all
-cores or the lock, a change affects these waits. They are then subtracted from the work times.
+Work times include time spent waiting for a core or for the interpreter lock. If the run itself uses all cores
+or the lock, a change affects these waits. In that case, the waits are subtracted from the work times.
 
-The model predicts ratios of rates. Its absolute rates are less exact.
+The model predicts ratios of rates. Absolute rates are less exact.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"
 FIXED: dict[CauseKind, str] = {"input": "the input", "consumer": "the program", "memory": "the memory"}
-"""Names of the resources that are not stages. The bounds of those in ``FIXED`` never change."""
+"""Names of the resources that are not stages. The bounds of the resources in ``FIXED`` never change."""
 LEAST_EXPONENT, MOST_EXPONENT = 2.0, 64.0
-"""Limits of the exponent p. At the upper limit, the rate is practically the smallest bound."""
+"""Limits of the exponent p. At the upper limit, the rate practically equals the smallest bound."""
 HEAVY = 0.2
-"""Minimum number of cores that a stage on threads uses if it competes for the interpreter lock."""
+"""Number of cores from which a stage on threads counts as competing for the interpreter lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class StageWork:
     Attributes:
         stage: Statistics of the stage.
         workers: Number of workers that take items.
-        visits: Items that the stage takes per item from the sources.
+        visits: Number of items that the stage takes for each source item.
         each: Seconds of work per item.
         cpu: CPU seconds per item; 0 if unknown.
-        lock_wait: Seconds per item spent waiting for the interpreter lock because of other stages.
+        lock_wait: Seconds per item spent waiting for the interpreter lock that other stages hold.
         local: True if the workers use the cores of this machine.
         threads: True if the workers are threads of this process.
     """
@@ -68,7 +68,7 @@ class StageWork:
 
     @property
     def utilisation(self) -> float:
-        """Return the share of the working workers' time that was work, or of the rate limit that was used."""
+        """Return the busy share of the workers' time, or the used share of the rate limit if larger."""
         limit = self.stage.rate_limit
         return min(1.0, max(self.stage.busy, self.stage.rate / limit if limit else 0.0))
 
@@ -78,8 +78,8 @@ class Change:
     """Change to a run.
 
     Attributes:
-        workers: New number of workers by stage.
-        faster: Factor by which the work of a stage becomes faster, by stage.
+        workers: New number of workers, by stage.
+        faster: Speed-up factor, by stage.
         on_process: Stages that are moved from threads to processes.
     """
 
@@ -96,13 +96,13 @@ class Model:
     """Model of a run's throughput.
 
     Attributes:
-        works: Work of each stage that took items.
+        works: Work of each stage that took items, by stage.
         cores: Number of cores that the run may use.
         lock: True if threads of this process compete for one interpreter lock.
-        fixed: Bounds that no number of workers changes, by resource.
-        in_flight: Number of workers that are busy in a loop that admits too few items; 0 for other runs.
-        loop: Stages of this loop.
-        exponent: Exponent p of the module's formula.
+        fixed: Bounds that do not depend on the numbers of workers, by resource.
+        in_flight: Number of busy workers in a loop that admits too few items; 0 without such a loop.
+        loop: Stages of that loop.
+        exponent: Exponent p in the formula above.
     """
 
     works: Mapping[str, StageWork]
@@ -120,7 +120,7 @@ class Model:
         Args:
             stats: Statistics with rates and shares for a window, from :func:`between`.
             cores: Number of cores that the run may use (default: those of this process).
-            gil: True if threads of this process share one interpreter lock (default: as in this process).
+            gil: True if threads share one interpreter lock (default: whether they do so in this process).
         """
         cores = local_cores() if cores is None else cores
         works = _works(stats)
@@ -144,7 +144,7 @@ class Model:
         """Return the number of items per second from all sources together.
 
         Args:
-            workers: Number of workers by stage (default: as now).
+            workers: Number of workers, by stage (default: the current numbers).
             change: Other changes.
         """
         bounds = self.bounds(_with(change, workers)).values()
@@ -160,7 +160,7 @@ class Model:
         return min(bounds, key=bounds.__getitem__, default="")
 
     def bounds(self, change: Change = NOTHING) -> dict[str, float]:
-        """Return the highest rate that each resource allows the sources, in items per second."""
+        """Return the highest source rate that each resource allows, in items per second."""
         found = dict(self.fixed)
         used = locked = around = 0.0
         for name, work in self.works.items():
@@ -198,14 +198,14 @@ def _works(stats: RunStats) -> dict[str, StageWork]:
 
 
 def _used(works: Mapping[str, StageWork], threads: bool = False) -> float:
-    """Return how many cores of this machine the stages use, or only their threads in this process."""
+    """Return how many local cores the stages use. With ``threads``, count only threads of this process."""
     return sum(
         work.stage.cores or 0.0 for work in works.values() if (work.threads if threads else work.local)
     )
 
 
 def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None:
-    """Return the work of a stage in the window, or None if it has taken no items or has no workers."""
+    """Return the work of a stage in the window, or None if the stage has taken no items or has no workers."""
     operator = OPERATORS[stage.kind]
     if operator.outside or stage.worked.working <= 0 or not visits:
         return None
@@ -225,9 +225,10 @@ def _work(stage: StageStats, stats: RunStats, visits: float) -> StageWork | None
 def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
     """Subtract the time that threads spent waiting for the interpreter lock while other threads held it.
 
-    Threads that compute get equal shares of the lock. So each of n such threads waits at most n - 1 times its
-    own CPU time. A thread that sleeps takes the lock once per item. If other threads compute all the time,
-    it waits up to one switch interval. Half of that is assumed. Only a move to processes avoids this wait.
+    Threads that compute get equal shares of the lock. Each of n such threads therefore waits at most n - 1
+    times its own CPU time. A thread that sleeps takes the lock once per item. If other threads compute all
+    the time, that thread waits up to one switch interval. The model assumes half an interval. Only a move to
+    processes avoids this wait.
     """
     heavy = {
         name: work.workers
@@ -255,7 +256,7 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
 
 
 def _fixed(stats: RunStats) -> dict[str, float]:
-    """Return the bound of the program's puts or gets, or of the memory, if it limits the run."""
+    """Return the bound of the program's puts or gets or of the memory, if one of these limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}
@@ -269,7 +270,7 @@ def _fixed(stats: RunStats) -> dict[str, float]:
 
 
 def _exponent(utilisations: Collection[float]) -> float:
-    """Return p with Σ u^p = 1, within its limits."""
+    """Return the exponent p for which Σ u^p = 1, clamped to its limits."""
     low, high = LEAST_EXPONENT, MOST_EXPONENT
     for _ in range(20):
         middle = (low + high) / 2

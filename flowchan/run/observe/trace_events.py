@@ -1,9 +1,11 @@
-"""Events of a trace in Chrome's JSON format, which Perfetto opens.
+"""Build the events of a trace in Chrome's JSON format, which Perfetto can open.
 
-Each stage is a process of the trace. Each worker has two threads in it. One shows what the worker does, the
-other the sampled items that it processes. The run is a process with the counters of the channels.
+In the trace, each stage is a process, and each worker has two threads in that process. One thread shows what
+the worker does; the other shows the sampled items that it processes. The run is also a process, which
+contains the channels' counters.
 
-Times are in nanoseconds of the monotonic clock; the events contain microseconds since the start of the run.
+Arguments are times of the monotonic clock in nanoseconds; the events contain microseconds since the start of
+the run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from flowchan.run.policy.events import ItemTraced
 RUN_PID = 1
 FIRST_STAGE_PID = 2
 FIRST_TID = 10_001
-"""Number of the first thread. No thread has the number of its process, which would mark the main thread."""
+"""ID of the first thread. It differs from every process ID, because equal IDs would mark a main thread."""
 LABELS: dict[SpanKind, str] = {
     "busy": "busy",
     "input": "waits for input",
@@ -27,27 +29,27 @@ LABELS: dict[SpanKind, str] = {
     "turn": "waits for its turn",
 }
 MOST_ITEMS = 50_000
-"""Number of spans of items after which only every second sample is drawn."""
+"""Number of item spans after which the share of samples that are drawn is halved."""
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceEvents:
-    """Builder of the events of one run. Every method returns the lines to write, as JSON objects.
+    """Builder for the events of one run. Every method returns the lines to write, each a JSON object.
 
     Args:
         graph: Name of the graph.
-        stages: Names of its stages, in the order in which they are shown.
-        start: Start of the run.
+        stages: Names of the stages, in display order.
+        start: Start time of the run.
     """
 
     def __init__(self, graph: str, stages: tuple[str, ...], start: int) -> None:
         self.graph, self._start = graph, start
         self._pids = {stage: FIRST_STAGE_PID + place for place, stage in enumerate(stages)}
         self._tids: dict[tuple[str, int, bool], int] = {}
-        self._item_end: dict[int, int] = {}  # by thread: end of the last span of an item
+        self._item_end: dict[int, int] = {}  # by thread: end of the last item span
         self._numbers, self._flows = count(1), count(1)
-        self._names: dict[int, int] = {}  # by mark: number of the sample
+        self._names: dict[int, int] = {}  # by mark: sample number
         self._item_spans, self._every = 0, 1
 
     def begin(self) -> Iterator[str]:
@@ -64,17 +66,17 @@ class TraceEvents:
         yield self._slice(self._pids[stage], tid, name, begin, end)
 
     def instant(self, stage: str, worker: int, name: str, at: int, text: str = "") -> Iterator[str]:
-        """Show an event of a worker."""
+        """Show an event that concerns one worker."""
         tid = yield from self._tid(stage, worker, False)
         ts, args = self._us(at), _args(text)
         yield _line(ph="i", s="t", pid=self._pids[stage], tid=tid, name=name, ts=ts, args=args)
 
     def run_instant(self, name: str, at: int, text: str = "") -> str:
-        """Show an event of the whole run."""
+        """Show an event that concerns the whole run."""
         return _line(ph="i", s="p", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args=_args(text))
 
     def counter(self, name: str, at: int, value: float) -> str:
-        """Show the value of a counter from this time on."""
+        """Show that a counter has this value from time ``at`` on."""
         return _line(ph="C", pid=RUN_PID, tid=RUN_PID, name=name, ts=self._us(at), args={"value": value})
 
     def items(self, stage: str, worker: int, marks: tuple[int, ...], begin: int, end: int) -> Iterator[str]:
@@ -109,7 +111,7 @@ class TraceEvents:
         return mark % self._every == 0
 
     def _number(self, mark: int) -> int:
-        """Return a short number for a sample. The numbers of old samples are forgotten."""
+        """Return a short number for a sample. The numbers of old samples are dropped."""
         number = self._names.get(mark)
         if number is None:
             number = self._names[mark] = next(self._numbers)
@@ -118,7 +120,7 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return the thread of a worker, after yielding its name at the first use."""
+        """Return the thread ID of a worker. On first use, yield the lines that name the thread."""
         tid = self._tids.get((stage, worker, items))
         if tid is None:
             tid = self._tids[stage, worker, items] = FIRST_TID + len(self._tids)

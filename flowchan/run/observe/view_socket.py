@@ -1,17 +1,17 @@
-"""Unix socket on which a run shows its statistics to ``flowchan top``.
+"""Serve the statistics of a run to ``flowchan top`` on a Unix socket.
 
-Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call that is
-due creates the socket, so a short run creates none. Later calls accept viewers. A run without viewers
-therefore needs no further thread, and makes one system call every ``POLL_INTERVAL_S`` at most. Each viewer is
-a subscriber of the run's feed.
+Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever the thread is awake. The first call
+that is due creates the socket, so a short run creates no socket. Later calls accept connections from viewers.
+A run without viewers therefore needs no additional thread, and makes at most one system call every
+``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
-A viewer receives lines of JSON: one "hello", then "stats", and "end" if the run has ended. It sends nothing.
-Writes never block, so a slow viewer misses statistics and does not delay other viewers or the run. If the
-program is killed, the connection ends without "end".
+A viewer receives JSON lines: one "hello", then "stats", and finally "end" when the run has ended. The viewer
+sends nothing. Writes never block, so a slow viewer misses statistics but does not delay other viewers or the
+run. If the program is killed, the connection closes without "end".
 
-Invariants. The folder belongs to the user and only the user may enter it. The peer of a connection is the
-same user or root. A forked child closes its copies of the sockets, so they end with the program. A file whose
-program was killed stays behind; the next viewer removes it.
+Invariants. The folder belongs to the user, and only the user may access it. The peer of a connection is the
+same user or root. A forked child closes its copies of the sockets, so the connections close when the program
+exits. If a program is killed, its socket file stays behind; the next viewer removes the file.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from flowchan.run.policy.stats import RunStats
 log = logging.getLogger("flowchan.run")
 
 POLL_INTERVAL_S = 0.1
-"""Minimum number of seconds between two checks for new viewers, and before the first one."""
+"""Minimum number of seconds between two checks for new viewers, and before the first check."""
 STATS_EVERY_S = 0.5
-"""Seconds between two statistics for a viewer."""
+"""Seconds between two "stats" lines for a viewer."""
 END_S = 1.0
-"""Maximum number of seconds in which the final statistics are sent to a viewer that has kept up."""
+"""Time limit for sending the final statistics to a viewer that has kept up, in seconds."""
 MOST_RUNS = 1000
 """Maximum number of sockets of one program."""
 
 
 def view_folders() -> list[Path]:
-    """Return the folders for the sockets of this user's programs. A program uses the first one."""
+    """Return the folders that may contain sockets of this user's programs. New sockets go into the first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     first = [Path(runtime) / "flowchan"] if runtime and is_private(Path(runtime)) else []
     return [*first, Path(os.environ.get("TMPDIR") or "/tmp") / f"flowchan-{os.geteuid()}"]
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether the folder exists, belongs to this user and is closed to others."""
+    """Return whether the folder exists, belongs to this user and is inaccessible to others."""
     try:
         found = folder.lstat()
     except OSError:
@@ -79,7 +79,7 @@ class ViewSocket:
         self._viewers: list[ViewConnection] = []
 
     def poll(self) -> None:
-        """Create the socket, or accept viewers, if this is due."""
+        """Create the socket or accept viewers, if either is due."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -90,7 +90,7 @@ class ViewSocket:
             else:
                 self._accept(self._listener)
         except (OSError, RuntimeError) as error:  # the run does not depend on its viewers
-            if self._path is None:  # it cannot listen
+            if self._path is None:  # no socket could be created
                 self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
 
@@ -99,7 +99,10 @@ class ViewSocket:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         if not is_private(folder):
-            raise PermissionError(f"{folder} must be a folder of this user with mode 0700; remove it")
+            raise PermissionError(
+                f"{folder} must be owned by this user and have mode 0700; delete it so that flowchan can "
+                "create it again"
+            )
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener = listener
         _sockets.add(listener)
@@ -114,7 +117,7 @@ class ViewSocket:
             self._path = path
             listener.listen()
             return
-        raise OSError(f"{folder} has {MOST_RUNS} sockets of this program")
+        raise OSError(f"{folder} already has {MOST_RUNS} sockets of this program, which is the maximum")
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -133,7 +136,7 @@ class ViewSocket:
         return {"event": "hello", "schema": SCHEMA, "run": name, "graph": self._graph, "program": program}
 
     def close(self) -> None:
-        """Close the socket and its connections. The feed has ended."""
+        """Close the socket and its connections. The feed must have ended."""
         if self._listener is None:
             return
         self._listener.close()
@@ -159,7 +162,7 @@ class ViewConnection:
         return self._connection.fileno() < 0
 
     def _show(self, stats: RunStats) -> None:
-        """Send statistics, unless earlier lines are still waiting for the viewer."""
+        """Send statistics, unless the viewer has not read all earlier lines yet."""
         self._send()
         self._missed = bool(self._unsent)
         if not self._missed:
@@ -174,7 +177,8 @@ class ViewConnection:
             pass
         except OSError:  # the viewer has left
             self._connection.close()
-            if self._subscription is not None:  # otherwise the next call closes it
+            # If subscribe() has not returned yet, the next call closes the subscription.
+            if self._subscription is not None:
                 self._subscription.close()
 
     def end(self) -> None:
@@ -190,8 +194,8 @@ def _line(message: dict[str, Any]) -> bytes:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user of the program at the other end of a connection."""
-    credentials = struct.Struct("3i")  # process, user, group
+    """Return the user ID of the program at the other end of a connection."""
+    credentials = struct.Struct("3i")  # process ID, user ID, group ID
     _, user, _ = credentials.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     )

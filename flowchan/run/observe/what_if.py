@@ -1,8 +1,8 @@
-"""Predict the effect of a change to one stage, and advise a change, from the statistics of a window.
+"""Predict the effect of a change to one stage, and suggest a change, from the statistics of a window.
 
-:mod:`flowchan.run.observe.throughput` has the model. Each prediction has a range. The range covers three
-unknowns: how much the work times vary, whether code releases the interpreter lock, and the small number of
-items in a short window.
+:mod:`flowchan.run.observe.throughput` contains the model. Each prediction has a range, which covers three
+unknowns: how much the work times vary, whether code releases the interpreter lock, and how far a short window
+with few items can be trusted.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from flowchan.run.policy.stats import RunStats, StageStats
 NOISE = 0.05
 """Smallest relative error that a range covers."""
 CROWDED = 0.5
-"""Relative error that a range also covers, per share of the work time that workers wait for a core."""
+"""Relative error that a range also covers, times the share of the work time spent waiting for a core."""
 WORTH = 1.2
-"""Smallest predicted ratio of rates for which a change is advised."""
+"""Smallest predicted ratio of rates for which a change is suggested."""
 LEAST_WINDOW_S, LEAST_ITEMS = 1.0, 20
-"""Shortest window, and smallest number of items in it, from which a change is advised."""
+"""Shortest window, and smallest number of items in that window, from which a change is suggested."""
 ENOUGH = 0.95
-"""Share of the largest gain that is reached by the advised number of workers."""
+"""Share of the largest gain that the suggested number of workers must reach."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted effect of a change to one stage, from :meth:`Run.what_if`.
 
-    All rates count the items that leave the graph per second.
+    All rates are numbers of items that leave the graph per second.
 
     Attributes:
         stage: Name of the stage.
         change: Description of the change, such as "one more worker".
         now: Measured rate in the window.
         predicted: Predicted rate after the change.
-        low: Lower end of the likely range of the rate after the change.
-        high: Upper end of this range.
-        limited_by: Name of the stage that would limit the run after the change. If no stage would, this is
+        low: Lower end of the likely range for the rate after the change.
+        high: Upper end of that range.
+        limited_by: Name of the stage that would limit the run after the change. If no stage would, one of
             "the cores", "the interpreter lock", "the input", "the program", "the memory" or "the items in
             flight".
         why: Explanation of ``limited_by`` in words.
@@ -74,7 +74,7 @@ class Prediction:
 
     @property
     def gain(self) -> float:
-        """Return the ratio of the predicted rate to the rate now."""
+        """Return the ratio of the predicted rate to the current rate."""
         return self.predicted / self.now
 
 
@@ -82,17 +82,17 @@ def predict(stats: RunStats, stage: str, workers: int = 0, faster: float = 1.0) 
     """Return the predicted effect of a change to one stage.
 
     Args:
-        stats: Statistics in a window.
-        stage: Name of the stage. :func:`missing` must return an empty string for it.
+        stats: Statistics of a window.
+        stage: Name of a stage for which :func:`missing` returns an empty string.
         workers: Number of workers to add; negative to remove workers.
-        faster: Factor by which the stage's work becomes faster.
+        faster: Speed-up factor of the stage's work.
     """
     found = _named(stats, stage)
     return _prediction(stats, Model.of(stats), _change(found, workers, faster), found)
 
 
 def predictions(stats: RunStats) -> list[Prediction]:
-    """Return the predicted effects of one more worker and of twice the speed, for each stage.
+    """Predict the effects of one more worker and of doubled speed, for each stage.
 
     The largest effect comes first. Stages that have taken no items are left out.
     """
@@ -108,13 +108,13 @@ def predictions(stats: RunStats) -> list[Prediction]:
 
 
 def can_grow(stage: StageStats) -> bool:
-    """Return whether the stage can have another number of workers."""
+    """Return whether the stage's number of workers can change."""
     operator = OPERATORS[stage.kind]
     return operator.per_item or (operator.calls == "ports" and stage.workers > 1)
 
 
 def missing(stats: RunStats, model: Model, stage: str = "") -> str:
-    """Return what is missing for a prediction, or an empty string if it can be made."""
+    """Return what is missing for a prediction, or an empty string if a prediction is possible."""
     if not end_rate(stats):
         return "no item has left the graph"
     if stage and stage not in model.works:
@@ -167,7 +167,7 @@ def _gain(model: Model, change: Change) -> float:
 
 
 def _variants(model: Model) -> Iterator[Model]:
-    """Yield models with other assumptions about variable work times and about the interpreter lock."""
+    """Yield models with different assumptions about the variance of work times and the interpreter lock."""
     yield dataclasses.replace(model, exponent=MOST_EXPONENT)
     yield dataclasses.replace(model, exponent=model.exponent / 2)
     if model.lock:
@@ -186,14 +186,14 @@ def _described(change: Change, stage: StageStats) -> str:
 
 
 def _why(model: Model, change: Change, limit: str) -> str:
-    """Explain the smallest bound after a change."""
+    """Explain what sets the smallest bound after a change."""
     if limit in model.works:
         work = model.works[limit]
         workers = change.workers.get(limit, work.stage.workers)
         each = work.each / change.faster.get(limit, 1.0)
         if work.stage.rate_limit is not None and work.stage.rate_limit < workers / max(each, 1e-12):
             return f"its rate={work.stage.rate_limit:g} allows no more items to start"
-        owners = "its worker works" if workers == 1 else f"each of its {workers} workers works"
+        owners = "its worker spends" if workers == 1 else f"each of its {workers} workers spends"
         return f"{owners} {_duration(each)} on an item"
     return _REASONS[limit].format(cores=model.cores)
 
@@ -209,7 +209,7 @@ _REASONS = {
 
 
 def _crowded(model: Model) -> float:
-    """Return the share of the work time that workers spend waiting for a core."""
+    """Return the share of the work time that is spent waiting for a core."""
     works = [work.stage.worked for work in model.works.values() if work.local]
     total = sum(one.work for one in works)
     return sum(min(one.ready or 0.0, one.work) for one in works) / total if total else 0.0
@@ -229,7 +229,7 @@ def advice(stats: RunStats) -> str | None:
 
     Returns:
         The advice, such as "2 more workers of 'decode' would give 1.8 × the rate". None if no change that the
-        user can make to a stage would help much, or if the window has too few items.
+        user can make to a stage would help much. Also None if the window is too short or has too few items.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window
@@ -251,7 +251,7 @@ def advice(stats: RunStats) -> str | None:
 
 
 def _for_waits(stats: RunStats, model: Model, work: StageWork) -> str | None:
-    """Advise for a stage whose workers often wait for other stages or for earlier items."""
+    """Suggest a change to a stage whose workers often wait for other stages or for earlier items."""
     stage, free = work.stage, dataclasses.replace(model, exponent=MOST_EXPONENT)
     most = free.rate() * work.visits / stage.rate
     if stage.waiting_turn >= SEEN:
@@ -268,11 +268,11 @@ def _for_waits(stats: RunStats, model: Model, work: StageWork) -> str | None:
 
 
 def _for_stage(model: Model, work: StageWork) -> str | None:
-    """Advise more workers for a stage whose workers are always busy, or processes."""
+    """Suggest more workers, or a move to processes, for a stage whose workers are always busy."""
     stage = work.stage
     if not can_grow(stage):
         return None
-    most = max(1, stage.workers)  # twice as many in all
+    most = max(1, stage.workers)  # at most double the number of workers
     gains = [_gain(model, Change({stage.name: stage.workers + more})) for more in range(1, most + 1)]
     if work.threads:
         change, gain = _to_process(model, work, stage.workers + 1)
@@ -284,7 +284,7 @@ def _for_stage(model: Model, work: StageWork) -> str | None:
 
 
 def _to_process(model: Model, work: StageWork, workers: int) -> tuple[str, float]:
-    """Return a description and the gain of moving the workers of a stage to processes."""
+    """Describe a move of a stage's workers to processes, and return the description with the gain."""
     name = work.stage.name
     gain = _gain(model, Change({name: workers}, on_process=(name,)))
     number = "" if workers == work.stage.workers else f" and workers={workers}"

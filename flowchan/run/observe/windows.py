@@ -29,7 +29,7 @@ FINENESS = 8
 
 
 def local_cores() -> int:
-    """Return the number of cores that this process may use, also by the limits of its control groups."""
+    """Return the number of cores that this process may use, including the limits of its control groups."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, most_cores() or cores)
 
@@ -84,10 +84,10 @@ class History:
         self._next_at = time.monotonic() + EVERY_S
 
     def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
-        """Call a function with each new snapshot, on the supervisor's thread; ``None`` ends the calls.
+        """Call a function with each new snapshot, on the supervisor's thread; ``None`` stops the calls.
 
-        The time that it takes counts as part of the snapshot, so a slow function makes snapshots rare. It
-        must not raise.
+        The function's own time counts as part of the snapshot, so a slow function makes snapshots rarer. The
+        function must not raise.
         """
         self._watcher = watcher
 

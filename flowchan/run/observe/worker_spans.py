@@ -1,10 +1,10 @@
-"""Turn the wait times of a worker into spans: busy, and waiting for input, for a place or for its turn.
+"""Turn a worker's wait times into spans: busy, or waiting for input, for a place or for its turn.
 
 Algorithm. The ports count how long a worker has waited, and a sampler reads these sums every few
-milliseconds. The time between two readings is divided in the same proportions. It begins with the kind of the
-last span, so that a long wait stays one span. A part that is shorter than ``finest`` is not drawn. It is
-carried over to the next reading instead. The spans of a worker therefore add up to its wait times, with an
-error of about ``finest`` for each kind.
+milliseconds. The time between two readings is divided in proportion to the waits. The first part has the kind
+of the last span, so that a long wait stays one span. A part that is shorter than ``finest`` is not drawn but
+carried over to the next reading. A worker's spans therefore add up to its wait times, with an error of about
+``finest`` for each kind.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 SpanKind = Literal["busy", "input", "place", "turn"]
 KINDS: tuple[SpanKind, ...] = ("busy", "input", "place", "turn")
 FINEST_NS = 1_000_000
-"""Shortest span of a worker, in nanoseconds."""
+"""Minimum length of a worker's spans, in nanoseconds."""
 MOST_SPANS = 20_000
-"""Number of spans after which the shortest span of a worker is doubled."""
+"""Number of spans after which the minimum length of a worker's spans is doubled."""
 
 
 class Span(NamedTuple):
-    """Time in nanoseconds that a worker spent in one way."""
+    """Interval in which a worker was busy or waited for one reason. Times are in nanoseconds."""
 
     kind: SpanKind
     begin: int
@@ -31,12 +31,13 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerSpans:
-    """Spans of one worker, from the moment ``at`` at which it begins to work.
+    """Spans of one worker that begins work at time ``at``.
 
     Attributes:
         at: Time of the last reading, in nanoseconds.
-        waited: Wait times at the last reading, in nanoseconds: for input, for a place and for a turn.
-        finest: Shortest span, in nanoseconds. It grows with the number of spans, which is bounded.
+        waited: Time spent waiting for input, for a place and for a turn at the last reading, in nanoseconds.
+        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, to bound that
+            number.
     """
 
     at: int
@@ -51,9 +52,9 @@ class WorkerSpans:
         self._begin = self.at
 
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
-        """Take a reading, and yield the spans that have ended. A reading that comes too early is ignored.
+        """Take a reading, and yield the spans that have ended. A reading that arrives too early is ignored.
 
-        The sums of ``waited`` are those of the worker's ports, so they may be reset when a port is closed.
+        ``waited`` contains sums from the worker's ports, so the values may drop when a port is closed.
         """
         length = now - self.at
         if length < self.finest:

@@ -1,22 +1,22 @@
-"""Choose the numbers of workers of stages with ``workers="auto"``, as a pure function of statistics.
+"""Choose how many workers each ``workers="auto"`` stage has, as a pure function of statistics.
 
-Algorithm. After each window of time, at most one of three things happens:
+Algorithm. After each time window, at most one of three things happens:
 
-1. If the last change has not been checked, its effect is measured. A growth must have raised the rate by at
-   least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise the change is
-   reverted, and the same kind of change is not tried again for ``BLOCKED_WINDOWS`` windows. If the program
-   itself limited the run in the window, a growth is kept.
-2. If the model predicts that more workers raise the rate by at least ``LEAST_GAIN``, they are added. The
-   workers are distributed by max-min filling: the next worker goes to the stage that allows the lowest rate,
-   until no limit leaves room. A stage at most doubles.
-3. Stages with a low utilisation in ``IDLE_WINDOWS`` windows lose workers, at most half of them.
+1. If the last change has not been checked, its effect is measured. An increase must have raised the rate by
+   at least half of ``LEAST_GAIN``, and a reduction must not have lowered the rate by that much. Otherwise the
+   change is reverted, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. If the
+   program itself limited the run in the window, an increase is kept.
+2. If the model predicts that more workers raise the rate by at least ``LEAST_GAIN``, workers are added. They
+   are distributed by max-min filling: the next worker goes to the stage that allows the lowest rate, until
+   the limits allow no more. The number of workers of a stage at most doubles.
+3. Stages whose utilisation was low in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
 
 The first window after a change starts when the new workers have begun to work. Threads are not added while
-they wait for the interpreter lock, and no workers are added while all cores are in use. A process is added
-only if enough memory is free for one more process of the same size.
+the interpreter lock limits the run, and no workers are added while all cores are in use. A process is added
+only if enough memory is free for another process as large as the stage's largest.
 
-Stages with the same limit share its workers. If the limit is reached, workers are moved from a stage to a
-slower one.
+Stages with the same limit share the workers that the limit allows. If the limit is reached, workers are moved
+from one stage to a slower one.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 WINDOW_S = 1.0
 """Minimum length of a window in seconds."""
 LEAST_ITEMS = 20
-"""Number of items that a busy or changed stage takes in a window shorter than ``SLOW_WINDOW_S``."""
+"""Minimum number of items that a busy or changed stage takes in a window below ``SLOW_WINDOW_S``."""
 SLOW_WINDOW_S = 10.0
-"""Length of a window in seconds after which two items for each busy worker are enough."""
+"""Length of a window in seconds from which two items for each worker of the busy stages are enough."""
 LONGEST_WINDOW_S = 60.0
 """Maximum length of a window in seconds."""
 LEAST_GAIN = 0.05
-"""Minimum predicted gain of the rate for which workers are added."""
+"""Minimum predicted relative gain in the rate for which workers are added."""
 BUSY = 0.85
-"""Minimum utilisation of the busiest stage that gets workers."""
+"""Minimum utilisation of at least one of the stages that get workers."""
 IDLE = 0.65
 """Utilisation below which a stage may lose workers."""
 IDLE_WINDOWS = 3
-"""Number of windows in a row with a utilisation below ``IDLE`` before a stage loses workers."""
+"""Number of consecutive windows with a utilisation below ``IDLE`` before a stage loses workers."""
 AIM = 0.75
 """Utilisation that a stage should have after it has lost workers."""
 BLOCKED_WINDOWS = 10
-"""Number of windows in which a reverted change is not tried again."""
+"""Number of windows for which a reverted change is not retried."""
 ENOUGH = 0.98
 """Share of the highest possible rate at which the filling stops."""
 RATE_LIMITED = 0.95
-"""Share of its ``rate=`` from which a stage gets no more workers."""
+"""Share of a stage's ``rate=`` from which the stage gets no more workers."""
 
 PROGRAM: frozenset[CauseKind] = frozenset({"input", "consumer"})
-"""Causes outside of the graph. The effect of a growth cannot be measured while one of them limits the run."""
+"""Causes outside the graph. While one of them limits the run, the effect of more workers is unmeasurable."""
 
 
 class Throughput(Protocol):
     """Model of a run that predicts its rate."""
 
     def rate(self, workers: Mapping[str, int]) -> float:
-        """Return the rate of the run if some stages had these numbers of workers."""
+        """Predict the rate of the run if these stages had these numbers of workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class AutoLimit:
     """Limit of one stage.
 
     Attributes:
-        most: Maximum number of workers of all stages with the same ``shared_by``.
-        shared_by: Identity of the limit.
+        most: Maximum number of workers of all stages with the same ``shared_by`` together.
+        shared_by: Identity of the limit, which several stages may share.
         own_process: True if each worker is a process.
     """
 
@@ -95,12 +95,12 @@ class FreeMemory:
     resident: Mapping[str, int] = field(default_factory=dict)
 
     def processes(self, stage: str) -> float:
-        """Return how many more processes of a stage there is memory for. Threads have no size."""
+        """Return how many more processes of a stage fit into memory. Threads do not count."""
         size = self.resident.get(stage, 0)
         return math.inf if not size or math.isinf(self.free) else max(0.0, self.free) // size
 
     def without(self, stage: str, processes: int) -> FreeMemory:
-        """Return the memory that is left after more processes of a stage have started."""
+        """Return the memory that remains after this many more processes of a stage have started."""
         return dataclasses.replace(self, free=self.free - processes * self.resident.get(stage, 0))
 
 
@@ -112,7 +112,7 @@ class Trial:
         before: Numbers of workers of the changed stages before the change.
         rates: Rates of these stages before the change, in items per second.
         grew: True if a stage got more workers.
-        made: Indexes of its decisions.
+        made: Indexes of the decisions that made the change.
     """
 
     before: Mapping[str, int]
@@ -123,13 +123,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Scaler:
-    """State of the choice for one run.
+    """State of automatic scaling in one run.
 
     Attributes:
         limits: Limits of the stages with ``workers="auto"`` that the program has not scaled.
         trial: The last change, until its effect has been checked.
-        blocked: Number of windows in which a stage may not grow (True) or shrink (False).
-        idle: Highest utilisations of each stage in the last windows, as long as all were low.
+        blocked: Number of windows for which a stage must not gain (True) or lose (False) workers.
+        idle: Utilisations of each stage in the last windows, as long as all were low.
         decisions: All decisions so far.
     """
 
@@ -140,14 +140,14 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers of the last change have begun to work, or at the start, all workers."""
+        """Return whether the workers that the last change added (initially all workers) have begun work."""
         stages = self.limits if self.trial is None else self.trial.before
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
     def full(self, stats: RunStats) -> bool:
         """Return whether a window is long enough for a decision.
 
-        Busy and changed stages must have taken enough items for a comparison of rates.
+        Busy and changed stages must have taken enough items for rates to be comparable.
         """
         if not WINDOW_S <= stats.window < LONGEST_WINDOW_S:
             return stats.window >= WINDOW_S
@@ -243,7 +243,7 @@ def _changed(
 
 
 def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) -> Chosen:
-    """Record the effect of the last change, and revert the change if it did not pay."""
+    """Record the effect of the last change, and revert the change if it did not pay off."""
     trial = scaler.trial
     if trial is None:
         return scaler, ()
@@ -277,7 +277,7 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
 def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
     """Return whether a change is kept.
 
-    A reduction is reverted only if a stage that lost workers is busy now. Otherwise, something else has
+    A reduction is reverted only if a stage that lost workers is now busy. Otherwise, something else has
     lowered the rate.
     """
     if trial.grew:
@@ -295,7 +295,7 @@ def _with_outcome(scaler: Scaler, trial: Trial, outcome: str) -> Scaler:
 # --- more workers ---
 
 Change = tuple[Mapping[str, int], Callable[[StageStats], str]]
-"""New numbers of workers by stage, and the reason for one stage."""
+"""New numbers of workers by stage, and a function that returns the reason for one stage."""
 
 
 def _grown(
@@ -337,16 +337,16 @@ def _eases_a_busy_stage(changes: Mapping[str, int], stages: Mapping[str, StageSt
 
 
 def _most(stage: StageStats, memory: FreeMemory) -> int:
-    """Return the highest number of workers that the stage may have after one change."""
+    """Return the maximum number of workers that the stage may have after one change."""
     return int(min(2 * stage.workers, stage.workers + memory.processes(stage.name)))
 
 
 def _filled(
     scaler: Scaler, workers: Mapping[str, int], most: Mapping[str, int], predicts: Throughput
 ) -> dict[str, int]:
-    """Return numbers of workers by max-min filling.
+    """Calculate numbers of workers by max-min filling.
 
-    Stages that share a limit start from half of their workers, so that workers can move between them.
+    Stages that share a limit start with half of their workers, so that workers can move between stages.
     """
     limits = scaler.limits
     users = Counter(limits[name].shared_by for name in workers)
@@ -366,25 +366,25 @@ def _filled(
 
 
 MANY = 10**6
-"""Number of workers for which a stage does not limit the run."""
+"""Number of workers so large that a stage does not limit the run."""
 
 
 def _unlimited(
     growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return many workers for the stages that may grow, and the given number for the others and for one."""
+    """Return ``MANY`` workers for the growing stages except ``but``, and ``filled`` numbers for the rest."""
     return {**(filled or {}), **{name: MANY for name in growing if name != but}}
 
 
 def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: str) -> int:
-    """Return how many workers the limit of a stage allows in addition."""
+    """Return how many more workers the limit of a stage allows."""
     limit = limits[stage]
     same = [number for name, number in workers.items() if limits[name].shared_by == limit.shared_by]
     return limit.most - sum(same)
 
 
 def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
-    """Return numbers of workers for which the memory for all new processes together is free."""
+    """Reduce the wanted numbers of workers until all new processes together fit into the free memory."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
         allowed = int(min(more, memory.processes(name)))

@@ -54,8 +54,8 @@ class Waits:
     include it, however slow the connection is.
 
     Attributes:
-        reading, writing: Numbers of workers on other hosts that are waiting to take an item, and to put one,
-        by channel.
+        reading, writing: Number of workers on other hosts that are waiting to take an item or to put one, by
+            channel.
         counts: Numbers that change when one of these workers takes or puts an item, or when a connection
             breaks.
         moves: True if something may still move: a worker that is not waiting, a dead worker without a

@@ -251,7 +251,7 @@ class Crashed:
 
 
 ItemSpan = tuple[tuple[int, ...], int, int]
-"""Marks of the sampled items, and when the worker took them and put their first output, in nanoseconds."""
+"""Marks of the sampled items, and the times of their get and of their first output's put, in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +260,14 @@ class ItemSpans:
 
     Attributes:
         worker: The worker.
-        spans: A span for each time that the worker took sampled items.
+        spans: One span for each time that the worker took sampled items.
     """
 
     worker: WorkerId
     spans: tuple[ItemSpan, ...]
 
     def shifted(self, by: int) -> ItemSpans:
-        """Return the spans on a clock that is ``by`` nanoseconds ahead."""
+        """Convert the spans to a clock that is ``by`` nanoseconds ahead."""
         moved = tuple((marks, taken + by, put + by) for marks, taken, put in self.spans)
         return ItemSpans(self.worker, moved)
 
@@ -337,10 +337,10 @@ class ItemTraced:
 
     Attributes:
         source: Stage that the item comes from.
-        number: Number that identifies the sample in its run.
-        spans: Stages that the item passed, in order. Each has the stage, the worker, and two times in
-            seconds: when the worker took the item, and when it put the first output. The clock is that of
-            ``time.monotonic``.
+        number: Number that identifies the sample within the run.
+        spans: Stages that the item passed through, in order. Each entry has the stage, the worker, and two
+            times: when the worker took the item, and when it put the first output. Times come from
+            ``time.monotonic``, in seconds.
     """
 
     source: str
@@ -349,10 +349,10 @@ class ItemTraced:
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Return the names of the stages that the item passed."""
+        """Return the names of the stages that the item passed through."""
         return tuple(stage for stage, _, _, _ in self.spans)
 
     @property
     def latency(self) -> float:
-        """Return the seconds from the put of the source until the item was finished."""
+        """Return the time from the source's put until the item was finished, in seconds."""
         return self.spans[-1][3] - self.spans[0][2]

@@ -67,7 +67,7 @@ class Plan:
     of an input stage to the channels that the user fills: one, or one for each worker of the reader. All
     random numbers of the workers derive from ``seed``. ``finished`` is set in a run that can be resumed: the
     items of each source that earlier runs have finished. ``samples_items`` is true if the run follows a few
-    items of each source along their way.
+    items of each source through the graph.
     """
 
     graph: Blueprint

@@ -57,15 +57,15 @@ class RemoveWorker:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """Change to the number of workers of a stage with ``workers="auto"``.
+    """Change to the number of workers of one ``workers="auto"`` stage.
 
     Attributes:
         elapsed: Seconds from the start of the run to the decision.
         stage: Name of the stage.
         workers_before: Number of workers before the decision.
         workers: Number of workers after the decision.
-        reason: Reason in words.
-        outcome: Effect in words, such as "kept: 1.93 × the rate"; empty until it has been measured.
+        reason: Reason for the change, in words.
+        outcome: Effect of the change, such as "kept: 1.93 × the rate"; empty until it has been measured.
 
     Example:
         >>> from flowchan import ScalingDecision

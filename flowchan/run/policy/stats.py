@@ -349,7 +349,7 @@ class RunStats:
         cause: Cause that limited the run in the window; ``None`` if unknown.
         warnings: Warnings about stages, for example that a stage has nearly used up its restarts. Only the
             last warning of each kind is kept for each stage.
-        decisions: Changes to the numbers of workers of stages with ``workers="auto"``.
+        decisions: Changes to the number of workers of each ``workers="auto"`` stage.
 
     Example:
         >>> from flowchan import Graph

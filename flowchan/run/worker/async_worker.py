@@ -117,9 +117,10 @@ class Tasks:
                 loop.call_soon_threadsafe(self._cancel)
 
     def examine(self, ids: Collection[WorkerId], read: Callable[[Any], str]) -> dict[WorkerId, str]:
-        """Call ``read`` in the event loop, with the coroutine of each of these workers that is running.
+        """In the event loop, call ``read`` with the coroutine of each running worker in ``ids``.
 
-        The result is empty if the event loop has ended, or does not answer because a coroutine keeps it busy.
+        The result is empty if the event loop has ended, or if it does not answer because a coroutine keeps it
+        busy.
         """
         answer: concurrent.futures.Future[dict[WorkerId, str]] = concurrent.futures.Future()
 

@@ -1,14 +1,13 @@
 """Follow sampled items through one worker.
 
-Algorithm. A source puts a few of its items per second in boxes (``SampledItem``) with a new mark each. The
-ports of every worker take items out of their boxes and call the worker's recorder. The outputs that the
-worker puts before it takes the next item get the marks of the sampled items that it holds. Only the first
-output in each channel is marked, so that an item with many outputs is followed once. The recorder measures
-when an item was taken and when its first output was put. It sends these times at intervals and when the
-worker ends.
+Algorithm. A source boxes a few items per second (``SampledItem``), each with a new mark. The ports of every
+worker take items out of their boxes and call the worker's recorder. Outputs that the worker puts before it
+takes the next item get the marks of the sampled items that the worker holds. Only the first output to each
+channel is marked, so that an item with many outputs is followed only once. The recorder measures when an item
+was taken and when its first output was put. It sends these times at intervals and when the worker ends.
 
-Sampling. A source doubles the distance between two samples if they come too quickly, and halves it if they
-come too slowly. The number of samples per second is therefore bounded, at any rate.
+Sampling. A source doubles the number of items between samples if samples are too frequent, and halves it if
+they are too rare. The number of samples per second is therefore bounded, whatever the item rate.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from flowchan.run.policy.events import Event, ItemSpan, ItemSpans, WorkerId
 from flowchan.run.worker.opening import Ports
 
 SEND_EVERY_NS = 500_000_000
-"""Minimum time between two reports of a worker that has fewer than ``MOST_SPANS`` spans."""
+"""Minimum time between two reports from a worker with fewer than ``MOST_SPANS`` spans."""
 MOST_SPANS = 256
-"""Number of spans that a worker keeps before it sends them."""
+"""Maximum number of spans that a worker keeps before it sends them."""
 CLOSEST_NS, FARTHEST_NS = 10_000_000, 40_000_000
-"""Time between two samples of a source below which it takes fewer of them, and above which more."""
+"""Interval between samples below which a source samples less often, and above which more often."""
 RAREST = 1 << 20
 """Largest number of items between two samples of a source."""
 
 MOST_MARKS = 32
-"""Number of marks of an item. If it comes from more samples, the newest are kept, so loops stay bounded."""
+"""Maximum number of marks of an item. The newest marks are kept, so their number stays bounded in loops."""
 
 
 class ItemRecorder:
-    """Times of the sampled items of one worker. The native ports call its first four methods.
+    """Recorder for the sampled items of one worker. The native ports call the first four methods.
 
     Args:
         worker: The worker.
@@ -55,7 +54,7 @@ class ItemRecorder:
         self._sampled_at = 0
         self._held: dict[int, list[tuple[tuple[int, ...], int]]] = {}  # by port: marks and time of the get
         self._put_at: dict[int, int] = {}  # by port: time of the first put for the items in ``_held``
-        self._sent_to: set[int] = set()  # ports that have got a marked output for these items
+        self._sent_to: set[int] = set()  # ports that already have a marked output for these items
         self._spans: list[ItemSpan] = []
         self._report_at = 0
 
@@ -79,7 +78,7 @@ class ItemRecorder:
             self._send(now)
 
     def boxed(self, port: int, item: Any) -> Any:
-        """Return an output in a box, or as it is if its port has already got a marked output."""
+        """Box an output, or return it unchanged if its port already has a marked output."""
         if port in self._sent_to:
             return item
         self._put_at.setdefault(port, time.monotonic_ns())
@@ -89,7 +88,7 @@ class ItemRecorder:
         return item if self._next is None else SampledItem(item, (self._next,))
 
     def sent(self, port: int) -> int:
-        """Record that a box was put. Return the number of items until the next sample of a source."""
+        """Record that a box was put. For a source, return the number of items until the next sample."""
         if self._next is None:
             self._sent_to.add(port)
             return 0
@@ -139,7 +138,8 @@ def follow_at_program(
 ) -> None:
     """Follow sampled items through ports that the program itself uses.
 
-    Through its writing ends, the program is a source. ``place`` is the position of the stage in the graph.
+    For ports that the program writes to, the program is a source. ``place`` is the position of the stage in
+    the graph.
     """
     for port in ports:
         first = first_mark(place, 0, 0) if isinstance(port, Out) else None
@@ -152,12 +152,12 @@ def first_mark(stage: int, worker: int, incarnation: int) -> int:
 
 
 def source_of(mark: int) -> int:
-    """Return the position in the graph of the source that a sample comes from."""
+    """Return the position of a sample's source in the graph."""
     return mark >> 64
 
 
 def end_following(recorder: ItemRecorder | None, ports: Ports) -> None:
-    """Send what the recorder still has, and release it, because the worker is about to end."""
+    """Send the recorder's remaining spans, and release the recorder, because the worker is about to end."""
     if recorder is not None:
         recorder.end()
         for port in ports.everything():  # the recorder refers to the run; this breaks the reference cycle

@@ -1,7 +1,7 @@
 """Time limit for one item in a worker process: ``timeout=``.
 
-A kernel timer kills the process, even inside C code that holds the GIL. Just before that, the process writes
-its Python stacks for the log. A timeout is therefore a death that counts against the item. The supervisor
+A kernel timer kills the process, even inside C code that holds the GIL. Just before, the process writes its
+Python stacks for the log. A timeout is therefore a death that counts against the item. The supervisor
 replaces the worker. The replacement tries the item again if the stage has retries left; otherwise the item
 fails.
 """

@@ -36,7 +36,7 @@ class SharedWithRun:
     broadcasts: tuple[Broadcast[Any], ...] = ()
     """Broadcast values of the graph."""
     sampled: int | None = None
-    """Position of the stage in the graph, in a run that follows sampled items."""
+    """Position of the stage in the graph if the run follows sampled items, else None."""
 
 
 SHARES_NOTHING = SharedWithRun()

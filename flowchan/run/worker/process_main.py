@@ -37,7 +37,7 @@ from flowchan.transport.device import transfer
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Message that tells a process to be the worker ``info`` in one run, with these ports.
+    """Message that tells a process to act as the worker ``info`` in one run, with these ports.
 
     The process reports to ``mail``. ``suspicion`` describes earlier deaths while processing the first item.
     ``memberships`` are used by a worker in a gang. ``levels`` are the log levels of the program.

@@ -88,7 +88,7 @@ class _Questions(pickle.Unpickler):
 
 
 def _bare(item: Any, _: Any) -> Any:
-    """Return the item of a box for a sampled item."""
+    """Return the item inside the box of a sampled item."""
     return item
 
 

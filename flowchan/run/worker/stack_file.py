@@ -1,9 +1,10 @@
-"""File in memory to which a worker process writes its Python stacks when a signal asks for them.
+"""Write the Python stacks of a worker process to an in-memory file when a signal requests them.
 
-Algorithm. The program and the worker process share the file. When the worker starts, it writes ``READY``, or
-``REFUSED`` if another handler already uses the signal. The program then removes everything behind this byte,
-sends the signal and reads the file until it contains a complete dump. The core writes a mark before and after
-each dump (stack_dumps.cpp). Earlier dumps that were cut off have no mark before them, so they are ignored.
+Algorithm. The program and the worker process share the file. When the worker starts, it writes one byte:
+``READY``, or ``REFUSED`` if another handler already uses the signal. To request stacks, the program truncates
+the file after this byte and sends the signal. It then reads the file until it finds a complete dump. The core
+writes a mark before and after each dump (stack_dumps.cpp). Earlier dumps that were cut off have no mark
+before them, so they are ignored.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from typing import Any
 from flowchan import _core
 
 SIGNAL = signal.SIGRTMIN + 7
-"""Signal that asks a worker process for its stacks. A process that is not ready would be killed by it."""
+"""Signal that asks a worker process for its stacks. It would kill a process that is not ready."""
 READY, REFUSED = b"+", b"-"
 _DEATH, _BEGIN, _END = b"\x01", b"\x02", b"\x03"  # the marks that the core writes
 
 
 class StackFile:
-    """Stacks of one worker process."""
+    """File that holds the stacks of one worker process."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan stacks")
-        # Each write goes to the end of the file, also after the program has made the file shorter.
+        # Writes always go to the end of the file, even after the program has truncated it.
         fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_APPEND)
 
     def __getstate__(self) -> dict[str, Any]:
-        assert context.get_spawning_popen() is not None  # only a process that is being started gets the file
+        assert context.get_spawning_popen() is not None  # only a process that is starting gets the file
         return {"_fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -50,7 +51,7 @@ class StackFile:
 
     @property
     def state(self) -> bytes:
-        """Return ``READY``, ``REFUSED``, or nothing if the process is still starting."""
+        """Return ``READY`` or ``REFUSED``, or ``b""`` if the process is still starting."""
         return os.pread(self._fd, 1, 0)
 
     def clear(self) -> None:
@@ -75,6 +76,6 @@ class StackFile:
 
 
 def serving_stacks(file: StackFile, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Run the main function of a worker process, which writes its stacks to ``file`` on request."""
+    """Run the main function of a worker process that writes its stacks to ``file`` on request."""
     file.serve()
     main(*arguments)

@@ -1,4 +1,4 @@
-"""State for each key of a keyed stage, which survives the death of a worker.
+"""Keep the state for each key of a keyed stage when a worker dies.
 
 Algorithm. Each worker has a write-ahead log in an in-memory file of the program. Before an item's lease ends,
 the worker appends one record: the item's number, its key, and the state of the key after the item. A
