@@ -173,7 +173,7 @@ def test_damaged_compressed_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_trace_without_workers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be the trace of a run, but it has no events of workers"):
+    with pytest.raises(ValueError, match="must be the trace of a run, but it has no worker events"):
         timeline(written(tmp_path / "out.json", TRACE[:3]))
 
 
