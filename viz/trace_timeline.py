@@ -170,7 +170,7 @@ def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
     if len(spans) > 2 * WIDTH:
         spans = _coarse(spans, seconds / WIDTH)
     boxes = [
-        Box(begin, end, COLOURS[name], f"{name}: {duration(end - begin)} from {duration(begin)} on")
+        Box(begin, end, COLOURS[name], f"{name}: {duration(end - begin)}, beginning at {duration(begin)}")
         for begin, end, name in spans
     ]
     marks = [Mark(at - zero, title) for at, title in worker.deaths]
