@@ -4,8 +4,8 @@ A long graph is arranged in rows that run alternately to the right and to the le
 :mod:`flowchan.viz.wrapping`). Graphviz lays out arrows from left to right. Arrows to the left are therefore
 declared from reader to writer, with ``dir=back``.
 
-In an SVG picture, the element of the first declared stage has the id ``s0``, and that of the first channel
-``e0``.
+In an SVG picture, the elements of the stages have the ids ``s0``, ``s1`` and so on, in the order of
+declaration. The elements of the channels have the ids ``e0``, ``e1`` and so on.
 
 The picture has its own light background, so its colours look the same in a dark viewer.
 """
@@ -162,7 +162,7 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
 
 
 def _is_vertical(picture: Picture, writer: int, reader: int | None) -> bool:
-    """Return whether an arrow stays in its column."""
+    """Return whether an arrow joins two stages in the same column."""
     return picture.wraps and reader is not None and picture.places[writer][1] == picture.places[reader][1]
 
 
@@ -185,7 +185,7 @@ def _join(dot: Digraph, tail: str, head: str, back: bool, attributes: dict[str, 
 
 
 def _align_columns(dot: Digraph, picture: Picture) -> None:
-    """Align the stages of each column, and keep its rows in order with invisible arrows."""
+    """Align the stages of each column, and keep them in row order with invisible arrows."""
     joined = {(writer, reader) for writer, reader, _ in picture.arrows}
     for column in range(1 + max(column for _, column in picture.places)):
         own = sorted((row, number) for number, (row, place) in enumerate(picture.places) if place == column)
@@ -207,7 +207,8 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         lines = "<BR/>".join(filter(None, (item and f"<B>{escape(item)}</B>", escape(rest))))
         # a table adds padding around the text
         cells = f"<TD>{lines}</TD>"
-        if vertical:  # Graphviz centres the label on such an arrow, so the text goes to the right of it
+        if vertical:
+            # Graphviz centres the label on a vertical arrow; an empty cell moves the text to its right
             widest = max(labels.text_width(item, 9.0, bold=True), labels.text_width(rest, 9.0))
             cells = f'<TD WIDTH="{widest + 40:.0f}"></TD>{cells}'
         attributes["label"] = f'<<TABLE BORDER="0" CELLPADDING="3"><TR>{cells}</TR></TABLE>>'
@@ -215,9 +216,9 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
         attributes |= {"penwidth": "2.2"}
     if edge.feedback:
         attributes |= {"style": "dashed"}
-        if not picture.wraps:  # it points backwards, and must not influence the layout
+        if not picture.wraps:  # a feedback arrow points backwards, and must not affect the layout
             attributes |= {"constraint": "false"}
-    elif picture.wraps:  # straightens the rows, which the invisible arrows between them would bend
+    elif picture.wraps:  # the weight keeps the invisible arrows between rows from bending the rows
         attributes |= {"weight": "20"}
     if edge.errors:
         attributes |= {"color": RED, "fontcolor": RED, "style": "dashed"}
@@ -225,7 +226,7 @@ def _arrow(edge: Edge, picture: Picture, vertical: bool) -> dict[str, Any]:
 
 
 def _legend(picture: Picture) -> str:
-    """Return the title, and rows that explain the boxes and the arrows that need it."""
+    """Return the title, followed by rows that explain the boxes and arrows in use."""
     ends: set[Role] = {
         labels.end_role(picture.stages[writer]) for writer, reader, _ in picture.arrows if reader is None
     }
@@ -254,7 +255,7 @@ def _rows(keys: list[str]) -> str:
 
 
 KEYS_PER_ROW = 5
-"""Number of explanations in a row of the legend. Each takes two columns, followed by a column of space."""
+"""Number of entries in each row of the legend. An entry takes two columns, followed by an empty column."""
 SPACE = '<TD WIDTH="10"></TD>'
 
 

@@ -1,4 +1,4 @@
-"""Draw a timeline as SVG: a row for each worker, and time from left to right.
+"""Draw a timeline as SVG, with a row for each worker and time from left to right.
 
 Each event is a box with a tooltip that shows the details. If the box is wide enough, it contains a label.
 """
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 INK, FAINT, LINE, DEATH = "#22272e", "#5b6570", "#d9dee4", "#c53030"
 
 # Lengths in pixels.
-RIGHT = 92.0  # space right of the boxes, for a worker's share of busy time
+RIGHT = 92.0  # space to the right of the boxes, for a worker's share of busy time
 TOP, BOTTOM = 106.0, 46.0
 FONT = 12.0
 LETTER = 0.62  # mean width of a letter or digit, relative to the font size
@@ -32,14 +32,14 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Moment in seconds."""
+    """Moment that is marked by a line, in seconds."""
 
     at: float
     title: str
 
 
 class Row(NamedTuple):
-    """Events of a worker: the text before the boxes, and the text after them."""
+    """Events of a worker as boxes, with a name and detail before them and a note after them."""
 
     name: str
     detail: str
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Gantt:
-    """Content of a picture of a timeline.
+    """Content of a timeline picture.
 
     Attributes:
         title: Text above the picture.
@@ -59,8 +59,8 @@ class Gantt:
         remark: Text after the legend.
         rows: Rows from top to bottom.
         seconds: Length of the timeline, which starts at 0.
-        width: Width of the boxes' area, in pixels.
-        left: Width of the names' area, in pixels.
+        width: Width of the area with the boxes, in pixels.
+        left: Width of the area with the names, in pixels.
         row: Height of a row, in pixels.
         unit: Unit of the axis.
         marks: Moments at which a line crosses all rows.
@@ -142,7 +142,7 @@ class _Drawing:
         self._write(middle, self.foot + 36, f"time in {self.gantt.unit}", anchor="middle", fill=FAINT)
 
     def _marks(self) -> None:
-        """Draw the moments of the whole timeline, and label each one that has room."""
+        """Draw the marks that cross all rows, and label those that have room."""
         free = self.gantt.left
         for at, name in self.gantt.marks:
             x = self._at(at)
@@ -152,7 +152,7 @@ class _Drawing:
                 free = x + 4 + long(name)
 
     def _row(self, top: float, row: Row) -> None:
-        """Draw the boxes of a worker, with its name on the left and the note on the right."""
+        """Draw the boxes of a worker, with the worker's name on the left and the note on the right."""
         left, middle = self.gantt.left, top + self.box / 2
         room = left - 20
         if row.detail:

@@ -1,4 +1,4 @@
-"""Choose the texts, roles, colours and places of a picture, for all picture formats.
+"""Choose the texts, roles, colours and positions in a picture, for all picture formats.
 
 A picture shows only settings that differ from their defaults. For a channel, these are the item type and the
 capacity. For a stage, these are its number of items, retries, order and hosts.
@@ -46,7 +46,7 @@ def encodable(text: str) -> str:
 
 
 ARROW = 55.0
-"""Width in points of an arrow between two stages and of the space around their texts."""
+"""Width of an arrow between two stages plus the padding around their texts, in points."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Picture:
 
     @property
     def wraps(self) -> bool:
-        """Return whether the picture has several rows."""
+        """Return whether the picture has more than one row."""
         return any(row for row, _ in self.places)
 
     @property
@@ -127,7 +127,7 @@ def _width(stage: Stage, captions: Mapping[str, str]) -> float:
 
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
-    """Return the width of a text in points; it is an estimate if the text has unusual characters."""
+    """Return the width of a text in points, or an estimate if the text has unusual characters."""
     width = width_of(text, size, bold=bold)
     return 0.6 * size * len(text) if width is None else width
 
@@ -157,9 +157,9 @@ def end_role(stage: Stage) -> Role:
 
 
 def workers_text(stage: Stage) -> str:
-    """Return ``x4`` with a real multiplication sign, or an empty text for a single worker.
+    """Return ``x4`` with a real multiplication sign, or an empty string for a single worker.
 
-    If the run chooses the number, the text is ``auto``, with its limit if the user has set one.
+    If the run chooses the number, return ``auto``, followed by the limit if the user has set one.
     """
     if stage.auto is not None:
         return "auto" if stage.auto.most is None else f"auto \N{LESS-THAN OR EQUAL TO} {stage.auto.most}"
@@ -186,7 +186,7 @@ def channel_tooltip(edge: Edge) -> str:
 
 
 def type_text(item: Any) -> str:
-    """Return an item type as written in its annotation, or an empty text if the type is unknown."""
+    """Return an item type as written in its annotation, or an empty string if the type is unknown."""
     return "" if item is None or item is Any else type_name(item)
 
 

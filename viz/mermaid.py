@@ -41,7 +41,7 @@ ENDS = "fill:#fff5c2"
 def to_mermaid(blueprint: Blueprint) -> str:
     """Return the graph as a Mermaid flowchart, without starting any stage or source.
 
-    A graph that fits one row runs from left to right, and a longer one from top to bottom.
+    A graph that fits in one row runs from left to right; a longer graph runs from top to bottom.
 
     Args:
         blueprint: Graph to convert.
@@ -58,7 +58,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
         True
     """
     picture = labels.picture(blueprint)
-    # Mermaid cannot wrap, and a page has room for a long graph only below.
+    # Mermaid cannot break a graph into rows, and a page has room for a long graph only vertically.
     direction = "TB" if picture.wraps else "LR"
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", f"flowchart {direction}"]
     classes = {}

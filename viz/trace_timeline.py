@@ -1,10 +1,10 @@
 """Draw the timeline of a run from its trace: what each worker did, and when it died.
 
-A trace file is a JSON array of events in Chrome's format. Each stage is a process, and each worker is a
-thread of it. If the program was killed, the end of the array is missing.
+A trace file is a JSON array of events in Chrome's format. In a trace, each stage is a process, and each
+worker is a thread of that process. If the program was killed, the end of the array is missing.
 
-A row has at most about two boxes for each pixel of its width. If it has more events, each pixel shows what
-the worker did most in that time.
+A row has at most about two boxes for each pixel of its width. If a worker has more events, each pixel shows
+the activity that took most of the pixel's time.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ COLOURS = {
     "waits for room": "#e9b872",
     "waits for its turn": "#9fc5a8",
 }
-"""Colours of the events of workers, by name; other events are not drawn."""
+"""Colours of worker events, by event name; other events are not drawn."""
 DEATH = "died"
-"""Name of the moments that are marked."""
+"""Name of the events that are drawn as red lines."""
 WIDTH = 1000.0
-"""Width of the boxes' area, in pixels."""
+"""Width of the area with the boxes, in pixels."""
 LEFT_LEAST, LEFT_MOST = 90.0, 320.0
-"""Limits for the width of the names' area, in pixels."""
+"""Minimum and maximum width of the area with the names, in pixels."""
 ROW = 30.0
 LONG_S = 10.0
-"""Length of a timeline in seconds from which the axis is labelled in seconds."""
+"""Length in seconds at which the axis changes from milliseconds to seconds."""
 
 
 @dataclass
@@ -49,13 +49,13 @@ class _TracedWorker:
 
 
 def timeline(path: str | os.PathLike[str]) -> str:
-    """Return a picture of a run's timeline as SVG, drawn from a trace file.
+    """Draw a run's timeline as SVG from a trace file.
 
     Each worker has a row. The row shows when the worker was starting, busy, or waiting for input, for room in
     a channel or for earlier items. Red lines mark deaths. Point at a box to see its times.
 
     Args:
-        path: Path of a trace file in JSON (``.json`` or ``.json.gz``) that a run has written.
+        path: Path of a JSON trace file (``.json`` or ``.json.gz``) that a run has written.
 
     Returns:
         The SVG text.
@@ -82,9 +82,7 @@ def timeline(path: str | os.PathLike[str]) -> str:
     events = _events(Path(path))
     workers = sorted(_workers(events), key=lambda worker: worker.order)
     if not workers:
-        raise ValueError(
-            f"timeline: {str(path)!r} must be the trace of a run, but it has no events of workers"
-        )
+        raise ValueError(f"timeline: {str(path)!r} must be the trace of a run, but it has no worker events")
     zero = min(begin for worker in workers for begin, _, _ in worker.spans)
     seconds = max(end for worker in workers for _, end, _ in worker.spans) - zero
     rows = [_row(worker, zero, seconds) for worker in workers]
@@ -107,7 +105,7 @@ def timeline(path: str | os.PathLike[str]) -> str:
 def _events(path: Path) -> list[dict[str, Any]]:
     data = path.read_bytes()
     try:
-        # a file that was not completed has no checksum at its end, which gzip.decompress() requires
+        # gzip.decompress() requires the checksum at the end, which an incomplete file lacks
         text = zlib.decompressobj(zlib.MAX_WBITS + 16).decompress(data) if path.suffix == ".gz" else data
         return _parsed(text.decode(errors="replace"))
     except (ValueError, zlib.error) as error:
@@ -122,11 +120,11 @@ def _parsed(text: str) -> list[dict[str, Any]]:
         first, *lines = text.splitlines() or [""]
         if first != "[":
             raise
-        found = [json.loads(line.rstrip().rstrip(",")) for line in lines[:-1]]  # the last one is incomplete
+        found = [json.loads(line.rstrip().rstrip(",")) for line in lines[:-1]]  # the last line is cut off
     if isinstance(found, dict):
         found = found.get("traceEvents")
     if not isinstance(found, list) or not all(isinstance(event, dict) for event in found):
-        raise ValueError("it is not a list of events")
+        raise ValueError("the value is not a list of events")
     return found
 
 
@@ -157,7 +155,7 @@ def _workers(events: Sequence[dict[str, Any]]) -> Iterator[_TracedWorker]:
 
 
 def _title(events: Sequence[dict[str, Any]]) -> str:
-    """Return the name of the run, which is the process with the smallest number."""
+    """Return the name of the run, which is the name of the process with the smallest number."""
     processes = {
         event["pid"]: str(event["args"]["name"])
         for event in events
@@ -172,7 +170,7 @@ def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
     if len(spans) > 2 * WIDTH:
         spans = _coarse(spans, seconds / WIDTH)
     boxes = [
-        Box(begin, end, COLOURS[name], f"{name}: {duration(end - begin)} from {duration(begin)} on")
+        Box(begin, end, COLOURS[name], f"{name}: {duration(end - begin)}, beginning at {duration(begin)}")
         for begin, end, name in spans
     ]
     marks = [Mark(at - zero, title) for at, title in worker.deaths]
@@ -182,7 +180,7 @@ def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
 def _coarse(spans: Sequence[tuple[float, float, str]], pixel: float) -> list[tuple[float, float, str]]:
     """Return one span for each pixel, with the activity that took most of its time.
 
-    Equal neighbours are joined.
+    Adjacent spans with the same activity are merged.
     """
     times: dict[int, dict[str, float]] = {}
     for begin, end, name in spans:

@@ -1,11 +1,11 @@
 """Arrange a long graph in rows that run alternately to the right and to the left.
 
-Each row starts in the column where the row above ends, so a short arrow leads from one row to the next.
+Each row starts in the column where the row above ends, so a short arrow connects one row to the next.
 
-Algorithm. The depth of a stage is the length of the longest path from a source to it. Each row holds a range
-of depths, one for each column. Dynamic programming finds the ranges with the lowest cost. A row costs
-``ROW_COST``, plus the number of arrows that cross its lower edge, plus a little for each unused column. The
-state is the first depth of a row, the column in which it starts, and its direction.
+Algorithm. The depth of a stage is the length of the longest path to it from a source. Each row holds a range
+of depths, with one depth in each column. Dynamic programming finds the ranges with the lowest cost. A row
+costs ``ROW_COST``, plus the number of arrows that cross its lower edge, plus a little for unused columns. The
+state consists of a row's first depth, first column and direction.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import itertools
 from collections.abc import Sequence
 
 MOST_COLUMNS, FEWEST_COLUMNS = 6, 2
-"""Limits for the number of stages in a row."""
+"""Maximum and minimum number of columns."""
 PAGE = 1300.0
-"""Width of the picture in points for which the number of columns is chosen."""
+"""Target width of the picture, in points; it determines the number of columns."""
 ROW_COST, GAP_COST = 2.0, 0.02
-"""Cost of a row, and of the square of its number of unused columns, in crossing arrows."""
+"""Cost of a row, and factor for the square of its number of unused columns; a crossing arrow costs 1."""
 
 
 def columns_that_fit(widest: float) -> int:
-    """Return how many columns fit a page, if the widest stage and its arrow take ``widest`` points."""
+    """Return how many columns fit on a page if the widest stage and its arrow take ``widest`` points."""
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, int(PAGE / widest)))
 
 
@@ -42,7 +42,7 @@ def wrapped(count: int, arrows: Sequence[tuple[int, int]], width: int) -> tuple[
     for writer, reader in forward:
         depth[reader] = max(depth[reader], depth[writer] + 1)
     length = max(depth, default=0) + 1
-    crossing = [0] * (length + 1)  # number of arrows that lead from before a depth to it or beyond
+    crossing = [0] * (length + 1)  # number of arrows from a lower depth to each depth or beyond
     for writer, reader in forward:
         crossing[depth[writer] + 1] += 1
         crossing[depth[reader] + 1] -= 1
@@ -54,7 +54,7 @@ def _places(length: int, crossing: Sequence[int], width: int) -> list[tuple[int,
     """Return the row and the column for each depth."""
     if length <= width:
         return [(0, depth) for depth in range(length)]
-    # the lowest cost from a row on, and how many depths the row holds
+    # lowest cost of a row and all rows below it, and how many depths the row holds
     best = {(length, column, right): (0.0, 0) for column in range(width) for right in (True, False)}
     for first in reversed(range(length)):
         for column, right in itertools.product(range(width), (True, False)):

@@ -136,14 +136,16 @@ struct Out;
 
 // Follows sampled items through one worker. All ports of the worker share one object.
 //
-// Algorithm. A sampled item travels in a box (items/sampled_item.py) with marks that identify it. A get takes
-// the item out of its box. Until the port's next get, the worker processes that item, so a put boxes its
-// output with the same marks. The recorder, a Python object, is called for sampled items only.
+// Algorithm. A sampled item travels in a box (items/sampled_item.py). The box has marks that identify the
+// sample. A get takes the item out of its box. Until the port's next get, the worker processes that item, so
+// each put boxes its output with the same marks. The recorder is a Python object that is called only for
+// sampled items.
 struct ItemTracing {
     nb::object recorder;  // has the methods took, finished, boxed and sent
-    // Threads may share the ports. The numbers only decide which items are sampled, so their order is free.
-    std::atomic<uint64_t> countdown = 0;  // number of puts until the next one is sampled; 0: never
-    std::atomic<uint32_t> held = 0;       // number of ports with sampled items on lease
+    // Several threads may use the ports. These counters only decide which items are sampled, so relaxed
+    // memory order is enough.
+    std::atomic<uint64_t> countdown = 0;  // number of puts until the next sample; 0 means never
+    std::atomic<uint32_t> held = 0;       // number of ports that currently hold sampled items
 
     ItemTracing(nb::object recorder, uint64_t countdown)
         : recorder(std::move(recorder)), countdown(countdown) {}
@@ -267,16 +269,16 @@ PyObject* get_item(Channel& ch, In* in, Deadline deadline, bool keep, bool itera
 // Set the stand-in class for items that cannot be unpickled. `is_of_a_handler` returns whether an error came
 // from a signal handler.
 void set_unreadable(PyObject* unreadable, PyObject* is_of_a_handler);
-// Set the class of boxes for sampled items.
+// Set the class that boxes sampled items.
 void set_traced(PyObject* traced);
 bool is_traced(PyObject* item);
-// Take a sampled item out of its box, whose reference this takes over. `in` may be null.
+// Take a sampled item out of its box. This steals the reference to `box`. `in` may be null.
 PyObject* unboxed(In* in, PyObject* box);
-// Call a method of the recorder with the port's identity, and the item if it is not null. Return the result;
-// an error is only reported, and the result is then invalid.
+// Call a recorder method with the port's identity, and with the item unless the item is null. Return the
+// result. If the call raises, report the error as unraisable and return an invalid object.
 nb::object call_recorder(ItemTracing& tracing, const char* method, const void* port,
                          PyObject* item = nullptr);
-// Return whether the current Python error is unrelated to the item, because a signal handler raised it.
+// Return whether a signal handler raised the current Python error, so the item did not cause the error.
 bool is_interrupt();
 // set the function that is called with an item that was encoded for another host but not put
 void set_not_put(PyObject* not_put);
@@ -365,7 +367,7 @@ void abort_channel(Channel& ch, PyObject* cause);
 nb::dict channel_stats(Channel& ch);
 nb::tuple observe(nb::list channels);
 
-// Follow sampled items through this port; None ends it.
+// Start to follow sampled items through this port; None stops the tracing.
 template <class Port>
 void trace(Port& port, nb::object tracing) {
     port.tracing = tracing.is_none() ? nullptr : nb::inst_ptr<ItemTracing>(tracing);

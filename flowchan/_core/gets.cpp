@@ -70,7 +70,7 @@ void raise_again(const nb::object& error) {
 
 }  // namespace
 
-// The handler may be that of Ctrl-C or any other. Such an error interrupts only this call.
+// The handler may be for Ctrl-C or for any other signal. Such an error interrupts only this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = nb::steal(take_error());
@@ -322,7 +322,7 @@ Step get_step(Channel& ch, In* in, Deadline deadline, Taking taking, PyObject*& 
     return Step::Wait;
 }
 
-// Report that the port's leased items are about to be finished.
+// Tell the recorder that the worker is about to finish the port's leased items.
 void finish_traced(In& in) {
     in.holds_traced = false;
     if (!in.tracing) return;

@@ -194,8 +194,9 @@ Step put_bare(Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t
     return ch.with([&](auto& transport) { return put(transport, ch, out, item, deadline, size); });
 }
 
-// Put an item in a box with the marks of the sampled items that its worker is processing, or as a new sample.
-// If the box cannot be put, the bare item is put, so that an error describes the user's item.
+// Box an item and put the box. The box has the marks of the sampled items that the worker is processing, or
+// the mark of a new sample. If putting the box fails, put the bare item, so that any error describes the
+// user's item.
 Step put_boxed(Channel& ch, Out& out, PyObject* item, Deadline deadline, uint64_t& size) {
     constexpr uint64_t RARELY = 1 << 16;
     const nb::object owner = out.tracing_owner;

@@ -2,12 +2,13 @@
 //
 // Algorithm. Python's faulthandler installs a signal handler that writes the stacks of all threads to a file,
 // even while C code holds the GIL. A reader of the file cannot tell when such a dump is complete. Our handler
-// therefore takes the place of faulthandler's handler, and calls it between two marks. The option `chain` of
-// faulthandler is not used. It turns SA_RESTART off, so more system calls of C code would be interrupted.
+// therefore replaces faulthandler's handler, and calls that handler between two marks. We do not use the
+// option `chain` of faulthandler. This option clears SA_RESTART, so signals would interrupt more system calls
+// in C code.
 //
-// Invariants. For each signal, one dump begins after the signal was sent. If several threads receive signals
-// at the same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
-// functions that are safe in signal handlers.
+// Invariants. For each signal, a dump begins after the signal is sent. If several threads receive signals at
+// the same time, only one of them writes, so dumps do not overlap. The handlers use only atomics and
+// async-signal-safe functions.
 #include "stack_dumps.hpp"
 
 #include <errno.h>
@@ -26,7 +27,7 @@ constexpr unsigned DUMP_WITHIN_S = 1;  // limit for the dump of a process that i
 
 std::atomic<Handler> faulthandler{nullptr};
 std::atomic<int> signal_number{0}, file{-1};
-std::atomic<int> requests{0};  // signals whose dump is not complete
+std::atomic<int> requests{0};  // number of signals whose dump is not complete
 
 void write_mark(char mark) {
     while (write(file, &mark, 1) < 0 && errno == EINTR) {}

@@ -1,4 +1,4 @@
-// Boxes of sampled items, and calls of the recorder that follows them (see ItemTracing).
+// Unbox sampled items, and call the recorder that follows them (see ItemTracing).
 #include "channel.hpp"
 
 namespace flowchan {

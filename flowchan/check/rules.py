@@ -424,7 +424,7 @@ def _is_capacity(value: object) -> bool:
 
 
 def _autos(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check stages whose readers were declared after the stage, and need a fixed number of its workers."""
+    """Report ``auto`` stages whose number of workers must be fixed because of readers declared later."""
     for index, stage in enumerate(stages):
         if stage.auto is not None and (why := fixed_workers(stage)):
             yield index, Problem("workers", stage.name, stage.where, auto_refusal(stage, why))

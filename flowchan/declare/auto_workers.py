@@ -1,4 +1,4 @@
-"""Declare stages whose number of workers follows the load, with ``workers="auto"`` or ``auto(most=8)``."""
+"""Declare stages whose number of workers adapts to the load, with ``workers="auto"`` or ``auto(most=8)``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flowchan.items.text import shown
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
-    """Limit for the number of workers that a run chooses, created by :func:`~flowchan.auto`.
+    """Limit on the number of workers that a run may choose, created by :func:`~flowchan.auto`.
 
-    All stages that get the same object share its limit.
+    Stages that are given the same object share its limit.
 
     Attributes:
-        most: Maximum number of workers of these stages together; ``None`` for the default of each stage.
+        most: Maximum total number of workers of these stages; ``None`` for each stage's default.
 
     Example:
         >>> from flowchan import auto
@@ -33,13 +33,13 @@ class AutoWorkers:
 def auto(most: int | None = None) -> AutoWorkers:
     """Let the run choose the number of workers of a stage, up to a maximum.
 
-    The stage starts with one worker. While the graph runs, it gets more workers if it limits the run, and
-    fewer if they have little work. If several stages get the same object, ``most`` limits the sum of their
-    workers.
+    The stage starts with one worker. While the graph runs, the stage gains workers if it limits the run, and
+    loses some if they have little to do. If several stages are given the same object, ``most`` limits their
+    total number of workers.
 
     Args:
-        most: Maximum number of workers, at least 1 (default, also of ``workers="auto"``: for processes, the
-            number of cores that the program may use; for threads, 32).
+        most: Maximum number of workers, at least 1. The default, which ``workers="auto"`` also uses, is 32
+            for threads. For processes, the default is the number of cores that the program may use.
 
     Returns:
         A value for the option ``workers`` of ``map``, ``filter``, ``flat_map``, ``partition`` and ``sink``.
@@ -59,11 +59,11 @@ def auto(most: int | None = None) -> AutoWorkers:
 
 
 WorkersOption = int | Literal["auto"] | AutoWorkers
-"""Number of workers, or a limit up to which the run chooses the number."""
+"""Fixed number of workers, or a limit within which the run chooses the number."""
 
 
 def workers_argument(kind: str, value: Any) -> tuple[int, AutoWorkers | None]:
-    """Check the option ``workers``. Return the number at the start, and the limit if the run chooses."""
+    """Check the option ``workers``. Return the initial number, and the limit if the run sets the number."""
     if isinstance(value, AutoWorkers):
         return 1, value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Find out whether the number of a stage's workers can change while the graph runs."""
+"""Decide whether a stage's number of workers can change while the graph runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from flowchan.declare.values import Stage
 
 
 def fixed_workers(stage: Stage) -> str:
-    """Explain why the number of a stage's workers cannot change during a run.
+    """Explain why a stage's number of workers cannot change during a run.
 
     Args:
         stage: A stage of the graph.
 
     Returns:
-        A description of the stage, such as "a map on hosts"; empty if the number can change.
+        A description of the stage, such as "a map on hosts"; an empty string if the number can change.
     """
     if not stage.operator.per_item:
         return f"a {stage.kind}"

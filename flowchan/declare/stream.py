@@ -105,7 +105,7 @@ class Stream(StreamEnd[T_co]):
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     for the hosts of ``flowchan run --hosts``, or a pool from ``flowchan.hosts``.
-                workers (int or "auto"): Number of workers (default: 1); :func:`~flowchan.auto` limits "auto".
+                workers (int or "auto"): Number of workers (default: 1); see :func:`~flowchan.auto`.
                 ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
                 retries (int): Number of times that an item is retried if the function raises (default: 0).

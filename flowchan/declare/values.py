@@ -151,7 +151,7 @@ class Stage:
     may_get_requests: bool = False
     """Whether items sent with ``ask()`` may reach this stage, because an input leads to it."""
     auto: AutoWorkers | None = None
-    """Limit of a stage whose number of workers the run chooses."""
+    """Limit on the number of workers if the run chooses it; ``None`` if the number is fixed."""
 
     @property
     def kind(self) -> str:

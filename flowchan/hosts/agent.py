@@ -179,7 +179,7 @@ class Agent:
             waits = {id: self._waits(worker) for id, worker in self._workers.items()}
             self._events.put(Waiting(command.number, waits))
         elif isinstance(command, AskStacks):
-            # on a thread, because a process may take seconds to answer
+            # use a thread, because a process may take seconds to answer
             threading.Thread(target=self._send_stacks, args=(command,), daemon=True).start()
         elif isinstance(command, Close) and command.worker in self._workers:
             for port in self._workers[command.worker].ports.everything():

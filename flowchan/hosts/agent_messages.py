@@ -38,7 +38,7 @@ class Start:
         gpus: Number of GPUs that are reserved for the worker.
         membership: Its membership in its gang's group, if it already has one.
         elastic: True if its gang is elastic, so that later memberships follow in ``NewMembership``.
-        sampled: Position of its stage in the graph, in a run that follows sampled items.
+        sampled: Position of its stage in the graph if the run follows sampled items, otherwise None.
     """
 
     stream: int
@@ -100,9 +100,9 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Send this message back with the time ``at`` of the agent's monotonic clock, in nanoseconds.
+    """Return this message with ``at`` set to the time on the agent's monotonic clock, in nanoseconds.
 
-    ``asked`` is the time of the driver's clock when the driver sent the message.
+    ``asked`` is the time on the driver's clock when the driver sent the message.
     """
 
     asked: int
@@ -118,7 +118,7 @@ class AskWaits:
 
 @dataclass(frozen=True, slots=True)
 class AskStacks:
-    """Send the Python stacks of these workers, one ``WrittenStack`` for each."""
+    """Send the Python stack of each of these workers in a separate ``WrittenStack``."""
 
     number: int
     workers: tuple[WorkerId, ...]
@@ -188,7 +188,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class WrittenStack:
-    """Part of the answer to ``AskStacks``. ``text`` is empty if the worker has no running process."""
+    """Answer to ``AskStacks`` for one worker. ``text`` is empty if the worker has no running process."""
 
     number: int
     worker: WorkerId

@@ -1,8 +1,8 @@
-"""Difference between the monotonic clocks of the driver and of an agent's host.
+"""Estimate the difference between the driver's monotonic clock and the clock of an agent's host.
 
-Algorithm. The driver sends the time of its clock, and the agent returns it with the time of the host's clock.
+Algorithm. The driver sends its clock time. The agent returns that time together with the host's clock time.
 The driver assumes that the agent answered in the middle of the round trip (Cristian's algorithm). The error
-is at most half of the round trip, so the driver keeps the answer of the quickest round trip.
+is at most half the round-trip time, so the driver keeps the answer with the shortest round trip.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class HostClock:
     """Clock of a host, compared with the driver's clock.
 
     Attributes:
-        ahead: Nanoseconds that the host's clock is ahead of the driver's clock.
-        precision: Largest error of ``ahead`` in nanoseconds; None if the clocks have not been compared.
+        ahead: Nanoseconds by which the host's clock is ahead of the driver's clock.
+        precision: Maximum error of ``ahead`` in nanoseconds; None if the clocks have not been compared.
     """
 
     ahead: int = 0
     precision: int | None = None
 
     def answered(self, reading: ClockReading, now: int | None = None) -> None:
-        """Use an answer, which has arrived ``now`` (default: at this moment)."""
+        """Update the estimate from an answer that arrived at time ``now`` (default: the current time)."""
         now = time.monotonic_ns() if now is None else now
         precision = (now - reading.asked + 1) // 2
         if self.precision is None or precision < self.precision:

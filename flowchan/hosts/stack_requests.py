@@ -1,4 +1,4 @@
-"""Requests to agents for the Python stacks of their workers. The caller waits for the answers."""
+"""Ask agents for the Python stacks of their workers, and wait for the answers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from flowchan.run.crew import process_stacks
 from flowchan.run.policy.events import WorkerId
 
 ANSWER_WITHIN_S = process_stacks.ANSWER_WITHIN_S + process_stacks.PY_SPY_WITHIN_S + 5.0
-"""Seconds that agents have to answer."""
+"""Time limit for the answers from agents, in seconds."""
 POLL_INTERVAL_S = 0.05
-"""Seconds between two checks for agents that have ended."""
+"""Seconds between checks for agents that have exited."""
 
 
 class StackRequests:
-    """Requests of one run to the agents of one pool. Several threads may use this at the same time."""
+    """Stack requests from one run to the agents of one pool. The methods are thread-safe."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._answers: dict[int, dict[WorkerId, str]] = {}  # by the number of the request
+        self._answers: dict[int, dict[WorkerId, str]] = {}  # by request number
         self._answered = threading.Condition()
 
     def receive(self, answer: WrittenStack) -> None:
-        """Record an answer. An answer that comes too late is ignored."""
+        """Record an answer. An answer that arrives too late is ignored."""
         with self._answered:
             if answer.number in self._answers:
                 self._answers[answer.number][answer.worker] = answer.text
                 self._answered.notify_all()
 
     def ask(self, agents: Mapping[WorkerId, AgentHandle]) -> dict[WorkerId, str]:
-        """Return the stacks of these workers, or one line for each worker whose agent does not answer."""
+        """Return the stack of each worker, or a one-line message if its agent does not answer."""
         number, found = next(self._numbers), dict[WorkerId, str]()
         with self._answered:
             self._answers[number] = found

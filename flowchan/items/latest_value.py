@@ -128,8 +128,8 @@ class LatestValueReader:
     def latest(self) -> Versioned:
         """Return the version in force.
 
-        Raises ``Broken`` if the program has ended or has released the value, and any error that unpickling
-        the value raises.
+        Raises ``Broken`` if the program has exited or released the value. Errors from unpickling are also
+        raised.
         """
         last = self._last
         return last if last is not None and last.version == self._word[0] else self._read()
@@ -141,7 +141,7 @@ class LatestValueReader:
                     self._word = _mapped_word(self._word_file.fd)
                 fd = os.open(self._file_path, os.O_RDONLY | os.O_CLOEXEC)
             except (Broken, FileNotFoundError) as error:
-                raise Broken("the program of this value has ended or has released it") from error
+                raise Broken("the program that owns this value has exited or released the value") from error
             try:
                 self._last = _read(fd)
             finally:

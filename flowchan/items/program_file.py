@@ -1,4 +1,4 @@
-"""In-memory file of the program that its worker processes open by path."""
+"""In-memory file that the program creates and its worker processes open by path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowchan.errors import Broken
 class ProgramFile:
     """In-memory file that belongs to the program and outlives the workers that write to it.
 
-    A pickled ``ProgramFile`` holds the path. The process that receives it opens the file at the first use.
+    A pickled ``ProgramFile`` holds only the path. The receiving process opens the file on first use.
 
     Args:
         name: Name of the file in ``/proc``.

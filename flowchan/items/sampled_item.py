@@ -1,4 +1,4 @@
-"""Box around a sampled item, which carries the marks of the item from stage to stage.
+"""Box around a sampled item, which carries the item's marks from stage to stage.
 
 Native code takes an item out of its box before any other code sees it (``ItemTracing`` in the core).
 """
@@ -11,7 +11,7 @@ from flowchan import _core
 
 
 class SampledItem:
-    """A sampled item with its marks: the numbers of the samples that it comes from."""
+    """A sampled item and its marks, which are the numbers of the samples that the item comes from."""
 
     __slots__ = ("item", "marks")
 

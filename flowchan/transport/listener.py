@@ -2,8 +2,8 @@
 
 One thread serves all handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many, it refuses
 one peer from the address with the most handshakes. Among the peers of that address, it chooses a random one
-of those that have sent the fewest messages. A peer that has proved its knowledge of the secret is
-never refused for this reason.
+of those that have sent the fewest messages. A peer that has proved that it knows the secret is never
+refused for this reason.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class AuthenticatedListener:
     def _return_accepted(
         self, pending: PendingHandshake, take: Callable[[socket.socket, Hello], object] | None
     ) -> tuple[socket.socket, Hello] | None:
-        """Return the connection and the hello of a peer that knows the secret."""
+        """Return the connection and the hello message of a peer that knows the secret."""
         if pending.hello is None and not self._continue(pending):
             return None
         met = pending.finish()

@@ -40,7 +40,7 @@ REMEMBERED = 100_000
 """Maximum number of events in a pipe's timeline; older ones are dropped."""
 
 NARROWEST, WIDEST = 760.0, 16000.0
-"""Limits for the width of the boxes' area, in pixels."""
+"""Minimum and maximum width of the area with the boxes, in pixels."""
 
 
 class TimelineEvent(NamedTuple):
@@ -173,9 +173,11 @@ class Timeline:
 
 
 def _picture(timeline: Timeline) -> Gantt:
-    """Return the picture of a timeline, with a row for each worker."""
+    """Return the picture of a timeline, with one row for each worker."""
     busy, parts = timeline.busy(), timeline.parts()
-    idle = f", workers idle {1 - statistics.fmean(busy.values()):.0%} of it" if busy else ": nothing ran"
+    idle = ": nothing ran"
+    if busy:
+        idle = f", workers idle {1 - statistics.fmean(busy.values()):.0%} of the time"
     used = {event.op for event in timeline.events}
     begins: dict[int, float] = {}
     for event in timeline.events:
@@ -203,7 +205,7 @@ def _picture(timeline: Timeline) -> Gantt:
 
 
 def _box(event: TimelineEvent, zero: float, shade: int) -> Box:
-    took = f"{duration(event.end - event.begin)} from {duration(event.begin - zero)} on"
+    took = f"{duration(event.end - event.begin)}, beginning at {duration(event.begin - zero)}"
     label = "" if event.chunk is None else str(event.chunk)
     return Box(
         event.begin - zero,

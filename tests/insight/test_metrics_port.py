@@ -95,7 +95,7 @@ def test_port_in_use_is_refused_before_anything_starts() -> None:
         port = taken.getsockname()[1]
         graph = Graph("refused")
         graph.source([1]).sink(started.append)
-        with pytest.raises(OSError, match=f"run: metrics must be a free port of this machine, got {port}"):
+        with pytest.raises(OSError, match=f"run: metrics must be a free port on this machine, got {port}"):
             graph.start(metrics=port)
     assert not started
     assert not graph.start(metrics=port).wait()  # the same graph, once the port is free
@@ -196,7 +196,7 @@ def test_run_command_prints_the_address_of_the_metrics(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "metrics: http://127.0.0.1:" in done.stderr
     assert refused.returncode == wrong.returncode == 2
-    assert f"flowchan: run: metrics must be a free port of this machine, got {port}" in refused.stderr
+    assert f"flowchan: run: metrics must be a free port on this machine, got {port}" in refused.stderr
     assert "Invalid value for '--metrics'" in wrong.stderr
 
 

@@ -152,7 +152,7 @@ def test_route_that_fails_is_reported_and_logged(
 ) -> None:
     with request(server, "broken") as reply:
         assert reply.status == 500
-    assert "'broken' could not be made" in caplog.text
+    assert "the request for 'broken' failed" in caplog.text
     with request(server) as reply:
         assert reply.status == 200
 

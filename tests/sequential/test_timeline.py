@@ -189,12 +189,12 @@ def test_boxes_are_placed_by_time() -> None:
     widths = [number(box, "width") for box in boxes]
     assert max(widths) == pytest.approx(2 * min(widths), abs=0.05)
     assert number(boxes[0], "x") == min(number(box, "x") for box in boxes)
-    assert boxes[0].findtext(SVG + "title") == "F0 of part 0, step 0: 1 ms from 0 ms on"
+    assert boxes[0].findtext(SVG + "title") == "F0 of part 0, step 0: 1 ms, beginning at 0 ms"
 
 
 def test_timeline_svg_shows_title_time_workers_and_busy_fractions() -> None:
     found = words(LINES["gpipe"])
-    assert found[:4] == ["gpipe", "33 ms, workers idle 27% of it", "forward (F)", "backward (B)"]
+    assert found[:4] == ["gpipe", "33 ms, workers idle 27% of the time", "forward (F)", "backward (B)"]
     assert found.count("73% busy") == 4
     assert [word for word in found if word.startswith(("worker", "part"))] == [
         word for worker in range(4) for word in (f"worker {worker}", f"part {worker}")

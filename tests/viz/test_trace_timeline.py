@@ -81,12 +81,12 @@ def test_boxes_show_the_activity_of_workers(tmp_path: Path) -> None:
     found = boxes(drawn(written(tmp_path / "out.json", TRACE)))
     titles = [box.findtext(SVG + "title") for box in found]
     assert titles == [
-        "waits for room: 100 ms from 0 ms on",
-        "busy: 50 ms from 0 ms on",
-        "waits for input: 50 ms from 50 ms on",
-        "starting: 10 ms from 0 ms on",
-        "busy: 25 ms from 10 ms on",
-        "waits for its turn: 5 ms from 35 ms on",
+        "waits for room: 100 ms, beginning at 0 ms",
+        "busy: 50 ms, beginning at 0 ms",
+        "waits for input: 50 ms, beginning at 50 ms",
+        "starting: 10 ms, beginning at 0 ms",
+        "busy: 25 ms, beginning at 10 ms",
+        "waits for its turn: 5 ms, beginning at 35 ms",
     ]
     assert {box.attrib["fill"] for box in found} == set(COLOURS.values())
     assert float(found[1].attrib["width"]) == pytest.approx(WIDTH / 2)
@@ -173,7 +173,7 @@ def test_damaged_compressed_trace_is_refused(tmp_path: Path) -> None:
 
 
 def test_trace_without_workers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be the trace of a run, but it has no events of workers"):
+    with pytest.raises(ValueError, match="must be the trace of a run, but it has no worker events"):
         timeline(written(tmp_path / "out.json", TRACE[:3]))
 
 

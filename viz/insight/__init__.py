@@ -1,4 +1,4 @@
-"""Insight into a run from outside the program."""
+"""Observe a run from outside the program."""
 
 from flowchan.viz.insight.metrics import prometheus
 

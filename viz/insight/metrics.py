@@ -1,9 +1,9 @@
-"""Metrics of runs in the text format of Prometheus.
+"""Export run metrics in the Prometheus text format.
 
-Algorithm. Counters begin at 0 when the run starts. All times are in seconds, so a query computes shares for
-any window. Sums of times from several clocks may fall by some microseconds between two scrapes. Prometheus
-would read a falling counter as a restart of the program. :class:`PrometheusMetrics` therefore keeps the
-highest value of each counter.
+Algorithm. Counters begin at 0 when the run starts. All times are in seconds, so a query can compute shares
+for any window. A sum of times from several clocks may fall by a few microseconds between two scrapes.
+Prometheus would interpret a falling counter as a restart of the program. :class:`PrometheusMetrics` therefore
+reports the highest value of each counter so far.
 """
 
 from __future__ import annotations
@@ -44,18 +44,20 @@ def _gauge(name: str, text: str) -> Metric:
 
 
 METRICS = (
-    _gauge("run_elapsed_seconds", "Seconds since the start of the run, or until it ended."),
+    _gauge("run_elapsed_seconds", "Seconds from the start of the run until now, or until the run ended."),
     _gauge("run_state", "1 for the current state of the run."),
     _counter("stage_items_in_total", "Items that the stage has taken."),
     _counter("stage_items_out_total", "Items that the stage has put."),
     _counter("stage_items_failed_total", "Items that failed in the stage."),
-    _counter("stage_retries_total", "Retries of items."),
+    _counter("stage_retries_total", "Item retries."),
     _counter("stage_restarts_total", "Workers that were replaced."),
-    _counter("stage_busy_seconds_total", "Time that the workers of the stage did not wait."),
-    _counter("stage_wait_seconds_total", "Time that the workers waited for an item, a place or a turn."),
+    _counter("stage_busy_seconds_total", "Time that the workers were not waiting."),
+    _counter(
+        "stage_wait_seconds_total", "Time that the workers waited for an item, for room or for their turn."
+    ),
     _counter("stage_cpu_seconds_total", "CPU time of the workers, if known."),
-    _counter("stage_core_wait_seconds_total", "Time that the workers waited for a core, if known."),
-    _gauge("stage_items_in_hand", "Items that workers have taken and not finished."),
+    _counter("stage_core_wait_seconds_total", "Time that the workers waited for a CPU core, if known."),
+    _gauge("stage_items_in_hand", "Items that workers have taken but not finished."),
     _gauge("stage_workers", "Workers of the stage by state: starting, working or ended."),
     _gauge("channel_items", "Items in the channel."),
     _gauge("channel_capacity", "Maximum number of items in the channel."),
@@ -66,15 +68,15 @@ METRICS = (
     _counter("host_received_bytes_total", "Bytes received from the host."),
     _counter("host_breaks_total", "Connections to the host that broke and were restored."),
 )
-"""All metrics, in the order of the text."""
+"""All metrics, in output order."""
 
 
 def prometheus(stats: RunStats) -> str:
-    """Return statistics of a run as metrics in the text format of Prometheus.
+    """Return a run's statistics in the Prometheus text format.
 
-    Every metric has the label ``graph``. Metrics of a stage also have ``stage``, those of a channel have
-    ``channel``, ``writer`` and ``reader``, and those of a host have ``host``. Times are in seconds since the
-    start of the run.
+    Every metric has the label ``graph``. Stage metrics also have ``stage``, channel metrics have ``channel``,
+    ``writer`` and ``reader``, and host metrics have ``host``. Times are in seconds since the start of the
+    run.
 
     Args:
         stats: Statistics from :meth:`Run.stats`.
@@ -180,7 +182,7 @@ _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 def _text(found: Iterator[Sample]) -> str:
-    """Return the samples as text, grouped by metric as the format demands."""
+    """Return the samples as text, grouped by metric as the format requires."""
     grouped: dict[str, list[Sample]] = {}
     for sample in found:
         grouped.setdefault(sample.metric, []).append(sample)

@@ -1,7 +1,7 @@
 """Port on which a run serves its metrics to Prometheus.
 
-The port is bound before the run starts, so a port in use stops nothing. Its thread starts after the workers
-were forked. A forked worker closes its copy of the socket.
+The port is bound before the run starts, so if the port is in use, the call fails before anything has started.
+The server thread starts after the workers have been forked. Each forked worker closes its copy of the socket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_PORT = 65535
 
 
 class MetricsPort:
-    """Port of one run. As a context manager, it is closed if the block raises.
+    """Metrics port of one run. A ``with`` block closes the port only if the block raises.
 
     Args:
         metrics: The argument ``metrics`` of ``graph.start()``.
@@ -40,7 +40,7 @@ class MetricsPort:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"run: metrics must be a free port of this machine, got {shown(metrics)}: {error.strerror}; "
+                f"run: metrics must be a free port on this machine, got {shown(metrics)}: {error.strerror}; "
                 "choose another port, or 0 for any free port",
             ) from None
 
@@ -59,7 +59,7 @@ class MetricsPort:
         return self._server.address + PATH
 
     def serve(self, stats: Callable[[], RunStats]) -> None:
-        """Start to answer requests with the current statistics of the run."""
+        """Start answering requests with the run's current statistics."""
         self._routes[PATH] = metrics_route(stats)
         self._server.start()
 
@@ -69,13 +69,13 @@ class MetricsPort:
 
 
 def metrics_route(stats: Callable[[], RunStats]) -> Route:
-    """Return a route of a server that replies with the metrics of a run."""
+    """Return a server route that replies with the metrics of a run."""
     metrics = PrometheusMetrics(stats)
     return lambda _: HttpReply(metrics.text().encode(errors="backslashreplace"), KIND)
 
 
 def host_and_port(metrics: int | str) -> tuple[str, int]:
-    """Return the address that the argument ``metrics`` describes."""
+    """Return the host and the port that the argument ``metrics`` specifies."""
     if isinstance(metrics, bool) or not isinstance(metrics, int | str):
         raise TypeError(f'run: metrics must be a port or "HOST:PORT", got {shown(metrics)}')
     host, colon, port = metrics.rpartition(":") if isinstance(metrics, str) else (LOOPBACK, ":", str(metrics))

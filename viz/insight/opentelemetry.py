@@ -1,6 +1,6 @@
 """Send spans and metrics of a run to OpenTelemetry.
 
-This module needs the package ``opentelemetry-api``. The program sets up an SDK, which exports the data.
+This module needs the package ``opentelemetry-api``. The program must set up an SDK, which exports the data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["instrument"]
 
 NAME = "flowchan"
 MOST_ITEMS_PER_S = 100
-"""Maximum number of items per second for which spans are made. A span costs tens of microseconds."""
+"""Maximum number of items per second for which spans are created. A span costs tens of microseconds."""
 STATS_EVERY_S = 1.0
-"""Seconds between two updates of the statistics that all instruments use."""
+"""Seconds between updates of the statistics that all instruments share."""
 
 
 def instrument(
@@ -32,9 +32,9 @@ def instrument(
 ) -> None:
     """Send spans and metrics of a run to OpenTelemetry, until the run has ended.
 
-    Each sampled item that reaches an end of the graph has a span named "flowchan item", with one child per
-    stage. The run must sample items for this: start it with ``trace=`` or ``page=True``. The metrics have the
-    names and labels of the metrics for Prometheus.
+    Each sampled item that reaches an end of the graph gets a span named "flowchan item", with one child per
+    stage. Spans require a run that samples items, so start the run with ``trace=`` or ``page=True``. The
+    metrics have the same names and labels as those for Prometheus.
 
     Args:
         run: The run.
@@ -51,7 +51,7 @@ def instrument(
     """
     last = _LastStats(run.stats())
     spans = _Spans(trace.get_tracer(NAME, tracer_provider=tracer_provider), last.stats.graph)
-    # The providers outlive the run, so the instruments must not refer to it.
+    # The providers outlive the run, so the instruments must not refer to the run.
     run.subscribe(stats=last.update, events=spans.add, every=STATS_EVERY_S)
     meter = (meter_provider or metrics.get_meter_provider()).get_meter(NAME)
     for metric in METRICS:
@@ -61,7 +61,7 @@ def instrument(
 
 
 class _Spans:
-    """Maker of the spans of sampled items."""
+    """Creates the spans of sampled items."""
 
     def __init__(self, tracer: trace.Tracer, graph: str) -> None:
         self._tracer, self._graph = tracer, graph
@@ -69,7 +69,7 @@ class _Spans:
         self._second, self._count = 0, 0
 
     def add(self, event: Any) -> None:
-        """Make the spans if the event is a complete item, unless there are too many in this second."""
+        """Create the spans if the event is a complete item and the limit for this second allows it."""
         if not isinstance(event, ItemTraced):
             return
         second = int(event.spans[-1][3])
@@ -95,7 +95,7 @@ class _Spans:
 
 
 class _LastStats:
-    """The last statistics of the run, which all instruments use."""
+    """Latest statistics of the run, shared by all instruments."""
 
     def __init__(self, stats: RunStats) -> None:
         self.stats = stats

@@ -1,14 +1,14 @@
-"""Live page of a run, which a browser shows while the graph runs.
+"""Serve the live page of a run, which shows the run in a browser.
 
-Algorithm. All viewers share one sampler: a subscription to the feed of the run, which exists only while there
-are viewers. It encodes each snapshot once, and each viewer sends the latest one. A viewer that reads slowly
-therefore misses snapshots and delays no other viewer. The history needs no viewer, because it keeps counters
-from snapshots that the supervisor takes anyway. When the run has ended, all viewers send the final snapshot,
-and the server is closed.
+Algorithm. Each open page is a viewer with its own connection. All viewers share one sampler, which subscribes
+to the run's feed while at least one page is open. The sampler encodes each snapshot once, and each connection
+sends the latest snapshot. A slow browser therefore misses snapshots but does not delay other viewers. The
+history does not need an open page, because it uses snapshots that the supervisor takes anyway. When the run
+has ended, every connection sends the final snapshot, and the server closes.
 
 Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
-or ends. The feed's thread takes only ``_changed``, so the two cannot wait for each other. The page refers to
-the supervisor weakly, so that a run is freed without a garbage collection.
+or exits. The feed's thread takes only ``_changed``, so the two locks cannot deadlock. The page holds only a
+weak reference to the supervisor, so that a run is freed without a garbage collection.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from flowchan.viz.live.model import Progress
 from flowchan.viz.render import RenderError
 
 SNAPSHOT_EVERY_S = 1.0
-"""Seconds between two snapshots."""
+"""Seconds between snapshots."""
 MOST_VIEWERS = 32
-"""Maximum number of viewers at the same time."""
+"""Maximum number of pages that are open at the same time."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
@@ -52,7 +52,7 @@ class RunPage:
     Args:
         graph: Graph of the run.
         supervisor: Supervisor of the run.
-        static: Folder with the files of the page.
+        static: Folder with the page's files.
 
     Raises:
         OSError: The server could not be started.
@@ -74,7 +74,7 @@ class RunPage:
         self._previous: RunStats | None = None  # of the latest snapshot
         self._describing = threading.Lock()
         self._changed = threading.Condition()
-        self._latest = (0, b"")  # number and text of the latest snapshot; number 0: none yet
+        self._latest = (0, b"")  # number and text of the latest snapshot; number 0 means none yet
         self._final: Json | None = None
         self._over = False
         self._drawing = threading.Lock()
@@ -122,7 +122,8 @@ class RunPage:
     @property
     def _run(self) -> Supervisor:
         supervisor = self._supervisor()
-        assert supervisor is not None  # it, or the run's handle, called the page
+        # the caller is the supervisor or the run's handle, so the supervisor still exists
+        assert supervisor is not None
         return supervisor
 
     def _follow(self, event: Any) -> None:
@@ -135,7 +136,7 @@ class RunPage:
     # --- the sampler ---
 
     def _sample(self, stats: RunStats) -> None:
-        """Publish a snapshot, on the feed's thread. The final snapshot is left to :meth:`_end`."""
+        """Publish a snapshot on the feed's thread. :meth:`_end` publishes the final snapshot."""
         if self._run.ended.is_set():
             return
         previous = self._previous or self._run.history.before(stats, 0.0)
@@ -155,12 +156,12 @@ class RunPage:
             self._latest = self._latest[0] + 1, text
             self._changed.notify_all()
 
-    # --- the viewers, each on its own thread ---
+    # --- the viewers' connections, each on its own thread ---
 
     def _join(self, _: Mapping[str, str]) -> HttpReply | Streaming:
         with self._joining:
             if self._viewers >= MOST_VIEWERS:
-                text = f"the page already has {MOST_VIEWERS} viewers; close one of them"
+                text = f"the page is already open {MOST_VIEWERS} times; close it in one of the browser tabs"
                 return error_reply(text, HTTPStatus.SERVICE_UNAVAILABLE)
             if not self._viewers:
                 self._previous = None
@@ -169,18 +170,18 @@ class RunPage:
         return _Viewer(self)
 
     def leave(self) -> None:
-        """Count a viewer that has left. The last one ends the sampler."""
+        """Remove a viewer that has left from the count. When the last one leaves, stop the sampler."""
         with self._joining:
             self._viewers -= 1
             if not self._viewers and self._subscription is not None:
                 self._subscription.close()
                 self._subscription = None
                 with self._changed:
-                    if not self._over:  # else a viewer may still have to send the final snapshot
+                    if not self._over:  # otherwise a connection may still have to send the final snapshot
                         self._latest = (0, b"")
 
     def events(self) -> Iterator[bytes]:
-        """Yield what one viewer sends: the history, then snapshots until the run has ended."""
+        """Yield the events for one viewer: the history, then snapshots until the run has ended."""
         yield _event("history", self._history.series(self._ids))
         sent, over = 0, False
         while not over:
@@ -229,7 +230,7 @@ class RunPage:
 
 
 class _Viewer:
-    """Stream of server-sent events for one browser."""
+    """Stream of server-sent events for one open page."""
 
     kind = "text/event-stream"
 

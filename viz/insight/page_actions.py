@@ -1,7 +1,7 @@
-"""Answers to the buttons of the live page: stacks of workers, and predictions.
+"""Answer the buttons of the live page with worker stacks and predictions.
 
-Each action receives the parameters of the query and returns a JSON value. It raises ``LookupError``,
-``RuntimeError`` or ``ValueError`` if it has no answer; the page shows the text of the error.
+Each action receives the query parameters and returns a JSON value. An action without an answer raises
+``LookupError``, ``RuntimeError`` or ``ValueError``, and the page shows the error message.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flowchan.run.what_if_question import answer
 from flowchan.viz.insight.snapshot import ElementIds
 
 PREDICTION_WINDOW_S = 5.0
-"""Seconds at the end of the run on which predictions are based."""
+"""Length of the most recent window, in seconds, on which predictions are based."""
 
 Action = Callable[[Mapping[str, str]], Any]
 
 
 def actions_of(supervisor: Supervisor, ids: ElementIds) -> dict[str, Action]:
-    """Return the actions of a run's page by path. They refer to the supervisor weakly."""
+    """Return the actions of a run's page by path. They hold only a weak reference to the supervisor."""
     reference = weakref.ref(supervisor)
     names = {id: name for name, id in ids.stages.items()}
 
@@ -41,5 +41,5 @@ def actions_of(supervisor: Supervisor, ids: ElementIds) -> dict[str, Action]:
 
 def _alive(reference: weakref.ref[Supervisor]) -> Supervisor:
     supervisor = reference()
-    assert supervisor is not None  # it called the page, or the run's handle did
+    assert supervisor is not None  # the caller is the supervisor or the run's handle
     return supervisor

@@ -1,4 +1,4 @@
-"""Make the page of a run a single HTML file, which needs neither a server nor other files."""
+"""Save the page of a run as a single HTML file that needs neither a server nor other files."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SCRIPT = re.compile(r'<script src="static/([^"]+)"></script>')
 
 
 def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
-    """Return the page with its styles, scripts and ``data`` inside it.
+    """Return the page with its styles, its scripts and ``data`` embedded.
 
     Args:
         data: JSON value that the page shows.
-        static: Folder with the files of the page.
+        static: Folder with the page's files.
 
     Returns:
         The HTML text, and the content security policy that it contains. The policy allows only the styles
@@ -32,7 +32,7 @@ def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
 
     def inline(tag: str) -> Callable[[re.Match[str]], str]:
         def element(found: re.Match[str]) -> str:
-            # the only text that would end the element; both languages allow the backslash in a string
+            # only a closing tag would end the element; both languages allow the backslash in a string
             text = (static / found[1]).read_text(encoding="utf-8").replace(f"</{tag}", f"<\\/{tag}")
             digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
             hashes[tag].append(f"'sha256-{digest}'")
@@ -47,8 +47,9 @@ def saved_page(data: Any, static: Path = STATIC) -> tuple[str, str]:
         f"style-src {' '.join(hashes['style'])}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     meta = f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # cannot end the element
+    # escaped, so that no string can end the element
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     saved = f'<script type="application/json" id="saved">{text}</script>'
     page = page.replace("<head>", f"<head>\n{meta}", 1)
-    # before the scripts of the page, which look for this element
+    # the data must come before the page's scripts, which look for this element
     return page.replace("<body>", f"<body>\n{saved}", 1), policy

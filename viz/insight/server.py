@@ -1,15 +1,16 @@
-"""HTTP server for the page of a run and for its metrics, usually on the loopback interface.
+"""Serve the page and the metrics of a run over HTTP, usually on the loopback interface.
 
-Algorithm. One thread accepts connections. Each connection has a thread, which answers one request. A route
-is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by part.
+Algorithm. One thread accepts connections. Each connection has its own thread, which answers one request. A
+route is a function that returns an :class:`HttpReply`, or a :class:`Streaming` reply, which is sent part by
+part.
 
-Only GET and HEAD are answered, and nothing can be changed through the server. On 127.0.0.1, the ``Host``
-header must name this server, so that a web site whose name resolves to 127.0.0.1 (DNS rebinding) is refused.
-With a token, all paths begin with it.
+The server answers only GET and HEAD requests, and requests cannot change anything. If the server listens on
+127.0.0.1, the ``Host`` header must name this server. This refuses web sites whose name resolves to 127.0.0.1
+(DNS rebinding). If the server has a token, all paths begin with that token.
 
-Invariants. A client that does not read, or does not send its request, holds its thread for at most
+Invariants. A client that does not read, or does not send its request, occupies a thread for at most
 ``CLIENT_TIMEOUT_S`` seconds. When :meth:`LocalServer.close` returns, the port is closed and all threads have
-ended. A forked child closes its copies of the sockets.
+exited. A forked child closes its copies of the sockets.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ log = logging.getLogger("flowchan.viz")
 
 LOOPBACK = "127.0.0.1"
 TOKEN_BYTES = 18
-"""Random bytes of a token (144 bits)."""
+"""Number of random bytes in a token (144 bits)."""
 CLIENT_TIMEOUT_S = 10.0
 """Seconds that a client may take to send its request, or to receive a part of a reply."""
 CLOSE_TIMEOUT_S = 1.0
-"""Seconds that the last replies may take when the server is closed."""
+"""Seconds that replies in progress may take when the server is closed."""
 ACCEPT_PAUSE_S = 0.1
-"""Seconds until the next attempt to accept a connection after an error."""
+"""Seconds to wait after an error before accepting the next connection."""
 MOST_CONNECTIONS = 64
-"""Maximum number of connections at the same time; further ones are closed at once."""
+"""Maximum number of simultaneous connections; further connections are closed immediately."""
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -63,7 +64,7 @@ class HttpReply:
 
 
 class Streaming(Protocol):
-    """HttpReply that is sent part by part. The server closes it, even if nothing was sent."""
+    """Reply that is sent part by part. The server closes the reply, even if nothing was sent."""
 
     kind: str
 
@@ -73,11 +74,11 @@ class Streaming(Protocol):
 
 
 Route = Callable[[Mapping[str, str]], HttpReply | Streaming]
-"""Function that receives the parameters of the query and returns a reply."""
+"""Function that receives the query parameters and returns a reply."""
 
 
 def json_reply(value: Any, status: int = HTTPStatus.OK) -> HttpReply:
-    """Return a reply with a value as JSON."""
+    """Return a reply that contains a value as JSON."""
     return HttpReply(json.dumps(value, separators=(",", ":")).encode(), status=status)
 
 
@@ -90,12 +91,12 @@ class LocalServer:
     """Server that answers requests until it is closed.
 
     Args:
-        name: Name of its threads.
-        routes: Function for each path, without the leading slash and the token. The empty path is the root.
-        port: Port to listen on; 0 chooses a free one.
+        name: Prefix of the names of the server's threads.
+        routes: Function for each path. Paths omit the leading slash and the token; the root is an empty path.
+        port: Port to listen on; 0 chooses a free port.
         with_token: Require a random token as the first part of all paths.
         host: Address to listen on. If it is not 127.0.0.1, requests may have any ``Host`` header.
-        start: Answer requests from now on; otherwise from the call of :meth:`start`.
+        start: Start to answer requests now. If false, the caller must call :meth:`start`.
 
     Raises:
         OSError: The port is in use.
@@ -122,7 +123,7 @@ class LocalServer:
         """Start the thread that accepts connections. If that fails, close the port and raise."""
         try:
             self._thread.start()
-        except BaseException:  # for example, because the process may not have more threads
+        except BaseException:  # for example, because the process has reached its thread limit
             self._http.server_close()
             raise
 
@@ -134,10 +135,9 @@ class LocalServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._http.server_port}/{token}"
 
     def close(self) -> None:
-        """Stop listening, and return when all connections have ended.
+        """Stop listening, and wait until all connections are closed.
 
-        Replies that are being sent may take up to ``CLOSE_TIMEOUT_S`` seconds; then their connections are
-        closed.
+        Replies in progress may take up to ``CLOSE_TIMEOUT_S`` seconds. Then their connections are closed.
         """
         self._http.stop_accepting()
         if self._thread.ident is not None:
@@ -200,7 +200,7 @@ class _Http(ThreadingHTTPServer):
         self.connections.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a connection, which is usually a client that has left."""
+        """Ignore the error of a connection. The usual cause is that the client has disconnected."""
 
     def stop_accepting(self) -> None:
         self.ending = True
@@ -212,7 +212,7 @@ class _Http(ThreadingHTTPServer):
         for thread in threads:
             thread.join(max(0.0, limit - monotonic()))
         for connection in list(self.connections):
-            with contextlib.suppress(OSError):  # it may have ended in the meantime
+            with contextlib.suppress(OSError):  # the connection may already be closed
                 connection.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join()
@@ -220,14 +220,14 @@ class _Http(ThreadingHTTPServer):
         _open.discard(self)
 
     def close_in_child(self) -> None:
-        """Close the sockets that a forked child has inherited, without affecting their connections."""
+        """Close the sockets that a forked child has inherited, without closing the parent's connections."""
         for inherited in (self.socket, *self.connections):
             with contextlib.suppress(OSError):
                 os.close(inherited.detach())
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Handler of one request. The connection is closed after the reply (HTTP/1.0)."""
+    """Handler for one request. The connection is closed after the reply (HTTP/1.0)."""
 
     server: _Http
     timeout = CLIENT_TIMEOUT_S
@@ -238,7 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def __getattr__(self, name: str) -> Any:
-        """Return the function that refuses all methods but GET and HEAD."""
+        """Return the function that refuses all methods other than GET and HEAD."""
         if name.startswith("do_"):
             return lambda: self._answer(_status(HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}))
         raise AttributeError(name)
@@ -252,7 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = url.path.removeprefix("/")
         if self.server.token:
             token, slash, path = path.partition("/")
-            # in latin-1, as http.server has decoded it
+            # http.server has decoded the path as latin-1
             if not hmac.compare_digest(token.encode("latin-1"), self.server.token) or not slash:
                 return _status(HTTPStatus.NOT_FOUND)
         route = self.server.routes.get(unquote(path))
@@ -261,7 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             return route(dict(parse_qsl(url.query)))
         except Exception:
-            log.exception("the page %r could not be made", path)
+            log.exception("the request for %r failed", path)
             return _status(HTTPStatus.INTERNAL_SERVER_ERROR)
 
     def _answer(self, reply: HttpReply | Streaming) -> None:
@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "flowchan"
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Write no log."""
+        """Do not write a log."""
 
 
 def _status(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> HttpReply:

@@ -1,7 +1,7 @@
 """Describe a graph and the state of its run as JSON values for the page.
 
-All functions are pure. Stages and channels are named by the ids of their elements in the drawn graph (see
-:mod:`flowchan.viz.dot`).
+All functions are pure. Stages and channels are identified by the ids of their elements in the drawn graph
+(see :mod:`flowchan.viz.dot`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ElementIds:
     stages: Mapping[str, str]
     edges: Mapping[str, str]
     ends: frozenset[str]
-    """Names of the stages at which items leave the graph, without those that only take failed items."""
+    """Names of the stages at which items leave the graph, except stages that only take failed items."""
 
 
 def ids_of(graph: Blueprint) -> ElementIds:
@@ -84,15 +84,15 @@ def snapshot(
 
     Args:
         progress: Progress of the run, which computes the remaining time from successive calls.
-        ids: Ids of its stages and channels.
+        ids: Ids of the stages and channels.
         now: Statistics with the rates and shares to show.
-        before: Statistics about a second older, from which the state of each worker is derived; ``None`` at
+        before: Statistics from about a second earlier, used to derive the state of each worker; ``None`` at
             the start of the run.
         problems: Latest problems of the run.
         latencies: Latencies of the sampled items.
 
     Returns:
-        Values for JSON. Stages that were declared after the start of the run are left out.
+        A JSON object. Stages that were declared after the start of the run are left out.
     """
     earlier = {} if before is None else {stage.name: stage for stage in before.stages}
     cause = now.cause
@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress of the part of the graph that has the largest share of its items left."""
+    """Return the progress of the part of the graph that has the most left to do, relative to its total."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
@@ -214,28 +214,28 @@ def _wait(waiting: str, other: str, edge: str, seconds: float) -> Json:
 
 
 MOST_POINTS = 600
-"""Number of points of a history from which every second one is dropped."""
+"""Maximum number of points in a history; beyond it, every second point is dropped."""
 POINT_EVERY_S = 0.9
-"""Minimum number of seconds between two points of a history, until the first points are dropped."""
+"""Minimum number of seconds between two points of a history; dropping points doubles the minimum."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """Counters of a run at one moment: for each stage its items, busy seconds and seconds of work."""
+    """Counters of a run at one moment: each stage's items, busy seconds and seconds of work."""
 
     elapsed: float
     stages: tuple[tuple[int, float, float], ...]
 
 
 class RateHistory:
-    """Counters of a run at regular times, from which the rates since its start are computed."""
+    """Counters of a run at regular intervals, from which its rates over time are computed."""
 
     def __init__(self) -> None:
         self._points: list[_Point] = []
         self._every = POINT_EVERY_S
 
     def add(self, stats: RunStats, last: bool = False) -> None:
-        """Add a point if one is due, or if it is the last one."""
+        """Add a point if one is due or if ``last`` is true."""
         points = self._points
         if points and not last and stats.elapsed - points[-1].elapsed < self._every:
             return
@@ -243,12 +243,12 @@ class RateHistory:
         points = [*points, _Point(stats.elapsed, tuple(counters))]
         if len(points) > MOST_POINTS:
             points, self._every = points[1::2], 2 * self._every
-        # Replaced as a whole, because other threads read the list. If two threads add a point at the same
+        # Replace the whole list, because other threads read it. If two threads add a point at the same
         # time, one of the points is lost.
         self._points = points
 
     def series(self, ids: ElementIds) -> Json:
-        """Return the rate at the end of the graph, and the rate and busy share of each stage, over time."""
+        """Return the rate at the end of the graph and each stage's rate and busy share, over time."""
         points, names = self._points, list(ids.stages)
         zeros = tuple((0, 0.0, 0.0) for _ in names)
         rates: list[list[float]] = [[] for _ in names]

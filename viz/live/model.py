@@ -47,14 +47,14 @@ class Bar:
 
 
 class Progress:
-    """Progress of a run, from statistics that are shown one after another."""
+    """Progress of a run, computed from successive statistics."""
 
     def __init__(self, graph: Blueprint) -> None:
         self._graph = graph
         self._remaining: dict[str, RemainingTime] = {}
 
     def bars(self, stats: RunStats) -> list[Bar]:
-        """Return the bars with the remaining time while the run is active."""
+        """Return the bars. While the run is active, they include the remaining time."""
         found = bars(self._graph, stats)
         return [self._timed(bar, stats) for bar in found] if stats.state in ACTIVE else found
 
@@ -164,17 +164,17 @@ def times(bar: Bar, stats: RunStats) -> str:
 
 
 def left_text(bar: Bar) -> str:
-    """Return the remaining time, or an empty text if it is unknown."""
+    """Return the remaining time, or an empty string if it is unknown."""
     return "" if bar.left is None else f"{_clock(bar.left)} left"
 
 
 def active_cause(stats: RunStats) -> str:
-    """Return what limits an active run, or an empty text."""
+    """Return what limits an active run, or an empty string."""
     return cause_text(stats) if stats.state in ACTIVE else ""
 
 
 def hints(stats: RunStats) -> list[str]:
-    """Return what limits an active run, and the advice for it, one line each."""
+    """Return the cause that limits an active run and the advice, one line each, if known."""
     if stats.state not in ACTIVE:
         return []
     advised = advice(stats)

@@ -340,7 +340,7 @@ class LiveView:
 
 
 def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
-    """Return the progress bars of a run, and below them what limits it and the advice."""
+    """Return the progress bars of a run, followed by the cause that limits the run and the advice."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

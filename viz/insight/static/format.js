@@ -1,9 +1,9 @@
 "use strict";
-// Texts of figures, and small helpers to make and change elements. Names only become text, never markup.
+// Format figures, and create and change elements. Names become text only, never markup.
 
 const STATES = ["busy", "input", "place", "turn"];
 const STATE_TEXT = {
-  busy: "busy", input: "waits for input", place: "waits for place", turn: "waits for its turn", starting: "starting",
+  busy: "busy", input: "waits for input", place: "waits for room", turn: "waits for its turn", starting: "starting",
 };
 
 function el(tag, properties = {}, ...children) {
@@ -43,8 +43,8 @@ function secondsText(seconds) {
   return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
-// What a stage mostly does: it is busy from 85 % of the time (as in the search for the cause), else it waits for
-// whatever it waits for most. The margins keep stages between two states from flickering.
+// Return what a stage mostly does. It is busy if it works at least 85 % of the time, as in the search for the cause.
+// Otherwise, its state is its longest wait. The margins keep a stage between two states from flickering.
 const mainStates = new Map();
 
 function mainState(stage) {

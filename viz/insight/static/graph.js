@@ -39,7 +39,7 @@ class GraphView {
     this.picture.removeAttribute("width");
     this.picture.removeAttribute("height");
     this.drawing = this.picture.querySelector(".graph") ?? this.picture;
-    for (const part of [...this.drawing.children]) {  // the title and the legend; the page has its own
+    for (const part of [...this.drawing.children]) {  // remove the title and the legend; the page has its own
       if (["text", "polygon", "title"].includes(part.localName)) part.remove();
     }
     panel.append(this.picture);
@@ -130,7 +130,7 @@ class GraphView {
     }
     const isOver = !["running", "stopping"].includes(this.last.state);
     set(view.g, "class", isOver ? "figures" : `figures ${stage.state}`);
-    if (this.isFar) return;  // the rest does not show
+    if (this.isFar) return;  // the rest is not visible
     const text = stage.state === "running" || isOver ? `${rateText(stage.rate)} · ${percent(stage.busy)}` : stage.state;
     if (view.words.data !== text) view.words.data = text;
     say(view.failed, stage.failed ? `  ✗${countText(stage.failed)}` : "");
@@ -155,7 +155,7 @@ class GraphView {
     for (const tip of tips) say(tip, text);
   }
 
-  // One square for each worker; a strip with one part for each state if there are many.
+  // Draw one square for each worker, or a strip with one part for each state if there are many workers.
   drawSquares(view, workers) {
     const room = Math.min(view.width - 62, MOST_SQUARES * 8), right = view.x + view.width, y = view.y + 7.5;
     const parts = workers.length * 7 <= room
@@ -181,7 +181,7 @@ class GraphView {
       const from = this.stages.get(wait.from)?.box, to = this.stages.get(wait.to)?.box;
       if (!from || !to) continue;
       const [x1, x2] = [from, to].map((box) => box.x + box.width / 2);
-      const level = Math.abs(from.y - to.y) < 20;  // stages of one row: the arrow passes above them
+      const level = Math.abs(from.y - to.y) < 20;  // the arrow passes above stages in the same row
       const up = level || to.y < from.y;
       const y1 = up ? from.y : from.y + from.height, y2 = level || !up ? to.y : to.y + to.height;
       const bend = level ? Math.min(y1, y2) - 16 : (y1 + y2) / 2;
@@ -225,7 +225,7 @@ class GraphView {
     this.show();
   }
 
-  // Zoom by a factor; the point of the picture at (x, y) of the panel keeps its place.
+  // Zoom by a factor. The point of the picture at position (x, y) in the panel does not move.
   zoom(factor, x = this.size().width / 2, y = this.size().height / 2) {
     const { width, height } = this.size();
     const scale = this.scale(), wanted = Math.min(4, Math.max(0.08, scale * factor));
@@ -297,11 +297,11 @@ class GraphView {
     for (const end of ["pointerup", "pointercancel", "pointerleave"]) {
       this.panel.addEventListener(end, (event) => touches.delete(event.pointerId));
     }
-    this.panel.addEventListener("click", (event) => {  // the end of a drag selects nothing
+    this.panel.addEventListener("click", (event) => {  // a click that ends a drag selects nothing
       if (moved > 4) event.stopPropagation();
     }, true);
     this.panel.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey && !event.metaKey && document.activeElement !== this.panel) return;  // the page scrolls
+      if (!event.ctrlKey && !event.metaKey && document.activeElement !== this.panel) return;  // let the page scroll
       event.preventDefault();
       this.zoom(Math.exp(-event.deltaY / 400), ...place(event));
     }, { passive: false });

@@ -1,5 +1,5 @@
 "use strict";
-// The live page of a run. It reads the graph once, and then follows the server's events. A saved report has its
+// The live page of a run. It reads the graph once, and then follows the server's events. A saved report contains its
 // graph, history and last snapshot in the element #saved, and opens no connection.
 
 const $ = (id) => document.getElementById(id);
@@ -32,7 +32,7 @@ class Page {
     this.table = new StageTable($("table"), graph, this.history, select);
     $("graph").hidden = !this.view.isDrawn;
     document.body.classList.toggle("tall", this.view.isDrawn && !this.view.isWide);
-    set($("picture"), "aria-label", `Graph of ${graph.stages.length} stages. The table lists the same figures. Arrow keys move, plus and minus zoom.`);
+    set($("picture"), "aria-label", `Graph of ${graph.stages.length} stages. The table lists the same figures. Use the arrow keys to move, and plus and minus to zoom.`);
     this.makeLegend();
     this.listen();
     this.rateChart = makeChart($("rate-chart"), "--busy", null);
@@ -45,7 +45,7 @@ class Page {
     $("legend").replaceChildren(
       ...STATES.map((state) => key(`key ${state}`, STATE_TEXT[state])),
       key("worker busy", "worker, busy"), key("worker input", "worker, waiting for input"),
-      key("key room", "taken places of a channel"),
+      key("key room", "occupied places in a channel"),
       ...Object.entries(PLACES).filter(([fill]) => this.view.has(fill)).map(([, [className, text]]) => key(`key ${className}`, text)),
     );
   }
@@ -94,9 +94,10 @@ class Page {
     this.view.jump(stage);
   }
 
-  // The server ends with the run. Then the final state is put into the report that was fetched at the start.
+  // The server closes when the run ends. The page then puts the final state into the report that it fetched at the
+  // start.
   save(event) {
-    if (!this.report || !document.body.classList.contains("ended")) return;  // the server makes the report
+    if (!this.report || !document.body.classList.contains("ended")) return;  // the server creates the report
     event.preventDefault();
     const state = { graph: this.graph, history: this.history, snapshot: this.snapshot };
     const text = JSON.stringify(state).replaceAll("<", "\\u003c");
@@ -113,7 +114,7 @@ class Page {
     this.refresh();
   }
 
-  forget() {  // what belongs to the stage that was selected before
+  forget() {  // clear what belongs to the previously selected stage
     $("stack-texts").replaceChildren();
     this.showWhatIf();
   }
@@ -248,7 +249,7 @@ class Page {
     ]));
   }
 
-  event({ elapsed, stage, text }) {  // of a traceback, the last line
+  event({ elapsed, stage, text }) {  // for a traceback, show the last line
     const where = stage ? [el("b", { textContent: this.names.get(stage)?.name ?? stage }), " "] : [];
     return el("li", {}, el("span", { className: "quiet", textContent: `${secondsText(elapsed)} ` }), ...where,
       el("span", { title: text, textContent: lastLine(text) }));
@@ -303,7 +304,7 @@ function fillRows(body, rows) {  // each cell is [text, tooltip]
   });
 }
 
-function showList(section, events, make) {  // the newest first; made again only if an event came
+function showList(section, events, make) {  // newest first; rebuild the list only after a new event
   section.hidden = !events.length;
   const key = JSON.stringify([events.length, events.at(-1)]);
   if (section.dataset.shown === key) return;
@@ -374,14 +375,14 @@ class Connection {
     const lost = !this.ended && this.source.readyState !== EventSource.OPEN;
     const text = this.ended ? ""
       : !lost ? (silent > SILENT_AFTER_S ? `The run has sent nothing for ${silent} s.` : "")
-        : this.page.snapshot ? `Connection to the run lost. The figures are ${silent} s old; trying to connect again.`
-          : silent ? "The run does not answer; trying to connect again." : "";
+        : this.page.snapshot ? `Connection to the run lost. The figures are ${silent} s old; trying to reconnect.`
+          : silent ? "The run is not answering; trying to reconnect." : "";
     if (this.ended) clearInterval(this.timer);
     say($("connection"), text);
     $("connection").hidden = !text;
     document.body.classList.toggle("stale", Boolean(text));
     document.body.classList.toggle("ended", this.ended);
-    if (lost && silent && this.source.readyState === EventSource.CLOSED) this.connect();  // it was refused
+    if (lost && silent && this.source.readyState === EventSource.CLOSED) this.connect();  // the connection was refused
   }
 }
 
@@ -403,7 +404,7 @@ async function begin() {
     const report = await fetch("./report.html").catch(() => null);  // the run may have ended
     if (report?.ok) page.report = await report.text();
   } catch (error) {
-    say($("connection"), `The page could not read the graph: ${error.message}. Load the page again.`);
+    say($("connection"), `The page could not read the graph: ${error.message}. Reload the page.`);
     $("connection").hidden = false;
   }
 }

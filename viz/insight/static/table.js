@@ -1,20 +1,20 @@
 "use strict";
-// The table of stages. In the order of the graph, chains of stages in the same state are one row. In this way
-// 150 stages take about 20 rows, with the bottleneck between those that wait for place and those that wait for
-// input. The picture shows the same as a map of colours, but 150 names are too small to read there.
+// The table of stages. In graph order, a chain of stages in the same state is collapsed into one row, so 150 stages
+// take about 20 rows. The bottleneck is then between the stages that wait for room and those that wait for input.
+// The picture shows the same states as colours, but 150 names are too small to read there.
 
 const SPARK = { width: 72, height: 18, points: 61, step: 1.2 };
 
 const COLUMNS = [  // id, title, hint, value to sort by
-  ["number", "#", "Order of the graph", (stage) => stage.number],
+  ["number", "#", "Position in the graph", (stage) => stage.number],
   ["name", "Stage", "", (stage) => stage.name.toLowerCase()],
   ["workers", "Workers", "Filled: busy; hollow: waits for input", (stage) => stage.now.workers.length],
   ["rate", "Rate", "Items per second", (stage) => stage.now.rate],
-  ["busy", "Busy", "Share of the time in which workers are not waiting", (stage) => stage.now.busy],
+  ["busy", "Busy", "Share of time in which workers are not waiting", (stage) => stage.now.busy],
   ["items", "Items", "Items put out since the start; for a sink, items taken", (stage) => stage.items],
   ["failed", "Failed", "Failed items since the start", (stage) => stage.now.failed],
   ["cores", "Cores", "CPU cores in use", (stage) => stage.now.cores ?? -1],
-  ["trend", "Trend", "Rate of the last minute; sorts by its change", (stage) => stage.change],
+  ["trend", "Trend", "Rate over the last minute; sorted by change", (stage) => stage.change],
 ];
 
 class StageTable {
@@ -51,7 +51,7 @@ class StageTable {
       const button = el("button", { type: "button", textContent: title, title: hint });
       const head = el("th", { scope: "col", className: id }, button);
       button.addEventListener("click", () => {
-        const first = id !== "number" && id !== "name";  // figures: the largest first
+        const first = id !== "number" && id !== "name";  // for figures, the largest comes first
         this.sorted = { column: id, down: this.sorted.column === id ? !this.sorted.down : first };
         this.arrange();
       });
@@ -99,7 +99,7 @@ class StageTable {
     this.arrange();
   }
 
-  // Put the rows in order, and fill those that are shown.
+  // Sort the rows, and fill those that are shown.
   arrange() {
     for (const [id, head] of this.heads) {
       if (id === this.sorted.column) set(head, "aria-sort", this.sorted.down ? "descending" : "ascending");
