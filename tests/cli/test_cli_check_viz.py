@@ -55,7 +55,7 @@ def refused(result: Result) -> str:
     return line
 
 
-def test_check_counts_the_workers_at_the_start() -> None:
+def test_check_counts_initial_workers_of_auto_stage() -> None:
     result = call("check", "mine.py", file=ONE.replace("workers=2", "workers='auto'"))
     assert result.stdout.endswith("2 channels, 3 workers at the start, 1 of them in processes\n")
 

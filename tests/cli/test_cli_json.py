@@ -1,4 +1,4 @@
-"""Test ``flowchan run --json``: what it prints for programs, and that it prints nothing else."""
+"""Test ``flowchan run --json``: the events on standard output, the exit codes, and standard error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ graph.source(range(3)).map(speak, on="process").map(speak).collect(name="all")
 """
 
 
-def test_json_lines_have_start_stats_and_end(tmp_path: Path) -> None:
+def test_json_output_has_start_stats_and_end_events(tmp_path: Path) -> None:
     events, code, _ = run(tmp_path, PRINTS)
     assert code == 0
     kinds = [event["event"] for event in events]
@@ -60,14 +60,14 @@ def test_json_stats_can_be_read_as_run_stats(tmp_path: Path) -> None:
     assert [stage.items_in for stage in last.stages if stage.kind == "collect"] == [3]
 
 
-def test_output_of_the_program_goes_to_standard_error(tmp_path: Path) -> None:
+def test_program_output_goes_to_standard_error(tmp_path: Path) -> None:
     _, _, err = run(tmp_path, PRINTS)
     for text in ("said by Python", "written to the descriptor", "said by a child"):
         assert err.count(text) == 6, text
     assert err.count("loaded") >= 1
 
 
-def test_failed_item_and_killed_worker_are_failure_events(tmp_path: Path) -> None:
+def test_failed_item_and_worker_exit_produce_failure_events(tmp_path: Path) -> None:
     text = """
 def check(number):
     if number == 1:
@@ -96,7 +96,7 @@ worked.collect(name="all")
     ) as process:
         assert process.stdout is not None
         events = [json.loads(process.stdout.readline())]
-        (tmp_path / "go").touch()  # failures before the first event are only counted
+        (tmp_path / "go").touch()  # only now, because a failure before the first event would only be counted
         events += map(json.loads, process.communicate()[0].splitlines())
     code = process.returncode
     found = {(event["kind"], event["stage"]): event for event in events if event["event"] == "failure"}
@@ -107,7 +107,7 @@ worked.collect(name="all")
     assert events[-1]["results"] == {"all": [0]}
 
 
-def test_failed_run_has_failure_event_with_traceback_and_exits_1(tmp_path: Path) -> None:
+def test_failed_run_emits_traceback_in_failure_event_and_exits_1(tmp_path: Path) -> None:
     text = "graph.source([4, 2, 0]).map(lambda n: 8 // n, name='halve').collect()\n"
     events, code, err = run(tmp_path, text)
     assert code == 1
@@ -115,16 +115,17 @@ def test_failed_run_has_failure_event_with_traceback_and_exits_1(tmp_path: Path)
     assert (failure["kind"], failure["stage"], failure["item"]) == ("stage", "halve", "0")
     assert "ZeroDivisionError" in failure["traceback"]
     assert (events[-1]["event"], events[-1]["state"], events[-1]["results"]) == ("end", "failed", {})
-    assert "ZeroDivisionError" in err  # for people, as without --json
+    # the human-readable message still goes to standard error, as without --json
+    assert "ZeroDivisionError" in err
 
 
-def test_wrong_graph_prints_no_json_and_exits_2(tmp_path: Path) -> None:
+def test_invalid_graph_prints_no_json_and_exits_2(tmp_path: Path) -> None:
     events, code, err = run(tmp_path, "graph.source([1]).map(abs)\n")
     assert (events, code) == ([], 2)
     assert "case.py:5: stage 'abs':" in err
 
 
-def test_interrupted_run_writes_the_end_and_exits_130(tmp_path: Path) -> None:
+def test_interrupted_run_writes_end_event_and_exits_130(tmp_path: Path) -> None:
     text = """
 import itertools
 graph.source(itertools.count).map(abs).reduce(lambda count, _: count + 1, 0, name="total")
@@ -143,7 +144,7 @@ graph.source(itertools.count).map(abs).reduce(lambda count, _: count + 1, 0, nam
     assert events[-1]["results"]["total"] > 0
 
 
-def test_run_ends_when_the_reader_of_the_json_leaves(tmp_path: Path) -> None:
+def test_run_is_aborted_when_reader_of_output_closes_pipe(tmp_path: Path) -> None:
     text = "import itertools\ngraph.source(itertools.count).sink(abs)\n"
     with subprocess.Popen(
         command(tmp_path, text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -157,7 +158,7 @@ def test_run_ends_when_the_reader_of_the_json_leaves(tmp_path: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_result_values_that_json_lacks_become_texts() -> None:
+def test_results_without_json_equivalent_become_strings() -> None:
     endless: list[Any] = []
     endless.append(endless)
     assert plain({"a": (1, 2.5, None, True), "b": math.inf}) == {"a": [1, 2.5, None, True], "b": "inf"}

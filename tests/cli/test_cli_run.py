@@ -96,7 +96,7 @@ def test_resumed_run_skips_finished_items_and_refuses_other_graphs(tmp_path: Pat
     assert "belongs to a graph with different stage names" in refused.output
 
 
-def test_page_option_prints_the_address_on_standard_error(tmp_path: Path) -> None:
+def test_page_option_prints_page_address_on_standard_error(tmp_path: Path) -> None:
     result = run(tmp_path, WORKS, "--page")
     assert result.exit_code == 0, result.output
     assert re.search(r"^page: http://127\.0\.0\.1:\d+/[\w-]{24}/$", result.stderr, re.MULTILINE)

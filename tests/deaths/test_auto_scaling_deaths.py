@@ -1,4 +1,4 @@
-"""Test that no item is lost, repeated or reordered while a run chooses numbers of workers and workers die."""
+"""Test that auto-scaling does not lose, repeat or reorder items, even if workers are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _method(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 5))])
 def rng(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> random.Random:
-    """Return a random generator that also makes the decisions, after each short window."""
+    """Return a random generator, which also makes the scaling decisions after each short window."""
     rng = random.Random(request.param)
 
     def choose(scaler: Scaler, stats: RunStats, *_: Any) -> Chosen:
@@ -80,13 +80,13 @@ def checked(run: Run, found: list[int], seen: Channel[int], repeats: bool) -> No
     assert found == [item for item in expected if item % 2 == 0]
     odds = Counter(item for item in expected if item % 2)
     put = Counter(seen)
-    # the effect of a sink may happen twice if its worker dies
+    # the side effect of a sink may happen twice if the worker that runs the sink dies
     assert put.keys() == odds.keys() if repeats else put == odds
     assert run.decisions()
 
 
 @pytest.mark.usefixtures("_method")
-def test_kills_while_a_run_chooses_its_workers_lose_nothing(rng: random.Random) -> None:
+def test_auto_scaling_loses_no_items_when_workers_are_killed(rng: random.Random) -> None:
     seen: Channel[int] = Channel(10**6, across="processes")
     graph, numbers, evens = declared("process", seen)
     with graph.start() as run:
@@ -103,7 +103,7 @@ def test_kills_while_a_run_chooses_its_workers_lose_nothing(rng: random.Random) 
 
 
 @pytest.mark.usefixtures("rng")
-def test_threads_keep_order_while_a_run_chooses_their_number() -> None:
+def test_auto_scaling_of_threads_keeps_item_order() -> None:
     seen: Channel[int] = Channel(10**6, across="processes")
     graph, numbers, evens = declared("thread", seen)
     with graph.start() as run:

@@ -5,7 +5,7 @@
   or run.
 - In an ``sh`` block, only the lines that begin with ``flowchan`` are run.
 - ``# → text`` at the end of a Python line states one line of output. All these comments of a block together
-  state its whole output. ``...`` at the end of ``text`` stands for any other characters.
+  state its whole output. ``...`` at the end of ``text`` matches any characters.
 - A ``text`` block directly below another block states the exact output of that block.
 """
 
@@ -45,7 +45,7 @@ class Block:
 
 
 def is_stated(printed: str, expected: str) -> bool:
-    """Return whether a block printed what the page states."""
+    """Return whether a block printed the output that the page states."""
     pattern = re.escape(expected).replace(re.escape("...\n"), ".*\n")
     return re.fullmatch(pattern, printed) is not None
 

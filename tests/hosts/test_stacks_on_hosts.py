@@ -1,4 +1,4 @@
-"""Test ``run.stacks`` for workers on hosts, and hosts that do not answer."""
+"""Test ``run.stacks`` for workers on hosts, including hosts that do not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def take(go_on: Channel[int]) -> int:
 
 
 def started(workers: int) -> tuple[Run, Any, Channel[int]]:
-    """Start a run in which each worker on its own host waits for an item of the channel."""
+    """Start a run whose workers, each on its own host, wait for an item from the channel."""
     go_on: Channel[int] = Channel(workers, across="hosts")
     graph = Graph("hosted")
     items = graph.source([go_on] * workers)
@@ -29,7 +29,7 @@ def started(workers: int) -> tuple[Run, Any, Channel[int]]:
     return run, out, go_on
 
 
-def test_stacks_of_workers_on_two_hosts_have_source_lines() -> None:
+def test_stacks_of_workers_on_two_hosts_show_source_lines() -> None:
     run, out, go_on = started(2)
     found = run.stacks("work")
     assert list(found) == ["work 1", "work 2"]
@@ -39,7 +39,7 @@ def test_stacks_of_workers_on_two_hosts_have_source_lines() -> None:
     assert run.stacks() == {}
 
 
-def test_host_that_does_not_answer_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_host_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     run, out, go_on = started(2)
     silent = agents()[0]
     monkeypatch.setattr(stack_requests, "ANSWER_WITHIN_S", 0.5)
@@ -52,7 +52,7 @@ def test_host_that_does_not_answer_gives_one_line(monkeypatch: pytest.MonkeyPatc
     assert sorted(run.wait()[out]) == [1, 2]
 
 
-def test_worker_of_a_dead_host_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_omit_workers_on_dead_host(monkeypatch: pytest.MonkeyPatch) -> None:
     class Dead:
         host, why = "away", "killed"
 

@@ -1,7 +1,7 @@
-"""A server of the live page whose graphs are real and whose figures are made up.
+"""Serve the live page with real graphs and made-up figures.
 
-Graphs have 5, 35 or 150 stages. :class:`Figures` gives plausible snapshots for any moment, and
-:class:`FixturePage` serves them with the headers of the real server.
+The graphs have 5, 35 or 150 stages. :class:`Figures` returns a plausible snapshot for any time, and
+:class:`FixturePage` serves the snapshots with the same headers as the real server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def work(item: int) -> int:
 
 
 def graph_of(stages: int, name: str = "") -> Graph:
-    """Return a graph with about this many stages: chains that now and then split and merge."""
+    """Return a graph with about this many stages: chains that occasionally split and merge."""
     graph = Graph(name or ("thumbnails" if stages == 5 else f"{stages} stages"))
     if stages == 5:
         images = graph.source(range(10), name="list files")
@@ -58,7 +58,7 @@ def graph_of(stages: int, name: str = "") -> Graph:
 
 
 def described(graph: Graph) -> dict[str, Any]:
-    """Return the answer of ``/graph``, with the number of workers of each stage for :class:`Figures`."""
+    """Return the response from ``/graph``, plus each stage's number of workers for :class:`Figures`."""
     drawn = svg(graph)
     answer = describe(graph) | {"svg": drawn[drawn.index("<svg") :]}
     for number, (stage, shown) in enumerate(zip(graph.stages, answer["stages"], strict=True)):
@@ -67,9 +67,9 @@ def described(graph: Graph) -> dict[str, Any]:
 
 
 class Figures:
-    """Snapshots of a made-up run.
+    """Generate snapshots of a made-up run.
 
-    One stage limits the run. The stages before it wait for place, and those after it wait for input.
+    One stage limits the run. Earlier stages wait for places in their outputs, and later ones wait for input.
     """
 
     def __init__(self, graph: Mapping[str, Any], seed: int = 1) -> None:
@@ -92,7 +92,7 @@ class Figures:
         }
 
     def snapshot(self, elapsed: float, state: str = "running") -> dict[str, Any]:
-        """Return the snapshot at a time."""
+        """Return the snapshot at this number of seconds after the start."""
         rate = 240 + 30 * math.sin(elapsed / 7) + self._random.uniform(-9, 9)
         stages = [self._stage(at, rate, elapsed, state) for at in range(len(self.graph["stages"]))]
         slow = self.graph["stages"][self.slowest]
@@ -183,7 +183,7 @@ class Figures:
 
 
 class Events:
-    """Server-sent events of one viewer. ``None`` in the queue ends the connection."""
+    """Stream server-sent events to one viewer. ``None`` in the queue closes the connection."""
 
     kind = "text/event-stream"
 
@@ -208,7 +208,7 @@ def _event(name: str, data: Any) -> bytes:
 
 
 class FixturePage:
-    """Server of the page of one graph. The test decides when a snapshot is sent."""
+    """Serve the page of one graph. The test decides when to send a snapshot."""
 
     def __init__(self, graph: Mapping[str, Any], seconds: int = 60) -> None:
         self.graph = graph
@@ -216,7 +216,7 @@ class FixturePage:
         self.history = self.figures.history(seconds)
         self.snapshot = self.figures.snapshot(float(seconds))
         self.answers: dict[str, Any] = {}
-        self.refuse = False  # True: new viewers get an error
+        self.refuse = False  # if True, new viewers receive an error
         self.refused = threading.Event()
         self._viewers: set[Events] = set()
         routes: dict[str, Any] = {f"static/{path.name}": self._file(path) for path in STATIC.iterdir()}
@@ -239,12 +239,12 @@ class FixturePage:
         self._server.close()
 
     def close(self) -> None:
-        """Stop the server, as if its process had died."""
+        """Close the server and its connections, as if its process had died."""
         self.drop()
         self._server.close()
 
     def send(self, snapshot: Mapping[str, Any]) -> None:
-        """Send a snapshot to all viewers, and to later ones."""
+        """Send a snapshot to all current viewers, and keep it for later ones."""
         self.snapshot = dict(snapshot)
         self._publish("snapshot", snapshot)
 
@@ -258,7 +258,7 @@ class FixturePage:
             viewer.queue.put(None)
 
     def report(self) -> str:
-        """Return the page as one file, with its scripts, styles and figures inside."""
+        """Return the page as a single HTML file that includes its scripts, styles and figures."""
         return saved_page({"graph": self.graph, "history": self.history, "snapshot": self.snapshot})[0]
 
     def _publish(self, name: str, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Client of a run's page for the tests: requests, and a viewer that reads the server's events."""
+"""Request a run's page in tests, and read the events that its server sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 
 def get(address: str, path: str = "") -> tuple[int, bytes]:
-    """Return the status and the body of a reply from the page."""
+    """Request a path of the page, and return the status and the body of the reply."""
     url = urlsplit(address)
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=60)
     connection.request("GET", url.path + path)
@@ -26,7 +26,7 @@ def get_json(address: str, path: str) -> Any:
 
 
 class PageViewer:
-    """Viewer that reads the events of a page one after another."""
+    """Viewer that reads the events of a page one at a time."""
 
     def __init__(self, address: str) -> None:
         url = urlsplit(address)
@@ -38,7 +38,7 @@ class PageViewer:
             pass
 
     def read(self) -> tuple[str, Any] | None:
-        """Return the name and the value of the next event, or ``None`` at the end of the stream."""
+        """Return the name and the data of the next event, or ``None`` at the end of the stream."""
         name = self._reader.readline().decode().strip()
         if not name:
             return None
@@ -55,7 +55,7 @@ class PageViewer:
         return events
 
     def read_until(self, found: Any) -> Any:
-        """Return the first snapshot for which ``found`` returns a true value."""
+        """Read events, and return the first snapshot for which ``found`` returns a true value."""
         while (event := self.read()) is not None:
             if event[0] == "snapshot" and found(event[1]):
                 return event[1]

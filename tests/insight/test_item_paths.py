@@ -27,17 +27,17 @@ def spans(stage: str, *own: ItemSpan) -> ItemSpans:
 
 
 def path_of(plan: Plan, reports: Sequence[ItemSpans]) -> list[ItemTraced]:
-    told: list[ItemTraced] = []
-    paths = ItemPaths(plan, told.append)
+    completed: list[ItemTraced] = []
+    paths = ItemPaths(plan, completed.append)
     early = [item for report in reports for item in paths.add(report, 0)]
     assert early == []
     paths.end()
-    return told
+    return completed
 
 
-def test_path_has_all_stages_in_order_of_time() -> None:
+def test_item_path_lists_all_stages_in_time_order() -> None:
     reports = [
-        spans("end", ((MARK,), 3 * SECOND, 4 * SECOND)),  # the last worker reports first
+        spans("end", ((MARK,), 3 * SECOND, 4 * SECOND)),  # the worker of the last stage reports first
         spans("source", ((MARK,), 0, 0)),
         spans("show", ((MARK,), 1 * SECOND, 2 * SECOND)),
     ]
@@ -56,9 +56,9 @@ def test_item_with_a_missing_span_is_left_out() -> None:
     assert path_of(chain(), reports) == []
 
 
-def test_item_is_complete_a_moment_after_it_reached_an_end() -> None:
-    told: list[ItemTraced] = []
-    paths = ItemPaths(chain(), told.append)
+def test_item_is_complete_shortly_after_it_reaches_an_end() -> None:
+    completed: list[ItemTraced] = []
+    paths = ItemPaths(chain(), completed.append)
     paths.add(spans("source", ((MARK,), 0, 0)), 0)
     paths.add(spans("show", ((MARK,), 0, 1)), 0)
     assert paths.add(spans("end", ((MARK,), 1, 2)), 10) == []
@@ -66,10 +66,10 @@ def test_item_is_complete_a_moment_after_it_reached_an_end() -> None:
     (item,) = paths.add(spans("source", ((MARK + 2,), 0, 0)), 10 + COMPLETE_AFTER_NS)
     assert item.number == MARK
     paths.end()
-    assert told == []
+    assert completed == []
 
 
-def test_batch_completes_each_of_its_items() -> None:
+def test_batch_at_an_end_completes_all_of_its_items() -> None:
     marks = (MARK, MARK + 1)
     reports = [
         spans("source", ((MARK,), 0, 0), ((MARK + 1,), 1, 1)),
@@ -79,7 +79,7 @@ def test_batch_completes_each_of_its_items() -> None:
     assert [item.number for item in path_of(chain(), reports)] == [*marks]
 
 
-def test_item_with_two_ends_has_a_path_to_each() -> None:
+def test_item_that_reaches_two_ends_has_path_to_each() -> None:
     graph = Graph()
     one, two = graph.source([1]).tee(2)
     one.map(str, name="one").sink(print, name="end one")
@@ -94,18 +94,18 @@ def test_item_with_two_ends_has_a_path_to_each() -> None:
     ]
 
 
-def test_item_without_report_from_its_source_is_left_out() -> None:
+def test_item_without_report_from_its_source_is_omitted() -> None:
     assert path_of(chain(), [spans("end", ((MARK,), 2, 3))]) == []
 
 
-def test_number_of_followed_items_is_bounded() -> None:
+def test_number_of_tracked_items_is_bounded() -> None:
     paths = ItemPaths(chain(), print)
     for number in range(2 * item_paths.MOST_ITEMS):
         paths.add(spans("source", ((MARK + number,), 0, 0)), 0)
     assert len(paths._items) == item_paths.MOST_ITEMS
 
 
-def test_number_of_spans_of_an_item_is_bounded() -> None:
+def test_number_of_spans_per_item_is_bounded() -> None:
     paths = ItemPaths(chain(), print)
     for at in range(2 * item_paths.MOST_SPANS):
         paths.add(spans("show", ((MARK,), at, at + 1)), 0)
@@ -124,7 +124,7 @@ def traced(latency: float, at: float = 100.0, end: str = "end") -> ItemTraced:
     return ItemTraced("source", 0, (("source", 1, at - latency, at - latency), (end, 1, at, at)))
 
 
-def test_latencies_give_median_and_p99_of_each_path() -> None:
+def test_latencies_include_median_and_p99_for_each_path() -> None:
     latencies = PathLatencies()
     for milliseconds in range(1, 101):
         latencies.add(traced(milliseconds / 1000))
@@ -135,7 +135,7 @@ def test_latencies_give_median_and_p99_of_each_path() -> None:
     assert other == PathLatency(("source", "other"), 1, 5.0, 5.0)
 
 
-def test_latencies_forget_items_before_the_window() -> None:
+def test_latencies_exclude_items_older_than_the_window() -> None:
     latencies = PathLatencies(window=10)
     latencies.add(traced(1.0, at=100.0))
     latencies.add(traced(3.0, at=105.0))

@@ -1,4 +1,4 @@
-"""Test the port on which a run serves its metrics: when it is open, and for whom."""
+"""Test the port on which a run serves its metrics: when the port is open, and which requests it accepts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def waiting(gate: Gate, name: str = "waits") -> Graph:
     return graph
 
 
-def test_metrics_port_is_open_while_the_run_lasts() -> None:
+def test_metrics_port_is_open_only_during_the_run() -> None:
     gate = Gate()
     with waiting(gate).start(metrics=0) as run:
         assert 'flowchan_stage_items_in_total{graph="waits",stage="wait"}' in scraped(run)
@@ -58,7 +58,7 @@ def test_metrics_port_is_open_while_the_run_lasts() -> None:
             scraped(run)
 
 
-def test_run_without_metrics_has_no_address() -> None:
+def test_run_without_metrics_has_no_metrics_address() -> None:
     graph = Graph("plain")
     graph.source([1]).sink(str)
     with graph.start() as run:
@@ -79,7 +79,7 @@ def test_graph_run_serves_metrics_on_the_given_port() -> None:
     assert 'flowchan_stage_items_in_hand{graph="own",stage="scrape"} 1' in text
 
 
-def test_two_runs_of_a_program_have_own_ports_and_labels() -> None:
+def test_runs_in_one_program_have_separate_metrics_ports_and_labels() -> None:
     gate = Gate()
     with waiting(gate, "a").start(metrics=0) as one, waiting(gate, "b").start(metrics=0) as two:
         assert port_of(one) != port_of(two)
@@ -89,7 +89,7 @@ def test_two_runs_of_a_program_have_own_ports_and_labels() -> None:
         gate.open()
 
 
-def test_port_in_use_is_refused_before_anything_starts() -> None:
+def test_metrics_port_in_use_is_refused_before_run_starts() -> None:
     started: list[int] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -98,10 +98,10 @@ def test_port_in_use_is_refused_before_anything_starts() -> None:
         with pytest.raises(OSError, match=f"run: metrics must be a free port on this machine, got {port}"):
             graph.start(metrics=port)
     assert not started
-    assert not graph.start(metrics=port).wait()  # the same graph, once the port is free
+    assert not graph.start(metrics=port).wait()  # the same graph can start once the port is free
 
 
-def test_port_is_free_again_if_the_run_cannot_start(tmp_path: Path) -> None:
+def test_metrics_port_is_released_if_run_cannot_start(tmp_path: Path) -> None:
     graphs = [Graph("one"), Graph("two")]
     for graph in graphs:
         graph.source([1], name=f"source of {graph.name}").sink(str)
@@ -115,7 +115,7 @@ def test_port_is_free_again_if_the_run_cannot_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("metrics", ["", "9464", "host", ":9464", "127.0.0.1:", "127.0.0.1:x", 65536, -1])
-def test_metrics_must_be_a_port_or_an_address(metrics: int | str) -> None:
+def test_metrics_argument_must_be_port_or_address(metrics: int | str) -> None:
     graph = Graph("g")
     graph.source([1]).sink(str)
     with pytest.raises(ValueError, match="run: metrics must be a port from 0 to 65535"):
@@ -123,7 +123,7 @@ def test_metrics_must_be_a_port_or_an_address(metrics: int | str) -> None:
 
 
 @pytest.mark.parametrize("metrics", [True, 1.5, b"127.0.0.1:80"])
-def test_metrics_of_another_type_are_refused(metrics: object) -> None:
+def test_metrics_argument_of_wrong_type_is_refused(metrics: object) -> None:
     graph = Graph("g")
     graph.source([1]).sink(str)
     with pytest.raises(TypeError, match="run: metrics must be a port or"):
@@ -140,7 +140,7 @@ def test_loopback_port_refuses_other_host_names_and_paths() -> None:
         gate.open()
 
 
-def test_other_address_accepts_any_host_name_but_only_the_metrics() -> None:
+def test_public_address_accepts_any_host_name_but_serves_only_metrics() -> None:
     gate = Gate()
     with waiting(gate).start(metrics="0.0.0.0:0") as run:
         assert run.metrics == f"http://0.0.0.0:{port_of(run)}/metrics"
@@ -154,12 +154,12 @@ def descriptors(_: int) -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         try:
             found.add(os.readlink(f"/proc/self/fd/{number}"))
-        except OSError:  # the descriptor of the listing itself
+        except OSError:  # the descriptor that listdir() itself had open
             continue
     return found
 
 
-def test_forked_workers_do_not_keep_the_port() -> None:
+def test_forked_workers_do_not_inherit_metrics_port() -> None:
     graph = Graph("forks")
     questions = graph.input("questions")
     answers = questions.map(descriptors, on="process", name="answer").collect()
@@ -173,7 +173,7 @@ def test_forked_workers_do_not_keep_the_port() -> None:
         assert listening not in seen
 
 
-def test_pool_serves_metrics_of_each_run() -> None:
+def test_pool_serves_metrics_for_each_run() -> None:
     graph = Graph("pooled")
     graph.input().map(str, on="process").sink(len)
     with graph.pool() as pool:
@@ -182,7 +182,7 @@ def test_pool_serves_metrics_of_each_run() -> None:
                 assert 'graph="pooled"' in scraped(run)
 
 
-def test_run_command_prints_the_address_of_the_metrics(tmp_path: Path) -> None:
+def test_run_command_prints_metrics_address(tmp_path: Path) -> None:
     (tmp_path / "case.py").write_text(
         "from flowchan import Graph\ngraph = Graph('numbers')\ngraph.source([1]).sink(str)\n"
     )
@@ -200,7 +200,7 @@ def test_run_command_prints_the_address_of_the_metrics(tmp_path: Path) -> None:
     assert "Invalid value for '--metrics'" in wrong.stderr
 
 
-def test_run_ends_if_the_port_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_fails_if_the_metrics_server_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(_: LocalServer) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -23,7 +23,7 @@ from flowchan.viz.insight.metrics import samples
 
 
 class Backend:
-    """Receiver of spans and metrics."""
+    """Collect the spans and metrics that a run sends."""
 
     def __init__(self) -> None:
         self._spans, self._metrics = InMemorySpanExporter(), InMemoryMetricReader()
@@ -38,7 +38,7 @@ class Backend:
         return list(self._spans.get_finished_spans())
 
     def values(self) -> dict[tuple[str, str], Any]:
-        """Return the values of all instruments, by name and by the stage or channel."""
+        """Return the values of all instruments, by instrument name and by stage or channel."""
         data = self._metrics.get_metrics_data()
         assert data is not None
         found = {}
@@ -61,7 +61,7 @@ def graph_of(numbers: int) -> Graph:
     return graph
 
 
-def test_sampled_item_has_a_span_with_a_child_per_stage(backend: Backend, tmp_path: Path) -> None:
+def test_sampled_item_has_span_with_one_child_per_stage(backend: Backend, tmp_path: Path) -> None:
     run = graph_of(100).start(trace=tmp_path / "out.json")
     backend.instrument(run)
     run.wait()
@@ -80,7 +80,7 @@ def test_sampled_item_has_a_span_with_a_child_per_stage(backend: Backend, tmp_pa
         assert root.end_time == children[-1].end_time
 
 
-def test_metrics_have_counts_of_the_run(backend: Backend) -> None:
+def test_metrics_report_item_counts_and_busy_time(backend: Backend) -> None:
     run = graph_of(10).start()
     backend.instrument(run)
     run.wait()
@@ -103,7 +103,7 @@ def test_at_most_100_items_per_second_have_spans(backend: Backend) -> None:
     assert sum(span.parent is None for span in backend.spans()) == 101
 
 
-def test_run_without_samples_has_metrics_and_no_spans(backend: Backend) -> None:
+def test_run_without_sampling_sends_metrics_but_no_spans(backend: Backend) -> None:
     run = graph_of(10).start()
     backend.instrument(run)
     run.wait()

@@ -1,4 +1,4 @@
-"""Check the live page in a real browser: headless Chromium, with a server of made-up figures."""
+"""Check the live page in headless Chromium, against a server that returns made-up figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.browser import CHROMIUM, Browser, Tab
 
 from flowchan import Graph
 
-Shape = dict[str, Any]  # the answer of /graph
+Shape = dict[str, Any]  # the response from /graph
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 EVIL = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>&amp;"
@@ -44,7 +44,7 @@ def shown(tab: Tab) -> None:
     tab.wait(f"{ROWS} > 0")
 
 
-def test_page_shows_the_rates_of_a_snapshot(browser: Browser, small: Shape) -> None:
+def test_page_shows_rates_from_snapshot(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         snapshot = page.figures.snapshot(61.0)
@@ -72,7 +72,7 @@ def test_page_shows_the_rates_of_a_snapshot(browser: Browser, small: Shape) -> N
         ("cores", lambda stage: -stage["cores"]),
     ],
 )
-def test_table_sorts_by_a_column_in_both_directions(
+def test_table_sorts_by_column_in_both_directions(
     browser: Browser, small: Shape, column: str, key: Any
 ) -> None:
     with FixturePage(small) as page:
@@ -97,7 +97,7 @@ def test_table_sorts_by_a_column_in_both_directions(
             assert values == sorted(values, reverse=True)
 
 
-def test_table_sorts_by_trend_with_the_largest_growth_first(browser: Browser, small: Shape) -> None:
+def test_table_sorts_by_trend_with_largest_increase_first(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page:
         page.history["stages"]["s3"]["rate"][0] = 1.0
         with browser.tab(page.address) as tab:
@@ -109,7 +109,8 @@ def test_table_sorts_by_trend_with_the_largest_growth_first(browser: Browser, sm
 def test_selected_stage_shows_its_details(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
-        assert tab.text("#stage-name") == "resize"  # the bottleneck, until the user selects a stage
+        # the page shows the bottleneck until the user selects a stage
+        assert tab.text("#stage-name") == "resize"
         tab.click("#s3")
         tab.wait("document.getElementById('stage-name').textContent === 'encode'")
         assert tab.text("#stage-about") == "map · on process · thumbnails.py:15"
@@ -120,7 +121,7 @@ def test_selected_stage_shows_its_details(browser: Browser, small: Shape) -> Non
         assert tab.text("#stage-name") == "encode"
 
 
-def test_bottleneck_is_highlighted_in_graph_table_and_header(browser: Browser, small: Shape) -> None:
+def test_page_highlights_bottleneck_in_graph_table_and_header(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         assert tab.evaluate("document.querySelector('#picture .node.limits').id") == "s2"
@@ -136,7 +137,7 @@ def test_bottleneck_is_highlighted_in_graph_table_and_header(browser: Browser, s
         tab.wait("document.querySelector('#picture .node.limits') === null")
 
 
-def test_jump_shows_the_bottleneck_of_a_large_graph(browser: Browser, large: Shape) -> None:
+def test_jump_button_shows_bottleneck_of_large_graph(browser: Browser, large: Shape) -> None:
     with FixturePage(large) as page, browser.tab(page.address, 400, 800) as tab:
         shown(tab)
         assert tab.evaluate("document.querySelector('#picture svg').classList.contains('far')")
@@ -150,7 +151,7 @@ def test_jump_shows_the_bottleneck_of_a_large_graph(browser: Browser, large: Sha
         assert tab.wait(inside)
 
 
-def test_names_with_markup_are_shown_as_text(browser: Browser) -> None:
+def test_names_that_contain_markup_are_shown_as_text(browser: Browser) -> None:
     graph = graph_of(5, name=EVIL)
     graph.source(range(3), name=EVIL).sink(print, name="end")
     shape = described(graph)
@@ -175,7 +176,7 @@ def test_names_with_markup_are_shown_as_text(browser: Browser) -> None:
             assert tab.complaints() == []
 
 
-def test_picture_with_scripts_runs_none_of_them(browser: Browser, small: Shape) -> None:
+def test_scripts_inside_picture_do_not_run(browser: Browser, small: Shape) -> None:
     shape = copy.deepcopy(small)
     run = "document.title='run'"
     bad = f"""<script>{run}</script><a href="javascript:{run}"><image href="x" onerror="{run}"/></a>"""
@@ -187,7 +188,7 @@ def test_picture_with_scripts_runs_none_of_them(browser: Browser, small: Shape) 
         assert tab.complaints() == []
 
 
-def test_page_without_picture_shows_only_the_table(browser: Browser, small: Shape) -> None:
+def test_page_without_picture_shows_only_table(browser: Browser, small: Shape) -> None:
     with FixturePage(small | {"svg": None}) as page, browser.tab(page.address) as tab:
         shown(tab)
         assert tab.evaluate("document.getElementById('graph').hidden")
@@ -195,7 +196,7 @@ def test_page_without_picture_shows_only_the_table(browser: Browser, small: Shap
         assert tab.complaints() == []
 
 
-def test_end_of_the_run_stays_on_the_page(browser: Browser, small: Shape) -> None:
+def test_page_keeps_final_state_after_server_closes(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         page.send(page.figures.snapshot(61.0, "done"))
@@ -217,7 +218,7 @@ def test_failed_run_shows_its_error(browser: Browser, small: Shape) -> None:
         assert "line 31, in decode" in tab.text("#stage-failures pre")
 
 
-def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, small: Shape) -> None:
+def test_page_reports_lost_connection_until_it_reconnects(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         page.refuse = True
@@ -229,7 +230,7 @@ def test_lost_connection_is_shown_and_ends_with_a_new_one(browser: Browser, smal
         tab.wait("document.getElementById('connection').hidden")
 
 
-def test_saved_report_opens_from_a_file_without_requests(
+def test_saved_report_opens_from_file_without_other_requests(
     browser: Browser, small: Shape, tmp_path: Path
 ) -> None:
     with FixturePage(small) as page:
@@ -247,9 +248,7 @@ def test_saved_report_opens_from_a_file_without_requests(
         assert tab.complaints() == []
 
 
-def test_final_state_can_be_saved_after_the_server_has_ended(
-    browser: Browser, small: Shape, tmp_path: Path
-) -> None:
+def test_page_can_be_saved_after_server_has_closed(browser: Browser, small: Shape, tmp_path: Path) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         tab.wait("performance.getEntriesByType('resource').some((one) => one.name.endsWith('/report.html'))")
@@ -270,7 +269,7 @@ def test_final_state_can_be_saved_after_the_server_has_ended(
         assert tab.complaints() == []
 
 
-def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: Shape) -> None:
+def test_keyboard_sorts_table_selects_stages_and_moves_picture(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         tab.evaluate("document.querySelector('#table th.busy button').focus()")
@@ -283,7 +282,8 @@ def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: S
         moved["stages"][3]["busy"] = 0.99
         page.send(moved)
         tab.wait(f"{ORDER}.startsWith('s3,')")
-        assert tab.evaluate("document.activeElement.textContent") == "encode"  # its row has moved
+        # focus follows the row to its new position
+        assert tab.evaluate("document.activeElement.textContent") == "encode"
         tab.evaluate("document.getElementById('picture').focus()")
         view = "document.querySelector('#picture svg').getAttribute('viewBox')"
         whole = tab.evaluate(view)
@@ -297,21 +297,21 @@ def test_keyboard_sorts_selects_and_moves_the_picture(browser: Browser, small: S
         tab.wait("document.querySelectorAll('#picture .waits path').length === 4")
 
 
-def test_wheel_zooms_only_a_focused_picture(browser: Browser, small: Shape) -> None:
+def test_mouse_wheel_zooms_picture_only_if_focused(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         view = "document.querySelector('#picture svg').getAttribute('viewBox')"
         whole = tab.evaluate(view)
         event = "new WheelEvent('wheel', {deltaY: -100, cancelable: true})"
         turn = f"document.getElementById('picture').dispatchEvent({event})"
-        assert tab.evaluate(turn)  # not prevented, so the page scrolls
+        assert tab.evaluate(turn)  # the page does not cancel the event, so the browser scrolls
         assert tab.evaluate(view) == whole
         tab.evaluate("document.getElementById('picture').focus()")
         assert not tab.evaluate(turn)
         assert tab.evaluate(view) != whole
 
 
-def test_two_fingers_zoom_the_picture(browser: Browser, small: Shape) -> None:
+def test_pinch_gesture_zooms_picture(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address, 400, 800) as tab:
         shown(tab)
         size = "document.querySelector('#picture svg').viewBox.baseVal.width"
@@ -325,7 +325,7 @@ def test_two_fingers_zoom_the_picture(browser: Browser, small: Shape) -> None:
         tab.wait(f"{size} < {whole} / 1.5")
 
 
-def test_chains_in_one_state_collapse_in_large_graphs(browser: Browser, large: Shape) -> None:
+def test_large_graph_collapses_chains_of_stages_in_same_state(browser: Browser, large: Shape) -> None:
     with FixturePage(large) as page, browser.tab(page.address) as tab:
         shown(tab)
         assert tab.evaluate(ROWS) < 15
@@ -336,7 +336,7 @@ def test_chains_in_one_state_collapse_in_large_graphs(browser: Browser, large: S
         tab.wait(f"{ROWS} === {len(large['stages'])}")
 
 
-def test_filter_shows_stages_with_the_text_in_their_names(browser: Browser, large: Shape) -> None:
+def test_filter_shows_stages_with_matching_names(browser: Browser, large: Shape) -> None:
     with FixturePage(large) as page, browser.tab(page.address) as tab:
         shown(tab)
         tab.evaluate("document.getElementById('filter').focus()")
@@ -346,7 +346,7 @@ def test_filter_shows_stages_with_the_text_in_their_names(browser: Browser, larg
         assert tab.texts("#table button.stage") == ["merge3", "merge19"]
 
 
-def test_dark_preference_changes_the_colours(browser: Browser, small: Shape) -> None:
+def test_page_uses_dark_colours_if_preferred(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address, dark=True) as tab:
         shown(tab)
         ground = "getComputedStyle(document.body).backgroundColor"
@@ -355,13 +355,13 @@ def test_dark_preference_changes_the_colours(browser: Browser, small: Shape) -> 
         tab.wait(f"{ground} !== '{DARK}'")
 
 
-def test_page_fits_a_phone_without_scrolling_sideways(browser: Browser, large: Shape) -> None:
+def test_page_fits_phone_without_horizontal_scrolling(browser: Browser, large: Shape) -> None:
     with FixturePage(large) as page, browser.tab(page.address, 400, 800) as tab:
         shown(tab)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400
 
 
-def test_stacks_and_predictions_come_on_demand(browser: Browser, small: Shape) -> None:
+def test_page_requests_stacks_and_predictions_on_demand(browser: Browser, small: Shape) -> None:
     more = {"change": "one more worker", "now": 240.0, "why": "decode is busy 99 %"}
     rows = [
         more | {"stage": "s1", "predicted": 241.0, "low": 235.0, "high": 250.0, "limited_by": "resize"},
@@ -384,7 +384,7 @@ def test_stacks_and_predictions_come_on_demand(browser: Browser, small: Shape) -
             assert tab.complaints() == []
 
 
-def test_buttons_that_the_run_does_not_offer_disappear(browser: Browser, small: Shape) -> None:
+def test_page_hides_buttons_for_unsupported_requests(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         for button in ("stacks", "what-if"):
@@ -393,7 +393,7 @@ def test_buttons_that_the_run_does_not_offer_disappear(browser: Browser, small: 
         assert tab.text("#stack-texts") == "this run has no stacks"
 
 
-def test_latency_of_a_path_is_shown_if_sampled(browser: Browser, small: Shape) -> None:
+def test_page_shows_path_latency_if_items_are_sampled(browser: Browser, small: Shape) -> None:
     with FixturePage(small) as page, browser.tab(page.address) as tab:
         shown(tab)
         path = "list files → decode → … → write"
@@ -402,14 +402,14 @@ def test_latency_of_a_path_is_shown_if_sampled(browser: Browser, small: Shape) -
         tab.wait("document.getElementById('latency').hidden")
 
 
-def test_new_viewer_sees_the_history(browser: Browser, small: Shape) -> None:
+def test_page_shows_history_to_new_viewer(browser: Browser, small: Shape) -> None:
     with FixturePage(small, seconds=50) as page, browser.tab(page.address) as tab:
         shown(tab)
         points = "document.querySelector('#table .trend path').getAttribute('d').split('L').length"
         assert tab.evaluate(points) >= 50
 
 
-def test_real_run_is_shown_until_its_end(browser: Browser) -> None:
+def test_page_follows_real_run_until_it_ends(browser: Browser) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def wait(item: int) -> int:

@@ -1,4 +1,4 @@
-"""Test the page of a run: what viewers receive, when it costs something, and how it ends with the run."""
+"""Test the page of a run: what viewers receive, which threads it uses, and how it closes with the run."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def page_threads(kind: str = "") -> list[str]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sampler send snapshots quickly."""
+    """Make the sampler send snapshots at short intervals."""
     monkeypatch.setattr(pages, "SNAPSHOT_EVERY_S", 0.01)
 
 
-def test_run_without_page_has_neither_address_nor_thread() -> None:
+def test_run_without_page_has_no_page_address_or_thread() -> None:
     gate = Gate()
     with gated(gate).start() as run:
         assert run.page is None
@@ -55,14 +55,14 @@ def test_run_without_page_has_neither_address_nor_thread() -> None:
         gate.open()
 
 
-def test_page_must_be_a_flag() -> None:
+def test_page_argument_must_be_a_bool() -> None:
     with pytest.raises(TypeError, match="start: page must be True or False"):
         gated(Gate()).start(page="yes")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="run: page must be True or False"):
         gated(Gate()).run(page=1)  # type: ignore[arg-type]
 
 
-def test_viewer_gets_history_snapshots_and_the_end() -> None:
+def test_viewer_receives_history_snapshots_and_end_event() -> None:
     gate = Gate()
     with gated(gate).start(page=True) as run:
         assert run.page is not None
@@ -98,7 +98,7 @@ def test_page_serves_html_graph_and_static_files() -> None:
         assert f'id="{id}"' in graph["svg"]
 
 
-def test_run_prints_the_address_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_page_address_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     graph = Graph()
     graph.source([1]).sink(abs)
     graph.run(page=True)
@@ -113,7 +113,7 @@ def test_page_without_viewers_has_only_the_accepting_thread() -> None:
         gate.open()
 
 
-def test_last_viewer_that_leaves_ends_the_subscription(quick: None) -> None:
+def test_subscription_ends_when_last_viewer_leaves(quick: None) -> None:
     gate = Gate()
     with gated(gate).start(page=True) as run:
         assert run.page is not None
@@ -154,7 +154,7 @@ def test_viewer_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         gate.open()
 
 
-def test_slow_viewer_delays_neither_other_viewers_nor_the_end(
+def test_slow_viewer_delays_neither_other_viewers_nor_end_of_run(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("flowchan.viz.insight.server.CLOSE_TIMEOUT_S", 0.05)
@@ -167,7 +167,7 @@ def test_slow_viewer_delays_neither_other_viewers_nor_the_end(
             filled = page._publish
 
             def publish(state: Any) -> None:
-                filled(state | {"filler": "x" * 3_000_000})  # more than the buffers of a connection
+                filled(state | {"filler": "x" * 3_000_000})  # more than the buffers of a connection hold
 
             monkeypatch.setattr(page, "_publish", publish)
             for _ in range(3):
@@ -178,7 +178,7 @@ def test_slow_viewer_delays_neither_other_viewers_nor_the_end(
         assert not page_threads()
 
 
-def test_port_is_closed_after_the_run() -> None:
+def test_page_port_is_closed_after_the_run() -> None:
     gate = Gate()
     with gated(gate).start(page=True) as run:
         assert run.page is not None
@@ -188,7 +188,7 @@ def test_port_is_closed_after_the_run() -> None:
     assert not page_threads()
 
 
-def test_aborted_run_ends_its_viewers(quick: None) -> None:
+def test_aborted_run_closes_viewer_connections(quick: None) -> None:
     gate = Gate()
     with gated(gate).start(page=True) as run:
         assert run.page is not None
@@ -200,7 +200,7 @@ def test_aborted_run_ends_its_viewers(quick: None) -> None:
     assert (last[1]["state"], end[0]) == ("aborted", "end")
 
 
-def test_failed_run_shows_its_failure_at_the_end() -> None:
+def test_final_snapshot_of_failed_run_shows_its_failure() -> None:
     gate = Gate()
 
     def fail(number: int) -> int:
@@ -222,7 +222,7 @@ def test_failed_run_shows_its_failure_at_the_end() -> None:
     assert last[1]["failures"][0]["text"] == f"ValueError: {MARKUP}"
 
 
-def test_failed_items_and_deaths_are_shown(quick: None) -> None:
+def test_page_shows_failed_items_and_worker_deaths(quick: None) -> None:
     gate = Gate()
 
     def work(number: int) -> int:
@@ -248,7 +248,7 @@ def test_failed_items_and_deaths_are_shown(quick: None) -> None:
     assert any("WorkerDied" in text for text in texts)
 
 
-def test_graph_that_cannot_be_drawn_has_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_has_no_picture_if_graph_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(graph: object) -> str:
         raise RenderError("no renderer")
 
@@ -276,7 +276,7 @@ def test_page_shows_150_stages(quick: None) -> None:
     assert len(snapshot["edges"]) == 149
 
 
-def test_snapshot_has_wait_for_edges_and_worker_states(quick: None) -> None:
+def test_snapshot_includes_wait_for_edges_and_worker_states(quick: None) -> None:
     gate = Gate()
     with gated(gate, workers=2).start(page=True) as run:
         assert run.page is not None
@@ -291,7 +291,7 @@ def test_snapshot_has_wait_for_edges_and_worker_states(quick: None) -> None:
     assert [(wait["from"], wait["to"], wait["edge"]) for wait in shown["wait_for"]] == [("s2", "s1", "e1")]
 
 
-def test_page_shows_stacks_and_reports_wrong_stages() -> None:
+def test_page_serves_stacks_and_rejects_request_without_stage() -> None:
     gate = Gate()
     with gated(gate).start(page=True) as run:
         assert run.page is not None
@@ -303,7 +303,7 @@ def test_page_shows_stacks_and_reports_wrong_stages() -> None:
         gate.open()
 
 
-def test_page_predicts_only_after_items_have_left_the_graph() -> None:
+def test_page_predicts_rates_only_after_items_leave_graph() -> None:
     graph = Graph()
     numbers = graph.input()
     doubled = numbers.map(lambda number: 2 * number, name="double").collect()
@@ -322,7 +322,7 @@ def test_page_predicts_only_after_items_have_left_the_graph() -> None:
         assert list(results) == []
 
 
-def test_page_serves_the_metrics_under_its_token() -> None:
+def test_page_serves_metrics_below_its_token() -> None:
     graph = Graph("served")
     numbers = graph.input()
     numbers.sink(str)
@@ -333,7 +333,7 @@ def test_page_serves_the_metrics_under_its_token() -> None:
         assert b'flowchan_stage_items_in_total{graph="served"' in text
 
 
-def test_page_shows_the_latency_of_sampled_items() -> None:
+def test_page_shows_latency_of_sampled_items() -> None:
     graph = Graph()
     graph.source(range(5000)).map(abs, name="work").sink(str, name="end")
     run = graph.start(page=True)
@@ -345,7 +345,7 @@ def test_page_shows_the_latency_of_sampled_items() -> None:
     assert 0 <= row["p50"] <= row["p99"]
 
 
-def test_pool_run_has_a_page() -> None:
+def test_run_in_pool_has_a_page() -> None:
     graph = Graph("pooled")
     squares = graph.source([1, 2]).map(abs, on="process").collect()
     with graph.pool() as pool:
@@ -363,17 +363,17 @@ def start_method(request: pytest.FixtureRequest) -> Iterator[None]:
     multiprocessing.set_start_method(request.param, force=True)
     yield
     multiprocessing.set_start_method(before, force=True)
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it would keep running until pytest exits
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # would otherwise run until pytest exits
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
-def test_workers_do_not_inherit_the_page_sockets(start_method: None) -> None:
+def test_workers_do_not_inherit_page_sockets(start_method: None) -> None:
     gate, graph = Gate(), Graph("inherited")
     graph.source([1, 2]).map(gate.wait, on="process", name="work").sink(abs)
     with graph.start(page=True) as run:
         gate.wait_held()
         (first,) = run.stats().stages[1].pids
-        os.kill(first, 9)  # the replacement is started while the page is open
+        os.kill(first, 9)  # the replacement worker starts while the page is open
 
         def replaced() -> bool:
             stage = run.stats().stages[1]
@@ -389,7 +389,7 @@ def test_workers_do_not_inherit_the_page_sockets(start_method: None) -> None:
     assert f"socket:[{inode}]" not in links
 
 
-def test_start_without_a_port_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_aborts_run_if_page_cannot_get_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no port is free")
 
@@ -398,7 +398,7 @@ def test_start_without_a_port_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     gate.open()
     with pytest.raises(OSError, match="no port is free"):
         gated(gate).start(page=True)
-    # a worker that was inside its function when the run was aborted may end a moment later
+    # a worker that was inside its function when the run was aborted may end slightly later
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("flowchan")])
 
 

@@ -1,4 +1,4 @@
-"""Test the page that is saved as one file: its contents, and what its security policy allows."""
+"""Test the page saved as a single file: its contents, and what its content security policy allows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def named() -> Graph:
     return graph
 
 
-def test_saved_page_has_graph_history_and_final_snapshot(tmp_path: Path) -> None:
+def test_saved_page_contains_graph_history_and_final_snapshot(tmp_path: Path) -> None:
     with named().start(page=True) as run:
         pass
     run.save_page(tmp_path / "report.html")
@@ -65,7 +65,7 @@ def test_policy_allows_exactly_the_inline_scripts_and_styles(tmp_path: Path) -> 
     assert allowed["default-src"] == "'none'"
 
 
-def test_end_tag_inside_a_script_does_not_end_it(tmp_path: Path) -> None:
+def test_end_tag_inside_script_does_not_close_the_script(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text('<head>\n</head>\n<body>\n<script src="static/a.js"></script></body>')
     (tmp_path / "a.js").write_text('const end = "</script>";')
     page, _ = saved_page({"name": MARKUP}, tmp_path)
@@ -73,7 +73,7 @@ def test_end_tag_inside_a_script_does_not_end_it(tmp_path: Path) -> None:
     assert data_in(page) == {"name": MARKUP}
 
 
-def test_page_can_be_saved_from_the_server_while_it_runs() -> None:
+def test_page_can_be_saved_while_the_run_is_active() -> None:
     gate, graph = Gate(), Graph("saved")
     graph.source([1]).sink(gate.wait, name="end")
     with graph.start(page=True) as run:

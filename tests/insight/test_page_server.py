@@ -1,4 +1,4 @@
-"""Test the server of a run's page: who may connect, what it answers, and how it ends."""
+"""Test the server of a run's page: which requests it accepts, how it replies, and how it closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowchan.viz.insight.server import HttpReply, LocalServer, Streaming, json_
 
 
 class Endless:
-    """HttpReply that sends parts until the client has left."""
+    """HttpReply that sends data until the client disconnects."""
 
     kind = "text/event-stream"
 
@@ -70,12 +70,12 @@ def request(
     return connection.getresponse()
 
 
-def test_root_answers_with_query_parameters(server: LocalServer) -> None:
+def test_root_route_receives_query_parameters(server: LocalServer) -> None:
     with request(server, "?stage=s1&text=a%20b") as reply:
         assert (reply.status, reply.read()) == (200, b'{"stage":"s1","text":"a b"}')
 
 
-def test_address_has_a_token_of_144_bits(server: LocalServer) -> None:
+def test_address_contains_144_bit_token(server: LocalServer) -> None:
     first, second = urlsplit(server.address).path, serving.TOKEN_BYTES
     assert second * 8 == 144
     assert len(first.strip("/")) == 24
@@ -88,20 +88,20 @@ def test_request_with_wrong_token_is_not_found(server: LocalServer) -> None:
             assert reply.status == 404, wrong
 
 
-def test_token_that_is_not_ascii_is_not_found(server: LocalServer) -> None:
+def test_request_with_non_ascii_token_is_not_found(server: LocalServer) -> None:
     with connect(server) as raw:
         raw.sendall(f"GET /ä/ HTTP/1.1\r\nHost: {urlsplit(server.address).netloc}\r\n\r\n".encode())
         assert raw.recv(12) == b"HTTP/1.0 404"
 
 
-def test_unknown_path_is_not_found(server: LocalServer) -> None:
+def test_request_for_unknown_path_is_not_found(server: LocalServer) -> None:
     for path in ("page", "../", "static/../../secret", "static/%2e%2e/x"):
         with request(server, path) as reply:
             assert reply.status == 404
 
 
 @pytest.mark.parametrize("host", ["example.com", "127.0.0.1", "127.0.0.1:1", "", "[::1]:80"])
-def test_request_for_another_host_is_refused(server: LocalServer, host: str) -> None:
+def test_request_with_foreign_host_header_is_refused(server: LocalServer, host: str) -> None:
     with request(server, host=host) as reply:
         assert reply.status == 403
 
@@ -119,24 +119,24 @@ def test_request_for_localhost_is_answered(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "PATCH", "CONNECT"])
-def test_other_methods_are_not_allowed(server: LocalServer, method: str) -> None:
+def test_methods_other_than_get_and_head_are_not_allowed(server: LocalServer, method: str) -> None:
     with request(server, method=method) as reply:
         assert (reply.status, reply.headers["Allow"]) == (405, "GET, HEAD")
 
 
-def test_head_has_the_headers_of_get_without_a_body(server: LocalServer) -> None:
+def test_head_returns_same_headers_as_get_without_body(server: LocalServer) -> None:
     with request(server, method="HEAD") as head, request(server) as get:
         assert head.headers["Content-Length"] == get.headers["Content-Length"]
         assert head.read() == b""
 
 
-def test_head_of_a_stream_sends_nothing_and_closes_it(server: LocalServer) -> None:
+def test_head_request_for_stream_sends_no_body_and_closes_stream(server: LocalServer) -> None:
     with request(server, "endless", "HEAD") as head:
         assert head.read() == b""
     assert STREAMS[0].closed.wait(60)
 
 
-def test_every_reply_has_the_safety_headers(server: LocalServer) -> None:
+def test_every_reply_has_security_headers(server: LocalServer) -> None:
     for path, method in (("", "GET"), ("unknown", "GET"), ("", "POST"), ("/", "GET"), ("broken", "GET")):
         with request(server, path, method) as reply:
             policy = reply.headers["Content-Security-Policy"]
@@ -147,7 +147,7 @@ def test_every_reply_has_the_safety_headers(server: LocalServer) -> None:
             assert reply.headers["Cache-Control"] == "no-store"
 
 
-def test_route_that_fails_is_reported_and_logged(
+def test_failing_route_returns_500_and_is_logged(
     server: LocalServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with request(server, "broken") as reply:
@@ -157,7 +157,7 @@ def test_route_that_fails_is_reported_and_logged(
         assert reply.status == 200
 
 
-def test_text_that_is_not_http_gets_an_error(server: LocalServer) -> None:
+def test_request_that_is_not_http_gets_an_error(server: LocalServer) -> None:
     with connect(server) as raw:
         raw.sendall(b"\x16\x03\x01 \x02\x00\r\n\r\n")
         assert b"Bad Request" in raw.recv(1000)
@@ -231,7 +231,7 @@ def test_server_without_token_answers_at_the_root() -> None:
         server.close()
 
 
-def test_sockets_are_closed_in_forked_children_and_on_exec(server: LocalServer) -> None:
+def test_forked_children_and_exec_close_server_sockets(server: LocalServer) -> None:
     with connect(server) as raw:
         url = urlsplit(server.address)
         raw.sendall(f"GET {url.path}endless HTTP/1.1\r\nHost: {url.netloc}\r\n\r\n".encode())
@@ -251,4 +251,4 @@ def test_sockets_are_closed_in_forked_children_and_on_exec(server: LocalServer) 
                     pass
             os._exit(still_open)
         assert os.waitpid(child, 0)[1] == 0
-        assert raw.recv(1)  # the parent's connection goes on
+        assert raw.recv(1)  # the parent's connection still works

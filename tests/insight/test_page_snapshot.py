@@ -1,4 +1,4 @@
-"""Test the JSON values of the page on statistics that were made by hand."""
+"""Test the JSON that the page receives, on hand-made statistics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def edge(name: str, writer: str, reader: str, **values: object) -> EdgeStats:
 
 
 def stats(*stages: StageStats, edges: tuple[EdgeStats, ...] = (), **values: object) -> RunStats:
-    """Return statistics of the graph, in which the other stages have the figures of idle stages."""
+    """Return statistics of the graph, in which all other stages are idle."""
     given = {one.name: one for one in stages}
     every = tuple(given.pop(name, None) or stage(name) for name in ("numbers", MARKUP, "failed", "end"))
     first = RunStats("demo", "running", 10.0, (*every, *given.values()), edges, None, window=5.0)
@@ -47,13 +47,13 @@ def stats(*stages: StageStats, edges: tuple[EdgeStats, ...] = (), **values: obje
 
 
 def shown(now: RunStats, before: RunStats | None = None) -> snapshots.Json:
-    """Return the snapshot as the browser receives it."""
+    """Return a snapshot in the form that the browser receives."""
     graph = drawn()
     text = json.dumps(snapshot(Progress(graph), ids_of(graph), now, before), allow_nan=False)
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def test_graph_is_described_with_ids_names_and_places() -> None:
+def test_graph_description_has_ids_names_and_source_locations() -> None:
     described = describe(drawn())
     assert [stage["id"] for stage in described["stages"]] == ["s0", "s1", "s2", "s3"]
     assert described["stages"][1]["name"] == MARKUP
@@ -65,7 +65,7 @@ def test_graph_is_described_with_ids_names_and_places() -> None:
     }
 
 
-def test_end_rate_sums_all_ends_without_failed_items() -> None:
+def test_end_rate_sums_all_ends_but_excludes_failed_items() -> None:
     edges = tuple(
         dataclasses.replace(edge(e.name, e.writer, e.reader or ""), errors=e.errors) for e in drawn().edges
     )
@@ -73,12 +73,12 @@ def test_end_rate_sums_all_ends_without_failed_items() -> None:
     assert shown(now)["end_rate"] == 12.0
 
 
-def test_shares_of_place_and_turn_are_separate() -> None:
+def test_snapshot_separates_shares_of_place_and_turn() -> None:
     work = shown(stats(stage(MARKUP, busy=0.5, waiting_output=0.4, waiting_turn=0.1)))["stages"][1]
     assert (work["busy"], work["place"], work["turn"]) == (0.5, 0.3, 0.1)
 
 
-def test_failed_members_count_as_failed() -> None:
+def test_snapshot_counts_failed_batch_members_as_failed_items() -> None:
     found = shown(stats(stage(MARKUP, failed=2, members_failed=3)))
     assert found["stages"][1]["failed"] == 5
 
@@ -100,7 +100,7 @@ def test_worker_state_is_its_main_activity_since_the_last_snapshot() -> None:
     assert states == ["busy", "input", "place", "turn"]
 
 
-def test_workers_that_have_not_begun_are_starting() -> None:
+def test_worker_that_has_not_begun_is_shown_as_starting() -> None:
     found = shown(stats(stage(MARKUP, per_worker=(worker(2, 1.0),), starting=2, alive=3)))
     assert found["stages"][1]["workers"] == [
         {"number": 2, "state": "busy"},
@@ -109,12 +109,12 @@ def test_workers_that_have_not_begun_are_starting() -> None:
     ]
 
 
-def test_worker_that_has_ended_is_left_out() -> None:
+def test_snapshot_omits_worker_that_has_ended() -> None:
     ended = WorkerStats(1, False, WorkSeconds(1.0))
     assert shown(stats(stage(MARKUP, per_worker=(ended,))))["stages"][1]["workers"] == []
 
 
-def test_wait_for_edges_lead_to_the_other_stage() -> None:
+def test_wait_for_edges_point_to_the_stage_waited_for() -> None:
     graph = drawn()
     first, second = (next(e for e in graph.edges if e.reader == name) for name in (MARKUP, "end"))
     edges = (
@@ -128,7 +128,7 @@ def test_wait_for_edges_lead_to_the_other_stage() -> None:
     ]
 
 
-def test_cause_names_the_stage_by_its_id() -> None:
+def test_cause_identifies_stage_by_id() -> None:
     cause = Cause("bottleneck", MARKUP, "its workers are busy")
     assert shown(stats(cause=cause))["cause"] == {
         "kind": "bottleneck",
@@ -139,7 +139,7 @@ def test_cause_names_the_stage_by_its_id() -> None:
     assert shown(stats())["cause"] is None
 
 
-def test_remaining_time_follows_from_the_latest_snapshots() -> None:
+def test_remaining_time_is_estimated_from_latest_snapshots() -> None:
     graph = drawn()
     progress = Progress(graph)
 
@@ -155,7 +155,7 @@ def test_remaining_time_follows_from_the_latest_snapshots() -> None:
     assert shown_at(20.0, 60) == {"done": 60, "total": 100, "eta": 10.0}
 
 
-def test_stage_declared_after_the_start_is_left_out() -> None:
+def test_snapshot_omits_stage_declared_after_start() -> None:
     graph = drawn()
     ids = ids_of(graph)
     graph.source([1], name="later").sink(print, name="last")
@@ -165,7 +165,7 @@ def test_stage_declared_after_the_start_is_left_out() -> None:
     assert (found["edges"], found["wait_for"]) == ([], [])
 
 
-def test_problems_keep_the_latest_fifty() -> None:
+def test_recent_problems_keep_only_the_latest_fifty() -> None:
     problems = RecentProblems()
     for number in range(60):
         problems.record(ErrorSent(WorkerId(MARKUP, 1), f"item {number}"))
@@ -184,7 +184,7 @@ def counted(elapsed: float, items: int, work: float) -> RunStats:
     return stats(*stages, elapsed=elapsed)
 
 
-def test_history_has_the_rate_of_each_interval() -> None:
+def test_history_contains_rate_for_each_interval() -> None:
     history, ids = RateHistory(), ids_of(drawn())
     for elapsed, items, work in ((1.0, 10, 0.5), (1.5, 12, 0.6), (2.0, 40, 1.5)):
         history.add(counted(elapsed, items, work))
@@ -194,7 +194,7 @@ def test_history_has_the_rate_of_each_interval() -> None:
     assert series["stages"]["s1"] == {"rate": [10.0, 30.0], "busy": [0.5, 1.0]}
 
 
-def test_history_keeps_the_last_point_of_a_short_run() -> None:
+def test_history_keeps_last_point_of_short_run() -> None:
     history = RateHistory()
     history.add(counted(0.2, 4, 0.1))
     history.add(counted(0.4, 8, 0.1), last=True)

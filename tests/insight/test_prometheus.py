@@ -1,4 +1,4 @@
-"""Test the metrics of a run as text: Prometheus reads them, and counters never fall."""
+"""Test that Prometheus can parse the metrics of a run, and that counters never decrease."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def values(text: str) -> Values:
-    """Return the samples that Prometheus's own parser finds, by name and sorted labels."""
+    """Parse the metrics with Prometheus's own parser, and return the samples by name and sorted labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in parser.text_string_to_metric_families(text)
@@ -35,18 +35,19 @@ def value(found: Values, name: str, **labels: str) -> float:
     return found[name, tuple(sorted(labels.items()))]
 
 
-def test_prometheus_text_has_every_metric_with_help_and_type() -> None:
+def test_prometheus_output_has_every_metric_with_help_and_type() -> None:
     families = list(parser.text_string_to_metric_families(prometheus(STATS)))
     found = [(family.samples[0].name, family.type, family.documentation) for family in families]
     assert found == [(metric.name, metric.kind, metric.text) for metric in METRICS]
 
 
-def test_prometheus_metrics_have_the_counts_of_stages_and_channels() -> None:
+def test_prometheus_metrics_report_counts_of_stages_and_channels() -> None:
     found = values(prometheus(STATS))
     stage = {"graph": "sample", "stage": "work"}
     assert value(found, "flowchan_stage_items_in_total", **stage) == 100
     assert value(found, "flowchan_stage_items_out_total", **stage) == 90
-    assert value(found, "flowchan_stage_items_failed_total", **stage) == 5  # with a member of a batch
+    # includes one failed member of a batch
+    assert value(found, "flowchan_stage_items_failed_total", **stage) == 5
     assert value(found, "flowchan_stage_retries_total", **stage) == 5
     assert value(found, "flowchan_stage_restarts_total", **stage) == 1
     channel = {"graph": "sample", "channel": "numbers", "writer": "numbers", "reader": "work"}
@@ -57,7 +58,7 @@ def test_prometheus_metrics_have_the_counts_of_stages_and_channels() -> None:
     assert value(found, "flowchan_run_state", graph="sample", state="running") == 1
 
 
-def test_prometheus_times_are_seconds_by_reason() -> None:
+def test_prometheus_reports_wait_seconds_by_reason() -> None:
     found = values(prometheus(STATS))
     stage = {"graph": "sample", "stage": "work"}
     assert value(found, "flowchan_stage_busy_seconds_total", **stage) == SECONDS.work == 6
@@ -69,7 +70,7 @@ def test_prometheus_times_are_seconds_by_reason() -> None:
     assert value(found, "flowchan_stage_cpu_seconds_total", **stage) == 4
 
 
-def test_prometheus_workers_add_up_over_their_states() -> None:
+def test_prometheus_counts_workers_by_state() -> None:
     found = values(prometheus(STATS))
     states = {
         state: value(found, "flowchan_stage_workers", graph="sample", stage="work", state=state)
@@ -78,7 +79,7 @@ def test_prometheus_workers_add_up_over_their_states() -> None:
     assert states == {"starting": 1, "working": 1, "ended": 1}
 
 
-def test_prometheus_omits_times_that_are_unknown() -> None:
+def test_prometheus_omits_unknown_times() -> None:
     unknown = replace(STAGE, seconds=replace(SECONDS, cpu=None, ready=None))
     text = prometheus(replace(STATS, stages=(unknown,)))
     assert "cpu_seconds" not in text
@@ -91,14 +92,14 @@ def test_prometheus_escapes_names_in_labels() -> None:
     assert value(found, "flowchan_stage_items_in_total", graph=name, stage=name) == 100
 
 
-def test_graph_label_keeps_the_metrics_of_two_runs_apart() -> None:
+def test_graph_label_separates_metrics_of_two_runs() -> None:
     one, two = values(prometheus(STATS)), values(prometheus(replace(STATS, graph="other")))
     assert len(one) == len(two)
     assert not one.keys() & two.keys()
 
 
-def test_counter_keeps_its_value_when_a_clock_falls_behind() -> None:
-    """Prometheus would read a lower value as a restart, and add the whole counter to every rate."""
+def test_counter_keeps_its_value_if_a_later_reading_is_lower() -> None:
+    """Prometheus would treat a lower value as a counter reset, and count the whole value as an increase."""
     behind = replace(STAGE, seconds=replace(SECONDS, input=2.001), in_hand=1)
     series: Iterator[RunStats] = iter([STATS, replace(STATS, stages=(behind,))])
     metrics = PrometheusMetrics(lambda: next(series))
@@ -106,17 +107,17 @@ def test_counter_keeps_its_value_when_a_clock_falls_behind() -> None:
     stage = {"graph": "sample", "stage": "work"}
     assert value(second, "flowchan_stage_busy_seconds_total", **stage) == 6
     assert value(second, "flowchan_stage_wait_seconds_total", **stage, **{"for": "input"}) == 2.001
-    assert value(second, "flowchan_stage_items_in_hand", **stage) == 1  # a gauge falls
+    assert value(second, "flowchan_stage_items_in_hand", **stage) == 1  # a gauge may decrease
     assert value(first, "flowchan_stage_items_in_hand", **stage) == 3
 
 
-def test_channel_without_reader_has_an_empty_label() -> None:
+def test_channel_without_reader_has_empty_reader_label() -> None:
     found = values(prometheus(replace(STATS, edges=(replace(EDGE, reader=None),))))
     labels = {"graph": "sample", "channel": "numbers", "writer": "numbers", "reader": ""}
     assert value(found, "flowchan_channel_items", **labels) == 7
 
 
-# --- the Grafana board ---
+# --- the Grafana dashboard ---
 
 
 def queries() -> list[str]:
@@ -131,7 +132,7 @@ def labels_in(query: str) -> set[str]:
     return {*re.findall(r"[{,]\s*(\w+)\s*=", query), *re.findall(r"\w+", " ".join(listed))}
 
 
-def test_board_uses_only_metrics_and_labels_that_a_run_emits() -> None:
+def test_dashboard_uses_only_metrics_and_labels_that_runs_emit() -> None:
     emitted: dict[str, set[str]] = {}
     for sample in samples(STATS):
         emitted.setdefault(sample.metric, set()).update(name for name, _ in sample.labels)
@@ -145,7 +146,7 @@ def test_board_uses_only_metrics_and_labels_that_a_run_emits() -> None:
             assert labels_in(query) <= emitted[name], f"{query}: {name} has the labels {emitted[name]}"
 
 
-def test_board_names_only_labels_that_its_queries_keep() -> None:
+def test_dashboard_legends_use_only_labels_kept_by_queries() -> None:
     for panel in json.loads(BOARD.read_text())["panels"]:
         for target in panel["targets"]:
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
@@ -154,7 +155,7 @@ def test_board_names_only_labels_that_its_queries_keep() -> None:
             assert shown <= kept, panel["title"]
 
 
-def test_board_panels_do_not_overlap() -> None:
+def test_dashboard_panels_do_not_overlap() -> None:
     places = [panel["gridPos"] for panel in json.loads(BOARD.read_text())["panels"]]
     cells = [
         (x, y)

@@ -1,4 +1,4 @@
-"""Test each bound of the throughput model, on statistics made by hand."""
+"""Test each bound of the throughput model, on hand-made statistics."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def gain(one: Model, change: Change) -> float:
     return one.rate(change=change) / one.rate()
 
 
-def test_rate_without_a_change_is_the_measured_rate() -> None:
+def test_unchanged_model_predicts_measured_rate() -> None:
     assert model(chain(source(), stage("slow", 0.01))).rate() == pytest.approx(100, rel=0.02)
 
 
-def test_rate_with_variable_work_times_is_the_measured_rate() -> None:
-    """No stage is always busy, because the stages wait for each other."""
+def test_model_with_variable_work_times_predicts_measured_rate() -> None:
+    """No stage is busy all the time, because the stages wait for each other."""
     blocked = model(chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.007)))
     assert blocked.rate() == pytest.approx(100, rel=0.02)
     assert gain(blocked, Change({"a": 2})) == pytest.approx(1 / 0.7 / (1 + 2**-1.94) ** (1 / 1.94), rel=0.02)
 
 
-def test_workers_raise_the_rate_up_to_the_next_bound() -> None:
+def test_added_workers_raise_rate_up_to_next_bound() -> None:
     one = model(chain(source(), stage("slow", 0.01), stage("next", 0.004)))
     assert one.limited_by() == "slow"
     assert one.rate({"slow": 2}) == pytest.approx(200, rel=0.05)
@@ -38,35 +38,35 @@ def test_workers_raise_the_rate_up_to_the_next_bound() -> None:
     assert one.limited_by({"slow": 8}) == "next"
 
 
-def test_workers_of_other_stages_do_not_raise_the_rate() -> None:
+def test_workers_added_to_other_stages_do_not_raise_rate() -> None:
     one = model(chain(source(), stage("slow", 0.01), stage("next", 0.004)))
     assert one.rate({"next": 4}) == pytest.approx(one.rate(), rel=0.01)
 
 
-def test_fewer_workers_lower_the_rate() -> None:
+def test_removing_workers_lowers_rate() -> None:
     one = model(chain(source(400), stage("slow", 0.01, 400, workers=4)))
     assert one.rate({"slow": 2}) == pytest.approx(200, rel=0.02)
 
 
-def test_twice_the_speed_halves_the_work_time() -> None:
+def test_doubling_speed_of_slowest_stage_doubles_rate() -> None:
     one = model(chain(source(), stage("slow", 0.01), stage("next", 0.001)))
     assert gain(one, Change(faster={"slow": 2.0})) == pytest.approx(2, rel=0.02)
 
 
-def test_items_that_a_stage_adds_count_for_later_stages() -> None:
-    """Stage b takes 10 items of 1 ms per item of stage a, which takes 5 ms."""
+def test_items_added_by_a_stage_increase_work_of_later_stages() -> None:
+    """For each item of stage a (5 ms), stage b takes 10 items (1 ms each)."""
     one = model(chain(source(), stage("a", 0.005, out=10), stage("b", 0.001, 1000)))
     assert one.bounds()["a"] == pytest.approx(200)
     assert one.bounds()["b"] == pytest.approx(100)
 
 
-def test_batches_count_once_for_later_stages() -> None:
+def test_later_stages_count_batch_as_one_item() -> None:
     one = model(chain(source(), stage("batch", 0.0, kind="batch", out=0.1), stage("b", 0.05, 10)))
     assert one.bounds()["b"] == pytest.approx(200)
 
 
-def test_two_sources_count_by_their_items() -> None:
-    """Stage b takes 100 items of both sources per second, and 75 of them come from the first one."""
+def test_sources_are_weighted_by_their_number_of_items() -> None:
+    """Stage b takes 100 items per second: 75 from the first source and 25 from the second."""
     first, second = source(75, "first"), source(25, "second")
     both = stage("b", 0.01, 100, kind="merge")
     stats = chain(first, both)
@@ -78,7 +78,7 @@ def test_two_sources_count_by_their_items() -> None:
     assert one.rate() == pytest.approx(100, rel=0.02)
 
 
-def test_interpreter_lock_bounds_threads_that_compute() -> None:
+def test_interpreter_lock_limits_compute_bound_threads() -> None:
     burning = stage("burn", 0.02, 100, workers=2, cpu=0.009)
     one = model(chain(source(), burning))
     assert one.limited_by({"burn": 4}) == LOCK
@@ -86,24 +86,24 @@ def test_interpreter_lock_bounds_threads_that_compute() -> None:
     assert model(chain(source(), burning), gil=False).rate({"burn": 4}) == pytest.approx(200, rel=0.02)
 
 
-def test_threads_that_use_several_cores_do_not_hold_the_lock() -> None:
+def test_threads_that_use_several_cores_are_not_limited_by_lock() -> None:
     one = model(chain(source(), stage("numpy", 0.02, 100, workers=2, cpu=0.02)))
     assert one.rate({"numpy": 4}) / one.rate() == pytest.approx(2, rel=0.02)
 
 
-def test_faster_thread_leaves_more_of_the_lock_to_others() -> None:
-    """Each of two stages needs 5 ms of the lock, and waits for the other for 5 ms."""
+def test_faster_thread_leaves_more_lock_time_to_others() -> None:
+    """For each item, a stage holds the lock for 5 ms and waits 5 ms for the other stage."""
     one = model(chain(source(), stage("a", 0.01, cpu=0.005), stage("b", 0.01, cpu=0.005)))
     assert gain(one, Change(faster={"a": 2.0})) == pytest.approx(4 / 3, rel=0.1)
 
 
-def test_stage_on_processes_does_not_need_the_lock() -> None:
+def test_stage_in_processes_does_not_need_interpreter_lock() -> None:
     one = model(chain(source(), stage("burn", 0.04, workers=4, cpu=0.0095)))
     assert one.limited_by() == LOCK
     assert gain(one, Change(on_process=("burn",))) > 3
 
 
-def test_cores_bound_processes_that_compute() -> None:
+def test_cores_limit_compute_bound_processes() -> None:
     burning = stage("burn", 0.02, 100, workers=2, cpu=0.0195, on="process")
     one = model(chain(source(), burning), cores=2)
     assert one.limited_by({"burn": 4}) == CORES
@@ -111,18 +111,18 @@ def test_cores_bound_processes_that_compute() -> None:
     assert model(chain(source(), burning)).rate({"burn": 4}) == pytest.approx(200, rel=0.02)
 
 
-def test_work_excludes_waits_for_a_core_that_the_run_causes() -> None:
+def test_work_excludes_core_waits_caused_by_the_run() -> None:
     waiting = stage("burn", 0.04, 100, workers=4, cpu=0.02, ready=0.02, on="process")
     assert model(chain(source(), waiting), cores=2).works["burn"].each == pytest.approx(0.02)
     assert model(chain(source(), waiting), cores=8).works["burn"].each == pytest.approx(0.04)
 
 
-def test_hosts_use_no_core_of_this_machine() -> None:
+def test_workers_on_hosts_use_no_local_cores() -> None:
     remote = stage("burn", 0.01, cpu=None, on="pool", hosts=("there",))
     assert model(chain(source(), remote), cores=1).rate({"burn": 4}) == pytest.approx(400, rel=0.02)
 
 
-def test_rate_limit_is_a_bound() -> None:
+def test_rate_limit_of_stage_limits_the_model() -> None:
     one = model(chain(source(), stage("fetch", 0.01, rate_limit=100.0)))
     assert one.rate({"fetch": 4}) == pytest.approx(one.rate(), rel=0.01)
     assert one.limited_by({"fetch": 4}) == "fetch"
@@ -131,15 +131,15 @@ def test_rate_limit_is_a_bound() -> None:
 @pytest.mark.parametrize(
     ("kind", "limit"), [("input", "the input"), ("consumer", "the program"), ("memory", "the memory")]
 )
-def test_cause_outside_the_stages_is_a_bound(kind: str, limit: str) -> None:
+def test_cause_outside_the_stages_limits_the_rate(kind: str, limit: str) -> None:
     stats = chain(source(kind="input"), stage("work", 0.002), cause=(kind, None))  # type: ignore[arg-type]
     one = model(stats)
     assert one.limited_by() == limit
     assert one.rate({"work": 4}) == pytest.approx(one.rate(), rel=0.01)
 
 
-def test_items_in_flight_bound_a_loop() -> None:
-    """Two items are in the loop of p and q. Only a faster stage shortens the loop."""
+def test_items_in_flight_limit_rate_of_loop() -> None:
+    """Two items circulate in the loop of p and q. Only a faster stage reduces the time per round."""
     stats = chain(
         source(), stage("steer", 0.0, 200),
         stage("p", 0.01, workers=4), stage("q", 0.01, workers=4), cause=("in_flight", None),
@@ -158,5 +158,5 @@ def test_stage_without_items_in_the_window_uses_older_items() -> None:
     assert model(stats).works["slow"].each == pytest.approx(10)
 
 
-def test_stage_that_has_taken_no_item_is_left_out() -> None:
+def test_model_omits_stage_that_has_taken_no_items() -> None:
     assert "idle" not in model(chain(source(), stage("idle", 0.0, 0.0))).works

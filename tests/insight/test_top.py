@@ -1,4 +1,4 @@
-"""Test ``flowchan top``: one program shows the run of another."""
+"""Test ``flowchan top``, which shows a run of another program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the folder of the sockets, which only this test uses."""
+    """Return a socket folder that only this test uses."""
     with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         monkeypatch.setenv("TMPDIR", runtime)
@@ -56,7 +56,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running(folder: Path, sockets: Path, *graphs: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program whose runs end when the file "seen" exists in the folder."""
+    """Run a program whose runs end once the folder contains a file named "seen"."""
     before = set(sockets.glob("*"))
     with start(script(folder, PROGRAM), *graphs, cwd=folder) as process:
         try:
@@ -73,18 +73,18 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*TOP, *arguments], capture_output=True, text=True)
 
 
-def test_top_shows_the_only_run_until_it_ends(tmp_path: Path, sockets: Path) -> None:
+def test_top_shows_only_run_until_it_ends(tmp_path: Path, sockets: Path) -> None:
     with running(tmp_path, sockets, "shown") as process:
         lines, code = on_terminal(TOP, tmp_path, then="shown · running · ")
         assert process.wait() == 0
     assert code == 0, lines
-    assert any("decode" in line and "%" in line for line in lines), lines  # a row of the table
+    assert any("decode" in line and "%" in line for line in lines), lines  # a table row
     (report,) = [line for line in lines if line.startswith("graph 'shown': ")]
     assert report.startswith("graph 'shown': done after")
     assert not list(sockets.iterdir())
 
 
-def test_interrupt_ends_the_view_but_not_the_run(tmp_path: Path, sockets: Path) -> None:
+def test_interrupt_closes_top_but_does_not_stop_run(tmp_path: Path, sockets: Path) -> None:
     with running(tmp_path, sockets, "goes_on") as process:
         lines, code = on_terminal([*TOP, str(process.pid)], tmp_path, until=["goes_on · running · "])
         assert code == 130
@@ -96,7 +96,7 @@ def test_interrupt_ends_the_view_but_not_the_run(tmp_path: Path, sockets: Path) 
     assert (process.returncode, out, err) == (0, "started\ndone\n", "")
 
 
-def test_top_lists_runs_and_shows_the_chosen_one(tmp_path: Path, sockets: Path) -> None:
+def test_top_lists_runs_and_shows_selected_run(tmp_path: Path, sockets: Path) -> None:
     with running(tmp_path, sockets, "first", "second") as process:
         listed = top()
         assert listed.returncode == 0, listed.stderr
@@ -117,7 +117,7 @@ def test_top_reports_that_no_run_was_found(sockets: Path) -> None:
     assert unknown.stderr.startswith("flowchan: no run of process 999999 was found")
 
 
-def test_top_reports_a_program_that_was_killed(tmp_path: Path, sockets: Path) -> None:
+def test_top_reports_that_the_program_was_killed(tmp_path: Path, sockets: Path) -> None:
     with (
         running(tmp_path, sockets, "killed") as process,
         subprocess.Popen(
@@ -125,7 +125,7 @@ def test_top_reports_a_program_that_was_killed(tmp_path: Path, sockets: Path) ->
         ) as viewer,
     ):
         assert viewer.stderr is not None
-        line = viewer.stderr.readline()  # a plain line about the run
+        line = viewer.stderr.readline()  # a plain status line of the run
         assert "running: " in line
         process.send_signal(signal.SIGKILL)
         out, err = viewer.communicate()

@@ -1,4 +1,4 @@
-"""Test ``trace=``: the file that a run writes, and that tracing changes neither items nor their order."""
+"""Test ``trace=``: the trace file, and that tracing does not change the items or their order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def every_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample every item. Worker processes are forked, so they do the same."""
+    """Sample every item, also in worker processes, which inherit the setting by fork."""
     monkeypatch.setattr(item_recorder, "CLOSEST_NS", -1)
 
 
@@ -54,7 +54,7 @@ async def later(number: int) -> int:
 
 
 def traced_items(run: Run) -> list[ItemTraced]:
-    """Return the sampled items of a run, after waiting for its end."""
+    """Wait for the end of a run, and return its sampled items."""
     items: list[ItemTraced] = []
     with run.subscribe(events=lambda event: items.append(event) if isinstance(event, ItemTraced) else None):
         run.wait()
@@ -65,7 +65,7 @@ def traced_items(run: Run) -> list[ItemTraced]:
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
-def test_file_is_valid_and_shows_each_worker(tmp_path: Path, name: str) -> None:
+def test_trace_file_is_valid_and_shows_each_worker(tmp_path: Path, name: str) -> None:
     graph = Graph("named")
     graph.source(range(200)).map(twice, on="process", workers=2, name="double").sink(str, name="end")
     graph.run(trace=tmp_path / name)
@@ -82,7 +82,7 @@ def test_file_is_valid_and_shows_each_worker(tmp_path: Path, name: str) -> None:
 
 
 @everywhere
-def test_spans_add_up_to_seconds_in_statistics(path: Path, on: str) -> None:
+def test_trace_spans_add_up_to_seconds_in_statistics(path: Path, on: str) -> None:
     gate = Gate()
 
     def wait(number: int) -> int:
@@ -110,7 +110,7 @@ def test_spans_add_up_to_seconds_in_statistics(path: Path, on: str) -> None:
             assert seconds[name] == pytest.approx(time, abs=0.1), (stage.name, name)
 
 
-def test_sampled_item_is_followed_through_all_operators(path: Path, every_item: None) -> None:
+def test_trace_follows_sampled_item_through_all_operators(path: Path, every_item: None) -> None:
     graph = Graph()
     numbers = graph.source(range(64)).map(twice, on="process").filter(is_even).map(later, name="later")
     numbers.flat_map(copies).batch(4).unbatch().sink(str)
@@ -118,14 +118,14 @@ def test_sampled_item_is_followed_through_all_operators(path: Path, every_item: 
     events = read_trace(path)
     check_trace(events)
     processes, _ = names_of(events)
-    ways: defaultdict[int, list[str]] = defaultdict(list)
+    paths: defaultdict[int, list[str]] = defaultdict(list)
     for event in events:
         if event["ph"] in "stf":
-            ways[event["id"]].append(processes[event["pid"]])
-    assert ["source", "twice", "is_even", "later", "copies", "batch", "unbatch", "str"] in ways.values()
+            paths[event["id"]].append(processes[event["pid"]])
+    assert ["source", "twice", "is_even", "later", "copies", "batch", "unbatch", "str"] in paths.values()
 
 
-def test_death_and_restart_are_shown(path: Path, tmp_path: Path) -> None:
+def test_trace_shows_worker_death_and_restart(path: Path, tmp_path: Path) -> None:
     flag = tmp_path / "died"
 
     def die_once(number: int) -> int:
@@ -145,7 +145,7 @@ def test_death_and_restart_are_shown(path: Path, tmp_path: Path) -> None:
     assert sum(start["ts"] >= death["ts"] - 1 for start in starts) == 1
 
 
-def test_retries_and_failed_items_are_shown(path: Path) -> None:
+def test_trace_shows_retries_and_failed_items(path: Path) -> None:
     graph = Graph()
     parsed = graph.source(["1", "x"]).map(int, retries=2, name="parse")
     parsed.sink(str)
@@ -156,7 +156,7 @@ def test_retries_and_failed_items_are_shown(path: Path) -> None:
     assert names.count("item failed") == 1
 
 
-def test_run_that_fails_leaves_valid_file(path: Path) -> None:
+def test_failed_run_leaves_valid_trace_file(path: Path) -> None:
     def fail(number: int) -> int:
         raise ValueError("no luck")
 
@@ -170,7 +170,7 @@ def test_run_that_fails_leaves_valid_file(path: Path) -> None:
     assert "run is failed" in [event["name"] for event in events]
 
 
-def test_aborted_run_leaves_valid_file(path: Path) -> None:
+def test_aborted_run_leaves_valid_trace_file(path: Path) -> None:
     graph = Graph()
     graph.source(itertools.count()).sink(str)
     run = graph.start(trace=path)
@@ -181,7 +181,7 @@ def test_aborted_run_leaves_valid_file(path: Path) -> None:
     assert {"abort requested", "run is aborted"} <= {event["name"] for event in events}
 
 
-def test_program_as_source_and_reader_is_part_of_way(path: Path) -> None:
+def test_item_path_includes_puts_and_reads_of_the_program(path: Path) -> None:
     graph = Graph()
     numbers = graph.input()
     doubled = numbers.map(twice, name="double").collect()
@@ -212,15 +212,15 @@ def test_added_worker_has_its_own_track(path: Path) -> None:
     assert "double: workers=2" in [event["name"] for event in events]
 
 
-def test_worker_on_host_is_on_clock_of_driver(path: Path, every_item: None) -> None:
+def test_spans_of_worker_on_host_use_driver_clock(path: Path, every_item: None) -> None:
     graph = Graph()
     graph.source(range(20)).map(twice, on=hosts.local(1), name="there").sink(str)
     run = graph.start(trace=path)
     items = traced_items(run)
     check_trace(read_trace(path))
-    ways = [item for item in items if "there" in item.path]
-    assert ways
-    for item in ways:
+    remote = [item for item in items if "there" in item.path]
+    assert remote
+    for item in remote:
         times = [time for span in item.spans for time in span[2:]]
         assert all(later >= earlier - 0.05 for earlier, later in itertools.pairwise(times))
 
@@ -250,7 +250,9 @@ PIPES: dict[str, Callable[[Stream[int], str], Stream[Any]]] = {
 
 @everywhere
 @pytest.mark.parametrize("pipe", PIPES)
-def test_operators_keep_items_and_order_with_trace(pipe: str, on: str, path: Path, every_item: None) -> None:
+def test_tracing_does_not_change_items_or_their_order(
+    pipe: str, on: str, path: Path, every_item: None
+) -> None:
     def run(**options: Any) -> list[Any]:
         graph = Graph()
         result = PIPES[pipe](graph.source(range(100)), on).collect()
@@ -263,7 +265,9 @@ def test_operators_keep_items_and_order_with_trace(pipe: str, on: str, path: Pat
     check_trace(read_trace(path))
 
 
-def test_killed_workers_repeat_no_sampled_item(path: Path, tmp_path: Path, every_item: None) -> None:
+def test_sampled_items_are_not_repeated_if_workers_are_killed(
+    path: Path, tmp_path: Path, every_item: None
+) -> None:
     def die_sometimes(number: int) -> int:
         flag = tmp_path / str(number)
         if number % 20 == 0 and not flag.exists():
@@ -278,7 +282,7 @@ def test_killed_workers_repeat_no_sampled_item(path: Path, tmp_path: Path, every
     check_trace(read_trace(path))
 
 
-def test_items_that_cannot_be_pickled_fail_with_same_error(path: Path, every_item: None) -> None:
+def test_unpicklable_item_fails_with_same_error_if_traced(path: Path, every_item: None) -> None:
     lock = threading.Lock()
 
     def error(**options: Any) -> str:
@@ -292,7 +296,7 @@ def test_items_that_cannot_be_pickled_fail_with_same_error(path: Path, every_ite
     assert error(trace=path) == error()
 
 
-def test_item_of_caller_without_trace_is_never_boxed() -> None:
+def test_untraced_run_never_boxes_items() -> None:
     graph = Graph()
     types = graph.source(range(10)).map(type, on="process").collect()
     run = graph.start()
@@ -300,7 +304,7 @@ def test_item_of_caller_without_trace_is_never_boxed() -> None:
     assert traced_items(run) == []
 
 
-def test_traced_run_is_freed_without_collection(path: Path) -> None:
+def test_traced_run_is_freed_without_garbage_collection(path: Path) -> None:
     gc.disable()
     try:
         graph = Graph()
@@ -322,7 +326,7 @@ def test_resumed_run_with_trace_skips_finished_items(path: Path, tmp_path: Path,
     check_trace(read_trace(path))
 
 
-def test_runs_of_pool_have_their_own_traces(tmp_path: Path, every_item: None) -> None:
+def test_each_run_in_pool_has_its_own_trace(tmp_path: Path, every_item: None) -> None:
     graph = Graph()
     numbers = graph.source(range(20)).map(twice, on="process").collect()
     paths = [tmp_path / f"{number}.json" for number in range(2)]
@@ -338,7 +342,7 @@ def test_runs_of_pool_have_their_own_traces(tmp_path: Path, every_item: None) ->
 # --- bounds ---
 
 
-def test_source_samples_few_items_of_a_fast_stream(path: Path) -> None:
+def test_source_samples_few_items_of_fast_stream(path: Path) -> None:
     graph = Graph()
     graph.source(range(100_000)).sink(abs)
     items = traced_items(graph.start(trace=path))
@@ -367,7 +371,9 @@ def test_recorder_keeps_a_bounded_number_of_spans() -> None:
     assert len(reports) >= 10
 
 
-def test_run_on_full_disk_continues_without_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_continues_without_trace_if_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "out.json"
     path.symlink_to("/dev/full")
     graph = Graph()
@@ -380,7 +386,7 @@ def test_run_on_full_disk_continues_without_trace(tmp_path: Path, caplog: pytest
 # --- arguments ---
 
 
-def test_path_that_cannot_be_written_is_refused_before_start(tmp_path: Path) -> None:
+def test_trace_path_that_cannot_be_opened_is_refused_before_start(tmp_path: Path) -> None:
     started = []
     graph = Graph()
     graph.source(range(3)).sink(started.append)
@@ -391,21 +397,21 @@ def test_path_that_cannot_be_written_is_refused_before_start(tmp_path: Path) -> 
     assert started == []
 
 
-def test_path_with_other_suffix_is_refused(tmp_path: Path) -> None:
+def test_trace_path_with_wrong_suffix_is_refused(tmp_path: Path) -> None:
     graph = Graph()
     graph.source(range(3)).sink(str)
     with pytest.raises(ValueError, match=r"trace must end in \.json or \.json\.gz, got '.*out\.txt'"):
         graph.start(trace=tmp_path / "out.txt")
 
 
-def test_trace_that_is_no_path_is_refused() -> None:
+def test_trace_argument_that_is_not_a_path_is_refused() -> None:
     graph = Graph()
     graph.source(range(3)).sink(str)
     with pytest.raises(TypeError, match="trace must be a path or None, got 5"):
         graph.start(trace=5)  # type: ignore[arg-type]
 
 
-def test_invalid_graph_leaves_existing_file_alone(path: Path) -> None:
+def test_invalid_graph_does_not_overwrite_existing_trace_file(path: Path) -> None:
     path.write_text("precious")
     graph = Graph()
     graph.source(range(3))

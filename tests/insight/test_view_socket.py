@@ -1,4 +1,4 @@
-"""Test the socket on which a run shows itself to other programs: the protocol, permissions and leftovers."""
+"""Test the socket through which other programs view a run: protocol, permissions and stale files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can change 
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the folder of the sockets in this test, which does not exist yet."""
+    """Return the socket folder of this test. The folder does not exist yet."""
     with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:  # a socket's path must be short
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         monkeypatch.setenv("TMPDIR", runtime)
@@ -43,7 +43,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running(name: str = "viewed") -> Iterator[Run]:
-    """Run a graph that has a socket and lasts until the block ends."""
+    """Run a graph that has a socket, until the ``with`` block exits."""
     gate = Gate()
     graph = Graph(name)
     graph.source([1, 2], name="numbers").map(gate.wait, name="wait").sink(str, name="end")
@@ -57,7 +57,7 @@ def running(name: str = "viewed") -> Iterator[Run]:
 
 
 def sockets(graph: str) -> list[ViewedRun]:
-    """Connect to the runs of this process, and close the connections again."""
+    """Connect to the runs of this process, and close the connections afterwards."""
     found = viewed_runs(str(os.getpid()))
     names = [one.hello()["graph"] for one in found]
     for one in found:
@@ -65,7 +65,7 @@ def sockets(graph: str) -> list[ViewedRun]:
     return [one for one, name in zip(found, names, strict=True) if name == graph]
 
 
-def test_viewer_gets_hello_then_stats_until_the_end(folder: Path) -> None:
+def test_viewer_receives_hello_and_then_stats_until_run_ends(folder: Path) -> None:
     gate = Gate()
     graph = Graph("told")
     graph.source([1], name="one").sink(gate.wait, name="wait")
@@ -80,12 +80,12 @@ def test_viewer_gets_hello_then_stats_until_the_end(folder: Path) -> None:
         assert (first.graph, first.state) == ("told", "running")
         gate.open()
         run.wait()
-        *_, last = statistics  # ends without an error
+        *_, last = statistics  # the iterator ends without an error
         assert last == run.stats()
         viewed.close()
 
 
-def test_folder_is_private_and_empty_after_the_run(folder: Path) -> None:
+def test_socket_folder_is_private_and_empty_after_the_run(folder: Path) -> None:
     with running():
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert [path.name for path in folder.iterdir()] == [f"{os.getpid()}-1"]
@@ -100,12 +100,12 @@ def test_short_run_creates_no_socket(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not folder.exists()
 
 
-def test_run_without_viewers_has_no_thread_for_them(folder: Path) -> None:
+def test_run_without_viewers_has_no_viewer_thread(folder: Path) -> None:
     with running():
         wait_until(lambda: not any("feed" in thread.name for thread in threading.enumerate()))
 
 
-def test_runs_of_one_program_have_different_names(folder: Path) -> None:
+def test_runs_in_one_program_have_different_socket_names(folder: Path) -> None:
     with running("a"), running("b"):
         assert {one.name for one in sockets("a") + sockets("b")} == {f"{os.getpid()}-{n}" for n in (1, 2)}
         (chosen,) = viewed_runs(f"{os.getpid()}-2")
@@ -113,7 +113,7 @@ def test_runs_of_one_program_have_different_names(folder: Path) -> None:
         chosen.close()
 
 
-def test_run_has_no_socket_if_others_can_enter_the_folder(folder: Path) -> None:
+def test_run_has_no_socket_if_others_can_access_the_folder(folder: Path) -> None:
     folder.mkdir(mode=0o755)
     socket_of_run = ViewSocket("open", Feed("feed", lambda: None))  # type: ignore[arg-type]
     socket_of_run._due = 0.0
@@ -124,16 +124,18 @@ def test_run_has_no_socket_if_others_can_enter_the_folder(folder: Path) -> None:
     assert viewed_runs() == []
 
 
-def test_folder_falls_back_to_tmp_without_a_runtime_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_folder_falls_back_to_tmp_without_private_runtime_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.delenv("TMPDIR", raising=False)
     assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # anybody may write to it
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/tmp")  # any user can write to /tmp
     assert view_folders() == [Path(f"/tmp/flowchan-{os.geteuid()}")]
 
 
 def as_nobody(call: Callable[[], int]) -> int:
-    """Return the result of a function that another user calls, in a forked child."""
+    """Call a function as another user in a forked child, and return the result."""
     child = os.fork()
     if child == 0:
         code = 99
@@ -148,7 +150,7 @@ def as_nobody(call: Callable[[], int]) -> int:
 
 
 def received_by_nobody(path: Path) -> int:
-    """Return 1 if the folder is closed to this user, 2 if the program closes the connection, or 3."""
+    """Return 1 if access is denied, 2 if the program closes the connection, and 3 if it sends data."""
     with socket.socket(socket.AF_UNIX) as connection:
         try:
             connection.connect(str(path))
@@ -161,7 +163,7 @@ def received_by_nobody(path: Path) -> int:
 
 
 @needs_root
-def test_other_user_cannot_enter_the_folder(folder: Path) -> None:
+def test_other_user_cannot_access_the_socket_folder(folder: Path) -> None:
     with running():
         (path,) = folder.iterdir()
         assert as_nobody(lambda: received_by_nobody(path)) == 1
@@ -176,7 +178,7 @@ def test_other_user_with_access_to_the_socket_receives_nothing(folder: Path) -> 
         assert as_nobody(lambda: received_by_nobody(path)) == 2
 
 
-def test_forked_child_does_not_keep_the_sockets(folder: Path) -> None:
+def test_forked_child_does_not_keep_sockets_open(folder: Path) -> None:
     with running() as run:
         (viewed,) = viewed_runs(str(os.getpid()))
         viewed.hello()
@@ -193,11 +195,11 @@ def test_forked_child_does_not_keep_the_sockets(folder: Path) -> None:
                     found.add(os.fstat(int(number)).st_ino)
             os._exit(1 if inodes & found else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert next(viewed.statistics()).graph == "viewed"  # the parent's sockets are still open
+        assert next(viewed.statistics()).graph == "viewed"  # the parent's socket still works
         viewed.close()
 
 
-def test_feed_ends_its_thread_when_the_viewer_has_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_thread_ends_after_viewer_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(view_socket, "STATS_EVERY_S", 0.01)
     with running() as run:
         (viewed,) = viewed_runs(str(os.getpid()))
@@ -207,7 +209,7 @@ def test_feed_ends_its_thread_when_the_viewer_has_left(folder: Path, monkeypatch
         wait_until(lambda: not run._supervisor.feed._subscriptions)
 
 
-def test_run_continues_if_no_thread_serves_a_viewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_if_viewer_thread_cannot_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = threading.Event()
 
     def no_thread(*_: object, **__: object) -> None:
@@ -227,7 +229,7 @@ def test_run_continues_if_no_thread_serves_a_viewer(folder: Path, monkeypatch: p
 
 
 class Delivered(Feed):
-    """Feed whose statistics the test delivers."""
+    """Feed that leaves it to the test to deliver statistics."""
 
     def __init__(self) -> None:
         pass
@@ -236,7 +238,7 @@ class Delivered(Feed):
         pass
 
 
-def test_slow_viewer_misses_stats_but_gets_whole_lines() -> None:
+def test_slow_viewer_misses_updates_but_receives_complete_lines() -> None:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     connection = ViewConnection(ours, Delivered(), {"event": "hello"})
@@ -251,7 +253,7 @@ def test_slow_viewer_misses_stats_but_gets_whole_lines() -> None:
     theirs.close()
 
 
-def test_viewer_that_reads_gets_the_end_despite_small_buffer() -> None:
+def test_reading_viewer_receives_end_event_despite_small_buffer() -> None:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
     lines: list[bytes] = []
@@ -266,7 +268,7 @@ def test_viewer_that_reads_gets_the_end_despite_small_buffer() -> None:
 
 
 def stale(folder: Path, name: str, age: float) -> Path:
-    """Create the socket file of a program that was killed some seconds ago."""
+    """Create the socket file of a program that was killed ``age`` seconds ago."""
     path = folder / name
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -275,18 +277,18 @@ def stale(folder: Path, name: str, age: float) -> Path:
     return path
 
 
-def test_socket_of_a_killed_program_is_removed(folder: Path) -> None:
+def test_socket_of_killed_program_is_removed(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     old = stale(folder, "999999-1", 2 * view_client.STALE_S)
     new = stale(folder, "999999-2", 0.0)
     other = stale(folder, "notes", 2 * view_client.STALE_S)
     assert viewed_runs() == []
     assert not old.exists()
-    assert new.exists()  # its program may be about to listen
+    assert new.exists()  # its program may not be listening yet
     assert other.exists()
 
 
-def test_connection_that_ends_before_the_run_is_reported(folder: Path) -> None:
+def test_connection_that_closes_before_run_ends_is_reported(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     viewed = served(folder, {"event": "hello", "schema": SCHEMA, "graph": "g"})
     viewed.hello()
@@ -295,7 +297,7 @@ def test_connection_that_ends_before_the_run_is_reported(folder: Path) -> None:
     viewed.close()
 
 
-def test_other_version_of_the_protocol_is_refused(folder: Path) -> None:
+def test_different_protocol_version_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     viewed = served(folder, {"event": "hello", "schema": SCHEMA + 1})
     with pytest.raises(ViewError, match="uses another version of flowchan"):
@@ -316,7 +318,7 @@ def test_program_that_does_not_answer_is_reported(folder: Path, monkeypatch: pyt
 
 
 def served(folder: Path, *messages: dict[str, object]) -> ViewedRun:
-    """Return a connection to a program that sends these messages and is then killed."""
+    """Return a connection to a program that is killed after sending these messages."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "7-1"))
         listener.listen()
@@ -327,7 +329,7 @@ def served(folder: Path, *messages: dict[str, object]) -> ViewedRun:
     return viewed
 
 
-def test_socket_takes_another_name_if_its_name_is_used(folder: Path) -> None:
+def test_socket_uses_next_name_if_its_name_is_taken(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     other = stale(folder, f"{os.getpid()}-1", 0.0)
     gate = Gate()

@@ -1,4 +1,4 @@
-"""Test predictions and advice, on statistics made by hand and in real runs."""
+"""Test predictions and advice, on hand-made statistics and in real runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flowchan.run.observe.what_if import advice, predict, predictions
 SLOW = chain(source(), stage("slow", 0.01), stage("next", 0.004), cause=("bottleneck", "slow"))
 
 
-def test_prediction_counts_the_items_that_leave_the_graph() -> None:
+def test_prediction_counts_items_that_leave_the_graph() -> None:
     halved = chain(source(), stage("slow", 0.01, out=0.5), stage("end", 0.001, 50))
     found = predict(halved, "slow", workers=1)
     assert found.now == 50
     assert found.predicted == pytest.approx(100, rel=0.02)
 
 
-def test_prediction_lies_in_its_range() -> None:
+def test_predicted_rate_is_within_its_range() -> None:
     found = predict(SLOW, "slow", workers=1)
     assert found.low < found.predicted < found.high
     assert found.gain == pytest.approx(2, rel=0.02)
 
 
-def test_range_is_wider_if_few_items_passed() -> None:
+def test_predicted_range_is_wider_after_fewer_items() -> None:
     few = chain(source(4), stage("slow", 0.25, 4))
     many = chain(source(), stage("slow", 0.01))
     assert _width(predict(few, "slow", workers=1)) > _width(predict(many, "slow", workers=1)) + 0.2
@@ -40,14 +40,14 @@ def _width(found: Prediction) -> float:
     return (found.high - found.low) / found.predicted
 
 
-def test_range_covers_code_that_releases_the_lock() -> None:
+def test_predicted_range_allows_for_code_that_releases_the_lock() -> None:
     found = predict(chain(source(), stage("burn", 0.01, cpu=0.01)), "burn", workers=1)
     assert found.limited_by == "the interpreter lock"
     assert found.predicted < 1.2 * found.now
     assert found.high > 1.9 * found.now
 
 
-def test_range_of_an_ordered_stage_includes_no_gain() -> None:
+def test_predicted_range_of_an_ordered_stage_includes_the_current_rate() -> None:
     ordered = chain(
         source(), stage("s", 0.03, workers=8, wait="turn", waiting_turn=0.6), cause=("order", "s")
     )
@@ -78,7 +78,7 @@ def test_prediction_names_the_next_limit() -> None:
     assert (found.limited_by, found.why) == ("slow", "each of its 2 workers spends 10 ms on an item")
 
 
-def test_prediction_explains_a_limit_outside_the_stages() -> None:
+def test_prediction_explains_limit_outside_the_stages() -> None:
     found = predict(chain(source(), stage("work", 0.002), cause=("consumer", None)), "work", workers=1)
     assert (found.limited_by, found.why) == ("the program", "the program reads no more results")
 
@@ -103,13 +103,13 @@ def test_all_predictions_are_ranked_by_rate() -> None:
 # --- advice ---
 
 
-def test_advice_names_the_workers_that_reach_the_next_bound() -> None:
+def test_advice_names_number_of_workers_that_reaches_next_bound() -> None:
     assert advice(SLOW) == "1 more worker of 'slow' would give 2.0 × the rate"
     two = chain(source(), stage("slow", 0.04, workers=4), stage("n", 0.0066), cause=("bottleneck", "slow"))
     assert advice(two) == "2 more workers of 'slow' would give 1.5 × the rate"
 
 
-def test_advice_moves_computing_threads_to_processes() -> None:
+def test_advice_suggests_processes_for_compute_bound_threads() -> None:
     burning = stage("burn", 0.04, workers=4, cpu=0.0095)
     found = advice(chain(source(), burning, cause=("gil", None)))
     assert found is not None
@@ -119,15 +119,15 @@ def test_advice_moves_computing_threads_to_processes() -> None:
     assert alone.startswith("on='process' and workers=2 for 'burn' would give 2.0 ×")
 
 
-def test_advice_for_order_gives_an_upper_limit() -> None:
+def test_advice_for_ordered_stage_gives_upper_limit_of_gain() -> None:
     ordered = chain(
         source(), stage("s", 0.03, workers=8, wait="turn", waiting_turn=0.6), cause=("order", "s")
     )
     assert advice(ordered) == "ordered=False or a larger buffer for 's' would give up to 2.7 × the rate"
 
 
-def test_advice_names_the_buffer_between_stages_that_wait_in_turn() -> None:
-    """Stage a sometimes waits for room, and b sometimes for input, because their work times vary."""
+def test_advice_names_buffer_between_stages_that_wait_alternately() -> None:
+    """Work times vary, so sometimes stage a waits for room and sometimes stage b waits for input."""
     varied = chain(source(), stage("a", 0.0065, wait="place"), stage("b", 0.007), cause=("bottleneck", "b"))
     assert advice(varied) == "a larger buffer before 'b' would give up to 1.4 × the rate"
     varied = chain(source(), stage("a", 0.007, wait="place"), stage("b", 0.0065), cause=("bottleneck", "a"))
@@ -146,7 +146,7 @@ def test_advice_names_the_buffer_between_stages_that_wait_in_turn() -> None:
     ],
     ids=["no cause", "idle stage", "input", "few items", "small gain", "rate limit"],
 )
-def test_advice_is_missing_if_no_change_is_known_to_help(stats: RunStats) -> None:
+def test_no_advice_is_given_if_no_change_would_help(stats: RunStats) -> None:
     assert advice(stats) is None
 
 
@@ -173,7 +173,7 @@ def ended(graph: Graph) -> Run:
     return run
 
 
-def test_worker_of_the_slowest_stage_is_predicted_to_help_most() -> None:
+def test_predictions_rank_worker_for_slowest_stage_first() -> None:
     graph = Graph("two stages")
     graph.source(range(60)).map(nap_8, name="slow").sink(nap_2, name="end")
     run = ended(graph)
@@ -184,7 +184,7 @@ def test_worker_of_the_slowest_stage_is_predicted_to_help_most() -> None:
     assert {found.stage for found in run.what_if()[:2]} == {"slow"}
 
 
-def test_many_workers_are_predicted_to_move_the_limit() -> None:
+def test_prediction_for_many_workers_names_the_next_limit() -> None:
     graph = Graph("four to one")
     numbers = graph.source(range(60)).map(nap_8, name="slow", workers=2, on="process")
     numbers.sink(nap_2, name="end")
@@ -193,7 +193,7 @@ def test_many_workers_are_predicted_to_move_the_limit() -> None:
     assert run.what_if("slow", workers=-1).gain < 0.7
 
 
-def test_running_graph_is_predicted_while_it_runs() -> None:
+def test_prediction_is_available_while_graph_runs() -> None:
     graph = Graph("running")
     slow = graph.source(itertools.count, capacity=4).map(nap_8, name="slow")
     slow.sink(nap_2, name="end")
@@ -235,7 +235,7 @@ def test_error_names_the_wrong_argument(
         run.what_if(stage, **(options[0] if options else {}))
 
 
-def test_prediction_without_items_raises() -> None:
+def test_prediction_raises_if_no_item_has_left_the_graph() -> None:
     graph = Graph("empty")
     items = graph.input()
     items.map(abs, name="abs").sink(print)

@@ -1,4 +1,4 @@
-"""Test that the spans of a worker add up to its wait times."""
+"""Test that a worker's spans add up to the worker's wait times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MS = 1_000_000
 
 
 def spans_of(readings: list[tuple[int, int, int, int]], finest: int = FINEST_NS) -> list[Span]:
-    """Return the spans for readings of the time and of the waits, in milliseconds."""
+    """Return the spans for these readings of the time and the total waits, in milliseconds."""
     worker, spans = WorkerSpans(0, finest=finest), []
     for now, *waited in readings:
         spans += worker.read(now * MS, (waited[0] * MS, waited[1] * MS, waited[2] * MS))
@@ -27,7 +27,7 @@ def totals(spans: list[Span]) -> Counter[str]:
     return sum((Counter({span.kind: span.end - span.begin}) for span in spans), Counter())
 
 
-def test_wait_over_several_readings_is_one_span() -> None:
+def test_wait_across_several_readings_is_one_span() -> None:
     assert spans_of([(10, 0, 0, 0), (20, 10, 0, 0), (30, 20, 0, 0), (40, 20, 0, 0)]) == [
         ("busy", 0, 10 * MS),
         ("input", 10 * MS, 30 * MS),
@@ -35,7 +35,7 @@ def test_wait_over_several_readings_is_one_span() -> None:
     ]
 
 
-def test_each_kind_of_wait_has_its_own_spans() -> None:
+def test_each_wait_reason_has_its_own_span() -> None:
     assert [span.kind for span in spans_of([(10, 10, 0, 0), (20, 10, 10, 0), (30, 10, 10, 10)])] == [
         "input",
         "place",
@@ -43,7 +43,7 @@ def test_each_kind_of_wait_has_its_own_spans() -> None:
     ]
 
 
-def test_wait_shorter_than_finest_is_joined_until_long_enough() -> None:
+def test_short_waits_are_combined_into_one_span() -> None:
     half = FINEST_NS // 2
     worker = WorkerSpans(0)
     spans = [span for n in (1, 2, 3) for span in worker.read(10 * n * MS, (n * half, 0, 0))]
@@ -51,7 +51,7 @@ def test_wait_shorter_than_finest_is_joined_until_long_enough() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_readings_keep_sums_and_do_not_overlap(seed: int) -> None:
+def test_spans_of_random_readings_keep_totals_and_do_not_overlap(seed: int) -> None:
     def readings(draw: random.Random) -> Iterator[tuple[int, tuple[int, int, int]]]:
         now, waited = 0, [0, 0, 0]
         for _ in range(200):
@@ -74,7 +74,7 @@ def test_random_readings_keep_sums_and_do_not_overlap(seed: int) -> None:
         assert abs(time - expected[kind]) <= 4 * FINEST_NS
 
 
-def test_sums_that_are_reset_do_not_produce_negative_spans() -> None:
+def test_reset_wait_totals_do_not_produce_negative_spans() -> None:
     spans = spans_of([(10, 8, 0, 0), (20, 0, 0, 0), (30, 0, 0, 0)])
     assert all(span.end > span.begin for span in spans)
     assert totals(spans)["input"] == 8 * MS

@@ -1,4 +1,4 @@
-"""Build statistics of a window for tests of the throughput model."""
+"""Build the statistics of one window for tests of the throughput model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def stage(
         rate: Items per second.
         workers: Number of workers.
         cpu: CPU seconds per item.
-        ready: Seconds waiting for a core per item.
-        out: Outputs per item.
-        wait: Reason why workers wait: "input", "place" or "turn".
+        ready: Seconds that each item waits for a core.
+        out: Number of outputs for each item.
+        wait: Reason for which workers wait: "input", "place" or "turn".
         **values: Other attributes.
     """
     items = rate * WINDOW
@@ -45,7 +45,7 @@ def stage(
 
 
 def source(rate: float = 100.0, name: str = "source", **values: Any) -> StageStats:
-    """Return a source that waits most of the time for places in its channel."""
+    """Return a source that spends most of its time waiting for a place in its output channel."""
     return stage(name, 0.0, rate, wait="place", **({"kind": "source", "items_in": 0} | values))
 
 

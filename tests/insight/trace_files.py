@@ -1,4 +1,4 @@
-"""Read trace files, and check them against Chrome's trace-event format."""
+"""Read trace files, and check that they follow Chrome's trace-event format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def names_of(events: list[Event]) -> tuple[dict[int, str], dict[int, str]]:
-    """Return the names of the processes, which are stages, and of the threads."""
+    """Return the names of the processes (the stages) and of the threads."""
     processes = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     threads = {one["tid"]: one["args"]["name"] for one in events if one["name"] == "thread_name"}
     return processes, threads
@@ -48,7 +48,7 @@ def spans_of(events: list[Event]) -> dict[int, list[Event]]:
 
 
 def seconds_of(events: list[Event], stage: str) -> dict[str, float]:
-    """Return the seconds in the spans of a stage's workers, by the name of the span."""
+    """Return the total seconds of a stage's worker spans, by span name."""
     processes, _ = names_of(events)
     seconds: defaultdict[str, float] = defaultdict(float)
     for event in events:
@@ -58,7 +58,7 @@ def seconds_of(events: list[Event], stage: str) -> dict[str, float]:
 
 
 def check_trace(events: list[Event]) -> None:
-    """Fail if the events are not a valid trace: fields, names, spans that overlap, flows without a span."""
+    """Check the fields and names of trace events, that no spans overlap, and that each flow has a span."""
     processes, threads = names_of(events)
     for event in events:
         assert REQUIRED[event["ph"]] <= event.keys() - {"pid", "tid"}, event

@@ -49,7 +49,7 @@ def feedback(first: Callable[..., Any]) -> Graph:
 
 
 def last_calls(text: str) -> list[str]:
-    """Return the names of the functions in a stack, the most recent call last."""
+    """Return the function names in a stack, with the most recent call last."""
     return [line.rpartition(" in ")[2] for line in text.splitlines() if line.startswith("  File ")]
 
 

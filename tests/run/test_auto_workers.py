@@ -1,4 +1,4 @@
-"""Test stages with ``workers="auto"``: how a run changes their numbers of workers, and what is refused."""
+"""Test stages with ``workers="auto"``: how a run scales them, and where ``auto`` is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def later(item: int) -> int:
 
 @pytest.fixture
 def decide(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Scaler, RunStats], dict[str, int]]], None]:
-    """Return a function that replaces the choice: after each short window, it returns the new numbers."""
+    """Return a function that replaces the scaling policy with a callback that runs after each window."""
 
     def replace(chosen: Callable[[Scaler, RunStats], dict[str, int]]) -> None:
         def choose(scaler: Scaler, stats: RunStats, *_: Any) -> Chosen:
@@ -56,7 +56,7 @@ def decide(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Scaler, RunSt
 
 
 def begun(run: Run, stage: str, number: int) -> None:
-    """Wait until the stage has this many workers, and all of them have begun."""
+    """Wait until the stage has this many workers and all of them have begun."""
 
     def reached() -> bool:
         now = stage_of(run, stage)
@@ -69,7 +69,7 @@ def begun(run: Run, stage: str, number: int) -> None:
 
 
 @everywhere
-def test_slow_stage_starts_with_one_worker_and_gets_more(on: Any) -> None:
+def test_slow_auto_stage_starts_with_one_worker_and_gains_more(on: Any) -> None:
     graph = Graph("auto")
     out = graph.source(range(100_000)).map(slow, on=on, workers=auto(most=4), name="work").collect()
     with graph.start() as run:
@@ -81,7 +81,7 @@ def test_slow_stage_starts_with_one_worker_and_gets_more(on: Any) -> None:
     assert found == list(range(len(found)))
 
 
-def test_run_without_auto_chooses_nothing() -> None:
+def test_run_without_auto_stages_makes_no_decisions() -> None:
     graph = Graph("fixed")
     graph.source(range(3)).map(same, workers=2).sink(hash)
     run = graph.start()
@@ -90,7 +90,7 @@ def test_run_without_auto_chooses_nothing() -> None:
     assert run.decisions() == []
 
 
-# --- given decisions ---
+# --- decisions made by the test ---
 
 
 @everywhere
@@ -110,8 +110,8 @@ def test_decision_changes_the_number_of_workers(on: Any, decide: Any) -> None:
     assert [(one.workers_before, one.workers) for one in run.decisions()] == [(1, 3), (3, 1)]
 
 
-def test_next_window_starts_after_the_new_workers_have_begun(decide: Any) -> None:
-    """Until a worker has built its callable, its stage is not measured."""
+def test_next_window_starts_after_new_workers_have_begun(decide: Any) -> None:
+    """A stage is not measured while one of its workers is still building the callable."""
     gate, seen = threading.Event(), []
 
     class Late:
@@ -143,7 +143,7 @@ def test_next_window_starts_after_the_new_workers_have_begun(decide: Any) -> Non
 
 
 def test_run_can_end_during_a_decision(decide: Any) -> None:
-    """The stage has already ended when the decision comes."""
+    """The stage has already ended when the decision is made."""
     over, closed = threading.Event(), threading.Event()
 
     class Sink:
@@ -170,7 +170,7 @@ def test_run_can_end_during_a_decision(decide: Any) -> None:
 
 @everywhere
 @pytest.mark.parametrize("end", ["stop", "abort"])
-def test_run_that_is_ended_while_it_scales_leaves_nothing(on: Any, end: str, decide: Any) -> None:
+def test_stopping_or_aborting_while_scaling_leaves_no_workers(on: Any, end: str, decide: Any) -> None:
     decide(lambda scaler, stats: {"work": 1 + stats.stages[1].workers % 4})
     graph = Graph("auto")
     graph.source(iter(int, 1)).map(same, on=on, workers="auto", name="work").sink(hash)
@@ -182,7 +182,7 @@ def test_run_that_is_ended_while_it_scales_leaves_nothing(on: Any, end: str, dec
     assert stage_of(run, "work").alive == 0
 
 
-def test_scaled_stage_keeps_the_number_that_the_program_has_set() -> None:
+def test_auto_stage_keeps_number_set_by_run_scale() -> None:
     graph = Graph("auto")
     numbers = graph.input()
     numbers.map(slow, workers="auto", name="work").sink(hash)
@@ -194,7 +194,9 @@ def test_scaled_stage_keeps_the_number_that_the_program_has_set() -> None:
         assert "work" not in run._supervisor.scaler._scaler.limits
 
 
-def test_decisions_are_logged_and_reach_subscribers(decide: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_scaling_decisions_are_logged_and_sent_to_subscribers(
+    decide: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "flowchan.run")
     decide(lambda scaler, stats: {} if scaler.decisions else {"work": 2})
     graph = Graph("auto")
@@ -209,7 +211,7 @@ def test_decisions_are_logged_and_reach_subscribers(decide: Any, caplog: pytest.
     assert record.getMessage() == "stage 'work': workers 1 → 2: test"
 
 
-def test_report_shows_the_numbers_of_workers_over_time(decide: Any) -> None:
+def test_report_shows_worker_counts_over_time(decide: Any) -> None:
     steps = {1: 2, 2: 4}
     decide(lambda scaler, stats: {"work": steps[n]} if (n := stats.stages[1].workers) in steps else {})
     graph = Graph("auto")
@@ -231,16 +233,16 @@ def limit_of(**options: Any) -> autoscale.AutoLimit:
     return run._supervisor.scaler._scaler.limits["work"]
 
 
-def test_default_maximum_is_32_threads() -> None:
+def test_auto_maximum_defaults_to_32_threads() -> None:
     assert limit_of(workers="auto").most == limit_of(workers=auto()).most == 32
 
 
-def test_default_maximum_of_processes_is_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_maximum_of_processes_defaults_to_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_scaler, "local_cores", lambda: 5)
     assert limit_of(workers="auto", on="process").most == 5
 
 
-def test_stages_with_the_same_object_share_its_limit() -> None:
+def test_stages_given_the_same_auto_object_share_its_limit() -> None:
     graph, limit = Graph("auto"), auto(most=8)
     first = graph.source([1]).map(same, name="first", workers=limit).map(same, name="second", workers=limit)
     first.map(same, name="third", workers=auto(most=8)).collect()
@@ -250,7 +252,7 @@ def test_stages_with_the_same_object_share_its_limit() -> None:
     assert limits["first"] == limits["second"] != limits["third"]
 
 
-def test_size_of_processes_is_measured_only_for_processes() -> None:
+def test_resident_memory_is_measured_only_for_process_stages() -> None:
     graph = Graph("auto")
     numbers = graph.input()
     numbers.map(same, workers="auto", on="process", name="apart").map(
@@ -298,18 +300,18 @@ def ports(numbers: In[int]) -> None:
 
 
 @pytest.mark.parametrize(("declare", "message"), list(refusals()))
-def test_auto_is_refused_where_the_number_of_workers_cannot_change(declare: Any, message: str) -> None:
+def test_auto_is_refused_if_number_of_workers_cannot_change(declare: Any, message: str) -> None:
     _, stream = declared()
     with pytest.raises(ValueError, match=re.escape(message)):
         declare(stream)
 
 
-def test_maximum_must_be_an_int() -> None:
+def test_auto_maximum_must_be_an_int() -> None:
     with pytest.raises(TypeError, match=r"auto: most must be an int of at least 1, got 2\.5"):
         auto(most=2.5)  # type: ignore[arg-type]
 
 
-def test_check_reports_auto_before_allreduce() -> None:
+def test_check_reports_auto_stage_before_allreduce() -> None:
     graph, stream = declared()
     stream.map(same, workers="auto", name="work").allreduce("sum").collect()
     (problem,) = graph.check()
@@ -331,7 +333,7 @@ def test_pool_allows_auto_for_threads() -> None:
         assert pool.run()[out] == [0, 1, 2]
 
 
-def test_channel_needs_ports_for_the_maximum_number_of_workers() -> None:
+def test_check_counts_channel_ports_for_maximum_number_of_workers() -> None:
     graph, stream = declared()
     stream.map(same, workers=auto(most=5000), on="process", name="work").collect()
     assert [problem.rule for problem in graph.check()] == ["limit", "limit"]

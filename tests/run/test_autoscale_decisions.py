@@ -1,4 +1,4 @@
-"""Test which numbers of workers the policy chooses for stages with ``workers="auto"``."""
+"""Test how many workers the policy chooses for stages with ``workers="auto"``."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def stage_stats(name: str, workers: int, rate: float, busy: float) -> StageStats
 
 @dataclass(frozen=True)
 class Line:
-    """Stages in a row that need some seconds for each item, with the bounds that a real run may have.
+    """A chain of stages with fixed work times, and the bounds that a real run may have.
 
-    ``most`` is the highest rate of the run. The model does not know ``hidden``, another such bound.
+    ``most`` bounds the rate of the run. ``hidden`` is another bound, which the model does not know.
     """
 
     seconds: Mapping[str, float]
@@ -67,7 +67,7 @@ class Line:
             stage_stats(name, workers[name], rate, min(1.0, rate * each / workers[name]))
             for name, each in self.seconds.items()
         )
-        # upstream stages wait for room only when their channels are full, so the slowest is always busy
+        # upstream stages wait for room only when their channels are full, so the slowest stage is always busy
         return RunStats(
             "graph", "running", at, stages, (), None, window=1.0, cause=cause and Cause(cause, None, "")
         )
@@ -75,7 +75,7 @@ class Line:
 
 @dataclass
 class Played:
-    """A run of which only the numbers are played: each decision takes effect in the next window."""
+    """A simulated run, with statistics only: each decision takes effect in the next window."""
 
     line: Line
     limits: Mapping[str, AutoLimit]
@@ -88,7 +88,7 @@ class Played:
         self.workers = {**dict.fromkeys(self.line.seconds, 1), **self.workers}
 
     def play(self, windows: int = 1) -> list[dict[str, int]]:
-        """Play some windows, and return the numbers of workers after each."""
+        """Simulate some windows, and return each stage's number of workers after each window."""
         seen = []
         for _ in range(windows):
             window = self.line.window(self.workers, self.cause)
@@ -99,7 +99,7 @@ class Played:
 
 
 def own(most: int, own_process: bool = False, *stages: str) -> dict[str, AutoLimit]:
-    """Give each stage a separate limit."""
+    """Return a separate limit for each stage."""
     return {name: AutoLimit(most, name, own_process) for name in stages or ("a", "b")}
 
 
@@ -111,27 +111,27 @@ def numbers(seen: list[dict[str, int]], stage: str) -> list[int]:
     return [workers[stage] for workers in seen]
 
 
-# --- growth ---
+# --- more workers ---
 
 
-def test_bottleneck_at_most_doubles_in_each_window() -> None:
+def test_workers_of_bottleneck_at_most_double_per_window() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(32))
     assert numbers(played.play(6), "a") == [2, 4, 8, 16, 32, 32]
     assert played.workers["b"] == 1
 
 
-def test_growth_stops_where_a_fixed_bound_leaves_no_gain() -> None:
+def test_no_workers_are_added_beyond_a_fixed_bound() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, most=50.0), own(32))
     assert numbers(played.play(4), "a") == [2, 4, 5, 5]
 
 
 @pytest.mark.parametrize(("most", "after"), [(10.4, 1), (10.6, 2)])
-def test_workers_are_added_from_five_percent_of_predicted_gain(most: float, after: int) -> None:
+def test_workers_are_added_only_if_predicted_gain_reaches_5_percent(most: float, after: int) -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, most=most), own(32))
     assert numbers(played.play(), "a") == [after]
 
 
-def test_stages_that_share_a_limit_get_the_best_split() -> None:
+def test_stages_that_share_a_limit_split_workers_optimally() -> None:
     played = Played(Line({"a": 0.017, "b": 0.021}), shared(8))
     assert played.play(3)[-1] == {"a": 4, "b": 4}
     assert played.line.rate(played.workers) == max(
@@ -139,8 +139,8 @@ def test_stages_that_share_a_limit_get_the_best_split() -> None:
     )
 
 
-def test_workers_move_between_stages_when_the_shared_limit_is_reached() -> None:
-    """Doubling alone would end with 64 workers for each stage, which is 9 % slower."""
+def test_workers_move_between_stages_once_shared_limit_is_reached() -> None:
+    """Doubling alone would give each stage 64 workers, which is 9 % slower."""
     played = Played(Line({"a": 0.17, "b": 0.21}), shared(128))
     played.play(12)
     best = max(played.line.rate({"a": one, "b": 128 - one}) for one in range(1, 128))
@@ -148,12 +148,12 @@ def test_workers_move_between_stages_when_the_shared_limit_is_reached() -> None:
     assert played.line.rate(played.workers) >= 0.97 * best
 
 
-def test_stage_with_separate_limit_keeps_workers_when_another_grows() -> None:
+def test_stage_with_separate_limit_keeps_workers_when_another_gains_some() -> None:
     played = Played(Line({"a": 0.1, "b": 0.15}), own(4), workers={"a": 4, "b": 2})
     assert played.play(1)[-1] == {"a": 4, "b": 4}
 
 
-def test_idle_stage_gets_no_workers() -> None:
+def test_partly_idle_stage_gains_no_workers() -> None:
     line = Line({"a": 0.1, "b": 0.001})
     window = line.window({"a": 1, "b": 1})
     waiting = tuple(dataclasses.replace(stage, busy=0.8) for stage in window.stages)
@@ -161,7 +161,7 @@ def test_idle_stage_gets_no_workers() -> None:
     assert made == ()
 
 
-def test_reason_names_the_load_and_the_predicted_rate() -> None:
+def test_decision_reason_states_load_and_predicted_rate() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
     assert played.scaler.decisions == (
@@ -185,7 +185,7 @@ def test_no_workers_are_added_while_all_cores_are_in_use(own_process: bool) -> N
 
 
 @pytest.mark.parametrize(("free", "after"), [(-5.0, 2), (99.0, 2), (100.0, 3), (250.0, 4), (math.inf, 4)])
-def test_process_is_added_only_if_memory_for_it_is_free(free: float, after: int) -> None:
+def test_process_is_added_only_if_enough_memory_is_free(free: float, after: int) -> None:
     memory = FreeMemory(free, {"a": 100})
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8, True), {"a": 2}, memory)
     assert numbers(played.play(), "a") == [after]
@@ -197,12 +197,12 @@ def test_new_processes_of_several_stages_share_the_free_memory() -> None:
     assert sum(played.play()[-1].values()) <= 4 + 3
 
 
-def test_threads_need_no_free_memory() -> None:
+def test_threads_are_added_without_free_memory() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8), memory=FreeMemory(0.0, {}))
     assert numbers(played.play(), "a") == [2]
 
 
-def test_stage_at_its_rate_limit_gets_no_workers() -> None:
+def test_stage_at_its_rate_limit_gains_no_workers() -> None:
     line = Line({"a": 0.1})
     window = line.window({"a": 1})
     limited = tuple(dataclasses.replace(stage, rate_limit=10.0) for stage in window.stages)
@@ -212,10 +212,10 @@ def test_stage_at_its_rate_limit_gets_no_workers() -> None:
     assert made == ()
 
 
-# --- the check of a change ---
+# --- whether a change is kept ---
 
 
-def test_growth_that_does_not_pay_is_reverted() -> None:
+def test_increase_that_does_not_raise_the_rate_is_reverted() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, hidden=10.0), own(8))
     assert numbers(played.play(2), "a") == [2, 1]
     grown, reverted = played.scaler.decisions
@@ -224,19 +224,19 @@ def test_growth_that_does_not_pay_is_reverted() -> None:
     assert reverted.reason == "2 workers gave 1.00 × the rate of 1"
 
 
-def test_growth_that_pays_is_kept() -> None:
+def test_increase_that_raises_the_rate_is_kept() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(2))
     played.play(2)
     assert [decision.outcome for decision in played.scaler.decisions] == ["kept: 2.00 × the rate"]
 
 
-def test_reverted_growth_is_blocked_for_ten_windows() -> None:
+def test_reverted_increase_is_blocked_for_ten_windows() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, hidden=10.0), own(8))
     seen = numbers(played.play(2 + BLOCKED_WINDOWS + 1), "a")
     assert seen == [2, 1, *[1] * BLOCKED_WINDOWS, 2]
 
 
-def test_growth_is_kept_if_the_input_has_become_slow() -> None:
+def test_increase_is_kept_if_the_input_becomes_slow() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
     played.line, played.cause = dataclasses.replace(played.line, most=5.0), "input"
@@ -265,8 +265,8 @@ def test_idle_stage_loses_at_most_half_of_its_workers() -> None:
     assert numbers(played.play(2 * IDLE_WINDOWS + 1), "a") == [8, 8, 4, 4, 4, 2, 2]
 
 
-def test_stage_keeps_workers_that_the_busiest_window_needs() -> None:
-    """Three of its four workers would be busy 83 % of the time."""
+def test_stage_keeps_workers_needed_in_its_busiest_window() -> None:
+    """Three workers instead of four would each be busy 83 % of the time."""
     played = Played(Line({"a": 0.1, "b": 0.001}, most=25.0), own(8), {"a": 4})
     assert numbers(played.play(5), "a") == [4] * 5
 
@@ -290,7 +290,7 @@ def test_reduction_that_slows_a_busy_stage_is_reverted_and_blocked() -> None:
     assert ("a", False) in played.scaler.blocked
 
 
-def test_reduction_is_kept_if_something_else_has_lowered_the_rate() -> None:
+def test_reduction_is_kept_if_something_else_lowered_the_rate() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}, most=10.0), own(8, False, "a"), {"a": 4})
     played.play(IDLE_WINDOWS)
     played.line = dataclasses.replace(played.line, most=2.0)
@@ -302,7 +302,7 @@ def test_reduction_is_kept_if_something_else_has_lowered_the_rate() -> None:
 # --- windows, and run.scale() ---
 
 
-def test_window_is_longer_if_a_changed_stage_took_few_items() -> None:
+def test_window_is_extended_if_a_changed_stage_took_few_items() -> None:
     played = Played(Line({"a": 0.01, "b": 0.001}), own(8))
     played.play()
     window = played.line.window(played.workers)
@@ -312,7 +312,7 @@ def test_window_is_longer_if_a_changed_stage_took_few_items() -> None:
     assert Scaler(own(8)).full(slow_window)
 
 
-def test_first_window_starts_when_all_workers_have_begun() -> None:
+def test_first_window_starts_once_all_workers_have_begun() -> None:
     line = Line({"a": 0.1, "b": 0.001})
     window = line.window({"a": 1, "b": 1})
     starting = (window.stages[0], dataclasses.replace(window.stages[1], starting=1))
@@ -320,7 +320,7 @@ def test_first_window_starts_when_all_workers_have_begun() -> None:
     assert Scaler(own(8, False, "a")).ready(dataclasses.replace(window, stages=starting))
 
 
-def test_window_starts_when_the_new_workers_have_begun() -> None:
+def test_next_window_starts_once_new_workers_have_begun() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.play()
     window = played.line.window(played.workers)
@@ -336,7 +336,7 @@ def test_window_starts_when_the_new_workers_have_begun() -> None:
         (10.0, 2, 1.0, True), (10.0, 1, 1.0, False), (10.0, 0, 0.0, True), (60.0, 0, 1.0, True),
     ],
 )  # fmt: skip
-def test_window_is_long_enough_for_the_number_of_items(
+def test_window_ends_after_enough_items_or_enough_time(
     seconds: float, items: int, busy: float, full: bool
 ) -> None:
     stats = RunStats(
@@ -345,7 +345,7 @@ def test_window_is_long_enough_for_the_number_of_items(
     assert Scaler(own(8)).full(stats) is full
 
 
-def test_scaled_stage_is_pinned() -> None:
+def test_run_scale_pins_number_of_workers() -> None:
     played = Played(Line({"a": 0.1, "b": 0.001}), own(8))
     played.scaler = pinned(played.scaler, 2.0, 1, Scale("a", 3))
     decision = ScalingDecision(2.0, "a", 1, 3, "run.scale() was called", "pinned")

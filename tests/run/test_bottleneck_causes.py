@@ -183,16 +183,16 @@ def test_ordering_is_the_bottleneck_if_outputs_wait_for_earlier_items() -> None:
     assert kind_of(found) == ("order", "a")
 
 
-def test_full_channel_with_a_waiting_reader_means_order() -> None:
-    """The channel is full of outputs that are later than the one that its reader waits for."""
+def test_full_channel_with_waiting_reader_is_reported_as_order() -> None:
+    """The channel is full of later outputs, while its reader waits for an earlier one."""
     ordered, waits = load("a", 2.0, place=4.0, turn=2.0, workers=8, working=8), {"waiting_readers": 1}
     later = load("b", 0.1, waits=0.9)
     assert kind_of(chain(ordered, later, a=waits | {"waiting_writers": 4})) == ("order", "a")
     assert kind_of(chain(ordered, later, a=waits)) != ("order", "a")
 
 
-def test_order_names_the_item_that_holds_up_the_others() -> None:
-    """The reader has taken 40 outputs and waits for the next one. Later outputs are in the channel."""
+def test_order_cause_names_item_that_holds_up_others() -> None:
+    """The reader has taken 40 outputs and waits for output 41. Later outputs are already in the channel."""
     ordered = load("a", 3.0, turn=5.0, workers=8, working=8, items_in=48, items_out=46)
     waits = {"readers_waiting_for": 2.345, "passed": 40}
     found = chain(ordered, load("b", 0.1, waits=0.9), a=waits)
@@ -283,7 +283,7 @@ def test_ordering_is_the_bottleneck_if_item_times_vary(on: Any) -> None:
         run.abort()
 
 
-def test_order_names_the_blocked_item_of_a_run() -> None:
+def test_order_cause_names_blocked_item_of_real_run() -> None:
     gate = threading.Event()
     graph = Graph("held up")
     numbers = graph.source(range(100))

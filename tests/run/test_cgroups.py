@@ -1,4 +1,4 @@
-"""Test the limits of control groups: cores, and memory for additional processes."""
+"""Test cgroup limits: the number of cores, and the memory for additional processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that counts as the root of the control groups; this process is in ``job``."""
+    """Return a folder that stands in for the cgroup root; this process is in ``job``."""
     (tmp_path / "own").write_text("0::/job")
     monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
@@ -31,7 +31,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("50000 100000", "", 1), ("800000 100000", "300000 100000", 3), ("", "", None),
     ],
 )  # fmt: skip
-def test_cores_are_the_smallest_limit_of_the_groups(
+def test_cores_are_the_smallest_limit_of_nested_cgroups(
     group: Path, own: str, parent: str, cores: int | None
 ) -> None:
     (group / "job" / "cpu.max").write_text(own)
@@ -40,7 +40,7 @@ def test_cores_are_the_smallest_limit_of_the_groups(
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", None)])
-def test_cores_of_a_legacy_group_are_quota_by_period(group: Path, quota: str, cores: int | None) -> None:
+def test_cores_of_cgroup_v1_are_quota_divided_by_period(group: Path, quota: str, cores: int | None) -> None:
     (group / "own").write_text("4:cpu,cpuacct:/job")
     (group / "cpu" / "job").mkdir(parents=True)
     (group / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota)
@@ -49,7 +49,7 @@ def test_cores_of_a_legacy_group_are_quota_by_period(group: Path, quota: str, co
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("100000 100000", 1), ("6400000 100000", 4), ("max", 4)])
-def test_local_cores_respect_the_affinity_and_the_group(
+def test_local_cores_respect_affinity_and_cgroup_limit(
     group: Path, monkeypatch: pytest.MonkeyPatch, limit: str, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
@@ -57,13 +57,13 @@ def test_local_cores_respect_the_affinity_and_the_group(
     assert windows.local_cores() == cores
 
 
-def test_a_tenth_of_the_memory_stays_free(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_tenth_of_memory_is_kept_free(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 500.0 * MIB)
     monkeypatch.setattr(memory, "available", lambda: 1000 * MIB)
     assert memory.free_for_processes() == 400 * MIB
 
 
-def test_free_memory_of_a_group_includes_droppable_files(
+def test_free_memory_of_cgroup_includes_reclaimable_file_cache(
     group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 10**12)
@@ -73,9 +73,7 @@ def test_free_memory_of_a_group_includes_droppable_files(
     assert memory.free_for_processes() == 50 * MIB - 10 * MIB
 
 
-def test_free_memory_of_a_legacy_group_is_limit_minus_usage(
-    group: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_of_cgroup_v1_is_limit_minus_usage(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_memory", lambda: 10**12)
     (group / "own").write_text("4:memory:/job")
     (group / "memory" / "job").mkdir(parents=True)
@@ -85,6 +83,6 @@ def test_free_memory_of_a_legacy_group_is_limit_minus_usage(
     assert memory.free_for_processes() == 50 * MIB - 10 * MIB
 
 
-def test_resident_size_of_this_process_is_known() -> None:
+def test_resident_memory_is_known_for_live_processes_only() -> None:
     assert memory.resident(os.getpid()) > MIB
     assert memory.resident(2**22 + 1) == 0

@@ -159,7 +159,7 @@ def test_subscribers_share_one_thread_and_have_their_own_context() -> None:
     assert not feed_threads()
 
 
-def test_subscriber_gets_figures_of_its_window_until_the_run_ends() -> None:
+def test_subscriber_receives_statistics_for_its_window_until_run_ends() -> None:
     seen: dict[float | None, list[RunStats]] = {0.5: [], None: []}
     graph, gate = Graph("fed"), Gate()
     graph.source([1]).sink(lambda _: gate.wait())
@@ -176,7 +176,7 @@ def test_subscriber_gets_figures_of_its_window_until_the_run_ends() -> None:
     assert all(found[-1].window == pytest.approx(found[-1].elapsed) for found in seen.values())
 
 
-def test_window_is_five_seconds_by_default() -> None:
+def test_subscription_window_defaults_to_five_seconds() -> None:
     asked: list[float | None] = []
 
     def stats(window: float | None) -> RunStats:
@@ -196,7 +196,7 @@ def test_window_is_five_seconds_by_default() -> None:
     assert asked == [5.0, None]
 
 
-def test_option_window_must_be_a_number_of_seconds() -> None:
+def test_subscription_window_must_be_a_number_of_seconds() -> None:
     run = fed().start()
     with pytest.raises(ValueError, match="subscribe: window must be"):
         run.subscribe(window=0)

@@ -123,8 +123,8 @@ def test_time_limit_ends_a_worker_that_inherits_a_signal_handler() -> None:
 
 @pytest.mark.parametrize("_method", ["fork"], indirect=True)
 @pytest.mark.usefixtures("_method")
-def test_time_limit_ends_a_worker_if_the_program_blocks_signals() -> None:
-    """A worker inherits the blocked signals, and its timer would have no effect."""
+def test_item_timeout_applies_if_the_program_blocks_signals() -> None:
+    """A worker inherits the blocked signals, which would disable its timer."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     try:
         graph = Graph("limited")

@@ -1,4 +1,4 @@
-"""Test that the log contains the stack of a worker whose item exceeds its time limit."""
+"""Test that the log contains the stack of a worker whose item exceeds the time limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_logged(caplog: pytest.LogCaptureFixture, function: str) -> None:
     assert "sleep(600)" in record.getMessage()
 
 
-def test_death_does_not_log_the_stacks_of_earlier_calls(
+def test_worker_death_does_not_log_stacks_requested_earlier(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gate = Gate()

@@ -250,7 +250,7 @@ def test_state_that_cannot_be_pickled_makes_its_item_fail() -> None:
     assert "pickle" in str(raised.value.exceptions[0])
 
 
-def test_state_keeps_the_change_if_the_result_cannot_be_sent() -> None:
+def test_keyed_state_keeps_change_if_result_cannot_be_sent() -> None:
     def count(number: int, total: KeyedState[int]) -> Any:
         total.value += number
         return threading.Lock() if number == 2 else total.value

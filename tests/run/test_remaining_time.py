@@ -1,4 +1,4 @@
-"""Test the remaining time of a run with scripted progress."""
+"""Test the estimate of the remaining time, with scripted progress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flowchan.run.policy.remaining import RemainingTime
 def shown(
     done: Callable[[float], float], total: int, until: float, every: float = 0.1
 ) -> Iterator[tuple[float, float | None]]:
-    """Yield the time and the estimate whenever a view shows a run with this progress."""
+    """For a run with this progress, yield the time and the estimate at each refresh of a view."""
     remaining = RemainingTime()
     for number in range(int(until / every)):
         now = number * every
@@ -21,73 +21,73 @@ def shown(
 
 
 def slow_at_the_end(now: float) -> float:
-    """Return the progress of a run with 1,000 items a second that ends with 200 slow items, 2.5 a second."""
+    """Return the number of items done: 1,000 per second, and 2.5 per second for the last 200."""
     return 1000 * now if now < 10 else 10_000 + 2.5 * (now - 10)
 
 
 @pytest.mark.parametrize("every", [0.1, 0.25, 1.0])
-def test_slow_items_at_the_end_are_seen_within_5_seconds(every: float) -> None:
-    """The slow items take 80 s, so 75 s are left after 5 s of them."""
+def test_estimate_reflects_slow_final_items_within_5_seconds(every: float) -> None:
+    """The slow items take 80 s, so 75 s are left 5 s after the first slow item."""
     found = {now: left for now, left in shown(slow_at_the_end, 10_200, 20, every) if now >= 15}
     assert all(left is not None and 60 <= left + (now - 10) <= 110 for now, left in found.items())
     assert found[min(found)] >= 60
 
 
 def test_average_since_the_start_would_be_far_off() -> None:
-    """This shows that the test above can fail."""
+    """This shows that the test above would fail with a simpler estimate."""
     done = slow_at_the_end(15)
     assert (10_200 - done) * 15 / done < 1
 
 
 @pytest.mark.parametrize("burst", [50, 500, 5000])
-def test_burst_does_not_make_the_estimate_jump(burst: int) -> None:
-    """A burst shortens the remaining time by its own items, but does not count as a higher rate."""
+def test_burst_does_not_distort_remaining_time(burst: int) -> None:
+    """A burst reduces the number of items left, but must not count as a higher rate."""
     found = [
         left
         for now, left in shown(lambda now: 10 * now + (burst if now > 20 else 0), 10_000, 40)
         if now > 5 and left is not None
     ]
-    own = burst / 10  # seconds that the items of the burst would take
+    own = burst / 10  # seconds that these items would take at the usual rate
     assert all(abs(one - other) <= 1 + own for one, other in itertools.pairwise(found))
     assert all(one / other < 2.5 for one, other in itertools.pairwise(found))
 
 
-def test_pause_does_not_make_the_estimate_jump() -> None:
+def test_short_pause_does_not_distort_remaining_time() -> None:
     found = [left for now, left in shown(lambda now: 10 * (min(now, 20) + max(0, now - 21.5)), 1000, 40)]
     assert all(left is not None and 55 <= left <= 100 for left in found[100:400])
 
 
-def test_steady_progress_has_a_steady_estimate() -> None:
+def test_steady_progress_gives_steady_estimate() -> None:
     for now, left in shown(lambda now: 40 * now, 4000, 90):
         if now > 3:
             assert left == pytest.approx(100 - now, rel=0.1, abs=0.5)
 
 
-def test_rare_items_are_counted_over_a_longer_time() -> None:
-    """One item takes 20 seconds."""
+def test_estimate_covers_longer_time_if_items_are_rare() -> None:
+    """Each item takes 20 seconds."""
     found = {round(now): left for now, left in shown(lambda now: now / 20, 40, 700, 1.0)}
     assert found[400] == pytest.approx(400, rel=0.15)
     assert found[600] == pytest.approx(200, rel=0.15)
 
 
-def test_rate_of_a_long_run_covers_a_tenth_of_it() -> None:
-    """After 1,000 s the estimate covers 100 s, so 30 s with slower items do not change it."""
+def test_estimate_covers_last_tenth_of_long_run() -> None:
+    """After 1,000 s, the estimate covers the last 100 s, so 30 s of slower items do not change it."""
     slower = dict(shown(lambda now: 10 * now if now < 1000 else 10_000 + 5 * (now - 1000), 20_000, 1081, 1.0))
     assert slower[1030] == pytest.approx((20_000 - 10_150) / 10, rel=0.02)
     assert slower[1080] == pytest.approx((20_000 - 10_400) / 5, rel=0.02)
 
 
-def test_remaining_time_is_unknown_before_the_first_items() -> None:
+def test_remaining_time_is_unknown_before_the_first_item() -> None:
     remaining = RemainingTime()
     assert remaining.update(0.0, 0, 10) is None
     assert remaining.update(3.0, 0, 10) is None
 
 
-def test_finished_items_leave_no_remaining_time() -> None:
+def test_remaining_time_is_zero_once_all_items_are_done() -> None:
     assert RemainingTime().update(1.0, 10, 10) == 0
 
 
-def test_samples_grow_with_the_logarithm_of_the_time() -> None:
+def test_number_of_samples_grows_logarithmically() -> None:
     remaining = RemainingTime()
     sizes = []
     for number in range(100_000):

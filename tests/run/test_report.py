@@ -117,7 +117,7 @@ def test_item_balance_of_a_filter_includes_dropped_items() -> None:
     assert "odd    10 = 6 out + 3 dropped + 1 failed" in report.splitlines()
 
 
-def test_report_of_an_active_run_names_its_window() -> None:
+def test_report_of_active_run_states_its_window() -> None:
     recent = dataclasses.replace(stats(FILES, state="running"), elapsed=60.0, window=5.2)
     assert "\nrates, shares and bottleneck of the last 5 s\n" in render(recent)
     assert "last" not in render(dataclasses.replace(recent, window=60.0))

@@ -1,4 +1,4 @@
-"""Test ``run.stacks`` for processes that do not answer the signal, and for programs that use it."""
+"""Test ``run.stacks`` if a process does not answer the signal, or if the program uses the signal itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stack_of(prepare: Callable[[], object]) -> str:
-    """Return the stack of a worker that has called ``prepare`` and is waiting in ``gate``."""
+    """Return the stack of a worker that has called ``prepare`` and now waits at a gate."""
     gate = Gate()
 
     def work(item: int) -> None:
@@ -38,7 +38,7 @@ def stack_of(prepare: Callable[[], object]) -> str:
 
 
 def program(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a program with the name ``py-spy`` in an otherwise empty ``PATH``."""
+    """Install a program named ``py-spy`` in ``folder``, and make that the only folder in ``PATH``."""
     monkeypatch.setenv("PATH", str(folder))
     (folder / "py-spy").write_text(f"#!{sys.executable}\n{text}")
     (folder / "py-spy").chmod(0o755)
@@ -49,7 +49,7 @@ def ignore() -> None:
 
 
 @pytest.mark.usefixtures("_quickly")
-def test_process_that_ignores_the_signal_gives_one_line(
+def test_process_that_ignores_signal_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -61,26 +61,26 @@ def test_process_that_ignores_the_signal_gives_one_line(
 
 
 @pytest.mark.usefixtures("_quickly")
-def test_py_spy_reads_the_stack_of_a_silent_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_py_spy_reads_stack_of_unresponsive_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path, "import sys\nprint(sys.argv[1:])", monkeypatch)
     text = stack_of(ignore)
     assert text.startswith("['dump', '--pid', '")
 
 
 @pytest.mark.usefixtures("_quickly")
-def test_failure_of_py_spy_is_part_of_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stacks_report_failure_of_py_spy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program(tmp_path, "import sys\nsys.exit('Permission denied')", monkeypatch)
     assert stack_of(ignore).endswith("; py-spy failed: Permission denied\n")
 
 
 @pytest.mark.usefixtures("_quickly")
-def test_py_spy_that_hangs_is_part_of_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stacks_report_py_spy_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_stacks, "PY_SPY_WITHIN_S", 0.1)
     program(tmp_path, "import time\ntime.sleep(600)", monkeypatch)
     assert "; py-spy failed: Command " in stack_of(ignore)
 
 
-def test_process_answers_if_its_main_thread_blocks_the_signal() -> None:
+def test_process_answers_if_its_main_thread_blocks_signal() -> None:
     text = stack_of(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [stack_file.SIGNAL]))
     assert "work" in last_calls(text)
 
@@ -95,16 +95,14 @@ def test_process_answers_if_the_program_blocks_the_signal() -> None:
 
 
 @pytest.mark.usefixtures("by_fork", "_quickly")
-def test_process_that_is_starting_is_not_sent_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The signal would kill a process that has no handler for it."""
+def test_stacks_send_no_signal_to_starting_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal would kill a process that has not installed a handler."""
     monkeypatch.setattr(stack_file.StackFile, "serve", lambda _: None)
     assert ": it is starting; " in stack_of(int)
 
 
 @pytest.mark.usefixtures("by_fork")
-def test_signal_that_the_program_uses_keeps_its_handler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_stacks_keep_signal_handler_of_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     heard: list[int] = []
     before = signal.signal(stack_file.SIGNAL, lambda number, _: heard.append(number))
@@ -116,8 +114,8 @@ def test_signal_that_the_program_uses_keeps_its_handler(
 
 
 @pytest.mark.usefixtures("by_fork")
-def test_stacks_of_a_graph_that_runs_in_a_forked_worker() -> None:
-    """The inner worker inherits the handler of the outer one."""
+def test_stacks_work_for_graph_that_runs_in_forked_worker() -> None:
+    """The inner worker inherits the signal handler from the outer worker."""
 
     def outer(item: int) -> str:
         return stack_of(int)

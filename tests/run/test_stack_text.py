@@ -1,4 +1,4 @@
-"""Test the text of Python stacks, and the file to which a worker process writes them."""
+"""Test how Python stacks are formatted, and the file to which a worker process writes its stacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowchan.run.observe.stack_text import text_of_coroutine, text_of_dump
 from flowchan.run.worker import stack_file
 
 
-def test_text_of_a_coroutine_follows_awaits_and_yields_from() -> None:
+def test_coroutine_stack_follows_awaited_calls() -> None:
     @types.coroutine
     def bottom() -> Any:
         yield
@@ -30,7 +30,7 @@ def test_text_of_a_coroutine_follows_awaits_and_yields_from() -> None:
     assert text_of_coroutine(one) == ""
 
 
-def test_text_of_a_dump_reverses_threads_and_calls() -> None:
+def test_text_of_dump_reverses_order_of_threads_and_calls() -> None:
     dump = (
         'Thread 0x0000002a (most recent call first):\n  File "/none.py", line 5 in <lambda>\n'
         '  File "/none.py", line 6 in run\n\n'
@@ -42,7 +42,7 @@ def test_text_of_a_dump_reverses_threads_and_calls() -> None:
     )
 
 
-def test_text_of_a_dump_omits_the_start_of_the_process() -> None:
+def test_text_of_dump_omits_process_startup_calls() -> None:
     dump = (
         'Current thread 0x0000002b (most recent call first):\n  File "/none.py", line 5 in f\n'
         '  File "/none.py", line 6 in serving_stacks\n  File "/none.py", line 7 in <module>\n'
@@ -51,7 +51,7 @@ def test_text_of_a_dump_omits_the_start_of_the_process() -> None:
     assert text_of_dump(dump) == calls
 
 
-def test_text_of_one_thread_has_only_its_calls() -> None:
+def test_text_of_single_thread_dump_has_no_thread_heading() -> None:
     dump = (
         'Current thread 0x0000002b [name] (most recent call first):\n  File "/none.py", line 5 in f\n  ...\n'
     )
@@ -63,7 +63,7 @@ def test_text_that_is_not_a_dump_is_returned_unchanged() -> None:
     assert text_of_dump("unknown\n") == "unknown\n"
 
 
-def test_stack_file_ignores_dumps_that_are_incomplete() -> None:
+def test_stack_file_ignores_incomplete_dumps() -> None:
     file = stack_file.StackFile()
     try:
         assert file.state == b""

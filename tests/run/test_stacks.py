@@ -1,4 +1,4 @@
-"""Test ``run.stacks``: the Python stacks of the workers of a run, in each state and on each placement."""
+"""Test ``run.stacks``, which returns Python stacks of workers, in each worker state and placement."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ by_each_method = pytest.mark.usefixtures("_method")
 
 
 def now_in(run: Any, stage: str, function: str) -> str:
-    """Wait until the first worker of a stage is in a function, and return its stack."""
+    """Wait until the first worker of a stage is inside this function, and return the worker's stack."""
     found: list[str] = []
 
     def is_in() -> bool:
@@ -49,12 +49,12 @@ def computing(gate: Gate) -> None:
 
 
 def holding_the_gil(gate: Gate) -> None:
-    """``PyDLL`` does not release the GIL, so no Python code can run in this process."""
+    """Hold the GIL, so that no Python code can run: ``PyDLL`` does not release it."""
     read_from_pipe(ctypes.PyDLL(None))
 
 
 def reading(gate: Gate) -> None:
-    """The kernel restarts this system call after the signal."""
+    """Block in a system call that the kernel restarts after the signal."""
     read_from_pipe(ctypes.CDLL(None))
 
 
@@ -69,7 +69,7 @@ def waiting(gate: Gate) -> None:
 
 @by_each_method
 @pytest.mark.parametrize("state", [asleep, computing, holding_the_gil, reading, waiting])
-def test_stacks_show_the_line_of_a_worker_process(state: Callable[[Gate], None]) -> None:
+def test_stacks_show_current_line_of_worker_process(state: Callable[[Gate], None]) -> None:
     gate = Gate()
     graph = Graph("states")
     graph.source([gate]).sink(state, on="process", name="work")
@@ -77,7 +77,7 @@ def test_stacks_show_the_line_of_a_worker_process(state: Callable[[Gate], None])
     text = now_in(run, "work", state.__name__)
     assert last_calls(text)[0] == "serving_stacks"
     assert __file__ in text
-    # the first call has not interrupted the function
+    # the first request for stacks has not interrupted the function
     assert state.__name__ in last_calls(run.stacks("work")["work 1"])
     gate.open()
     run.abort()
@@ -106,7 +106,7 @@ def test_stacks_show_source_lines_with_the_most_recent_call_last(on: str) -> Non
         assert run.wait()[out] == [1]
 
 
-def test_stacks_of_another_thread_of_a_process_are_separate() -> None:
+def test_stacks_of_extra_threads_in_a_process_are_separate() -> None:
     gate = Gate()
 
     def work(item: int) -> None:
@@ -129,7 +129,7 @@ def test_stacks_of_another_thread_of_a_process_are_separate() -> None:
 # --- coroutines ---
 
 
-def test_stacks_of_coroutines_show_everything_that_they_await() -> None:
+def test_stacks_of_coroutines_include_all_awaited_calls() -> None:
     begun, go_on = threading.Semaphore(0), threading.Event()
 
     async def inner() -> None:
@@ -159,7 +159,7 @@ def test_stacks_of_coroutines_show_everything_that_they_await() -> None:
     assert "in work\n" not in idle
 
 
-def test_coroutine_that_blocks_its_loop_shows_the_thread() -> None:
+def test_stack_of_coroutine_that_blocks_its_loop_shows_the_thread() -> None:
     gate = Gate()
 
     async def work(item: int) -> None:
@@ -177,7 +177,7 @@ def test_coroutine_that_blocks_its_loop_shows_the_thread() -> None:
 # --- which workers ---
 
 
-def test_stacks_have_one_text_for_each_running_worker() -> None:
+def test_stacks_return_one_entry_for_each_running_worker() -> None:
     gate = Gate()
     graph = Graph("several")
     numbers = graph.source(range(5), name="numbers").map(gate.wait, on="process", workers=2, name="first")
@@ -194,7 +194,7 @@ def test_stacks_have_one_text_for_each_running_worker() -> None:
 
 
 @pytest.mark.parametrize("stage", ["none", 3, Graph("other").source([1])])
-def test_stacks_of_an_unknown_stage_name_the_stages(stage: Any) -> None:
+def test_stacks_error_for_unknown_stage_lists_known_stages(stage: Any) -> None:
     graph = Graph("known")
     graph.input("in").sink(abs, name="out")
     with graph.start() as run, pytest.raises(KeyError) as caught:
@@ -214,7 +214,7 @@ def test_stacks_are_empty_after_the_run(on: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*still running")
-def test_stacks_after_an_abort_show_threads_still_running(short_grace: None) -> None:
+def test_stacks_after_abort_show_threads_that_still_run(short_grace: None) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def stubborn(item: int) -> None:
@@ -232,7 +232,7 @@ def test_stacks_after_an_abort_show_threads_still_running(short_grace: None) -> 
     wait_until(lambda: not run.stacks())
 
 
-def test_process_that_was_killed_is_left_out() -> None:
+def test_stacks_omit_process_that_was_killed() -> None:
     gate = Gate()
     graph = Graph("killed")
     graph.source([1]).sink(gate.wait, on="process", name="work")
@@ -245,7 +245,7 @@ def test_process_that_was_killed_is_left_out() -> None:
         gate.open()
 
 
-def test_stacks_of_a_gang_have_a_text_for_each_member() -> None:
+def test_stacks_return_one_entry_for_each_gang_member() -> None:
     gate = Gate()
 
     def members(numbers: In[int], group: Group) -> None:
@@ -266,8 +266,8 @@ def test_stacks_of_a_gang_have_a_text_for_each_member() -> None:
 
 @by_each_method
 @pytest.mark.parametrize("callers", [1, 2])
-def test_stacks_disturb_no_item(callers: int) -> None:
-    """The signals interrupt neither the user's code nor the waits of the channels."""
+def test_stacks_do_not_disturb_item_processing(callers: int) -> None:
+    """The signals interrupt neither the user's code nor waits for channels."""
 
     def work(item: int) -> tuple[int, int]:
         end, other = os.pipe()
@@ -315,7 +315,7 @@ def test_stacks_disturb_no_item(callers: int) -> None:
     assert all(last_calls(text)[0] == "serving_stacks" for text in texts)
 
 
-def test_callers_at_the_same_time_get_complete_stacks() -> None:
+def test_concurrent_callers_receive_complete_stacks() -> None:
     def work(gate: Gate) -> None:
         for _ in range(4):
             threading.Thread(target=deep, args=(20, gate), daemon=True).start()
@@ -349,7 +349,7 @@ def test_callers_at_the_same_time_get_complete_stacks() -> None:
     assert all(map(is_complete, texts))
 
 
-def test_stacks_of_a_worker_that_is_added_appear() -> None:
+def test_stacks_include_a_worker_added_later() -> None:
     gate = Gate()
     graph = Graph("added")
     items = graph.input()
@@ -363,7 +363,7 @@ def test_stacks_of_a_worker_that_is_added_appear() -> None:
 # --- pools ---
 
 
-def test_stacks_of_pooled_workers_in_each_run() -> None:
+def test_stacks_show_pooled_workers_in_each_run() -> None:
     gates = [Gate(), Gate()]
     graph = Graph("pooled")
     items = graph.input()

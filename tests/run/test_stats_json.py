@@ -1,4 +1,4 @@
-"""Test the dictionaries of statistics that other programs receive."""
+"""Test the JSON form of statistics, which other programs receive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flowchan import Graph
 from flowchan.run.observe.stats_json import from_json, to_json
 
 
-def test_stats_of_every_field_survive_json() -> None:
+def test_stats_with_every_field_set_survive_json_round_trip() -> None:
     assert from_json(json.loads(json.dumps(to_json(STATS)))) == STATS
 
 
-def test_stats_of_a_real_run_survive_json() -> None:
+def test_stats_of_real_run_survive_json_round_trip() -> None:
     graph = Graph("real")
     graph.source(range(10)).map(str, on="process").sink(len)
     run = graph.start()
@@ -26,39 +26,39 @@ def test_stats_of_a_real_run_survive_json() -> None:
     assert from_json(json.loads(json.dumps(to_json(stats)))) == stats
 
 
-def test_stats_of_a_run_without_a_cause_survive_json() -> None:
+def test_stats_without_a_cause_survive_json_round_trip() -> None:
     stats = replace(STATS, cause=None, bottleneck=None, stages=(replace(STAGE, cores=None),))
     assert from_json(json.loads(json.dumps(to_json(stats)))) == stats
 
 
-def test_stage_has_its_state_in_json() -> None:
+def test_json_includes_state_of_each_stage() -> None:
     assert [stage["state"] for stage in to_json(STATS)["stages"]] == ["running"]
 
 
-def test_reader_ignores_unknown_keys_and_uses_defaults_for_missing_ones() -> None:
+def test_from_json_ignores_unknown_keys_and_fills_in_defaults() -> None:
     document = to_json(STATS) | {"new": 1}
     document["stages"][0]["newer"] = {"a": 1}
     del document["edges"][0]["put"]
     assert from_json(document).edges[0] == replace(EDGE, put=0)
 
 
-def test_reader_refuses_stats_without_a_necessary_key() -> None:
+def test_from_json_refuses_stats_without_a_required_key() -> None:
     document = to_json(STATS)
     del document["graph"]
     with pytest.raises(TypeError, match="graph"):
         from_json(document)
 
 
-def test_sample_has_a_value_for_every_field() -> None:
-    """A new field with a default would otherwise escape the tests of this file."""
+def test_sample_stats_set_every_field_with_a_default() -> None:
+    """Otherwise the tests in this file would miss a new field that has a default."""
     for sample in (STATS, STAGE, EDGE, *STATS.hosts, *STATS.decisions):
         for field in dataclasses.fields(sample):
             if field.default is not dataclasses.MISSING:
                 assert getattr(sample, field.name) != field.default, f"{type(sample).__name__}.{field.name}"
 
 
-def test_names_in_json_change_only_with_the_schema() -> None:
-    """Programs of users depend on these names. If one changes its meaning or is removed, raise SCHEMA."""
+def test_json_names_change_only_with_the_schema() -> None:
+    """Users' programs depend on these names. If you remove one or change its meaning, increment SCHEMA."""
     document = to_json(STATS)
     assert set(document) >= {
         *("graph", "state", "elapsed", "stages", "edges", "bottleneck", "seed", "memory", "hosts"),

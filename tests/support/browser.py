@@ -1,7 +1,7 @@
-"""A headless Chromium, driven by the DevTools protocol over a pair of pipes.
+"""Drive a headless Chromium through the DevTools protocol, over a pair of pipes.
 
-Pipes need no port and no package. The browser reads commands from descriptor 3 and writes answers and events
-to descriptor 4. Each message is JSON text that ends with a zero byte.
+Pipes need no port or extra package. The browser reads commands from descriptor 3, and writes answers and
+events to descriptor 4. Each message is JSON text that ends with a zero byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TEXTS = {"Enter": "\r"}
 
 
 class Browser:
-    """A browser process, whose profile is a temporary folder."""
+    """A browser process that keeps its profile in a temporary folder."""
 
     def __init__(self) -> None:
         assert CHROMIUM is not None
@@ -64,8 +64,8 @@ class Browser:
             "--hide-scrollbars",
             *(["--no-sandbox"] if os.getuid() == 0 else []),
         ]
-        # The browser is not a child of the tests: their check for leftovers would find the processes of its
-        # tabs.
+        # The browser must not be a child of the test process: the check for leftover child processes
+        # would report the processes of the browser's tabs.
         subprocess.run(
             [sys.executable, "-c", _START, str(commands), str(answers), CHROMIUM, *options, "about:blank"],
             pass_fds=(commands, answers),
@@ -84,14 +84,14 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._to)  # ends the browser, which then closes its pipe
+        os.close(self._to)  # the browser exits and closes its end of the other pipe
         while os.read(self._from, 1 << 20):
             pass
         os.close(self._from)
         self._profile.cleanup()
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command, and return its result."""
+        """Send a command, and return the result."""
         self._number += 1
         number = self._number
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
@@ -111,7 +111,7 @@ class Browser:
             self._events.append(answer)
 
     def events(self, session: str) -> list[dict[str, Any]]:
-        """Return the events of a tab that arrived with the answers so far."""
+        """Return a tab's events that have arrived so far, along with the answers."""
         return [event for event in self._events if event.get("sessionId") == session]
 
     def _receive(self, deadline: float, method: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Browser:
 
     @contextmanager
     def tab(self, address: str, width: int = 1440, height: int = 900, *, dark: bool = False) -> Iterator[Tab]:
-        """Open an address in a new tab."""
+        """Open a URL in a new tab."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         tab = Tab(self, session)
@@ -161,7 +161,7 @@ class Tab:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression, or of its promise."""
+        """Evaluate a JavaScript expression, wait if it returns a promise, and return the value."""
         answer = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
@@ -193,12 +193,12 @@ class Tab:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **extra)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write a picture of the window, or of the whole page, as PNG."""
+        """Save a PNG image of the window, or of the whole page."""
         picture = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
 
     def complaints(self) -> list[str]:
-        """Return errors of scripts, violations of the content policy, and other errors and warnings."""
+        """Return script errors, violations of the content security policy, and other errors and warnings."""
         found = []
         for event in self._events():
             parameters = event["params"]
@@ -212,11 +212,12 @@ class Tab:
         return found
 
     def requests(self) -> list[str]:
-        """Return the addresses that the page has requested, its own included."""
+        """Return the URLs that the page has requested, including the URL of the page."""
         sent = [event["params"] for event in self._events() if event["method"] == "Network.requestWillBeSent"]
         return [parameters["request"]["url"] for parameters in sent]
 
     def _events(self) -> list[dict[str, Any]]:
-        """Return the events of everything that the page has done so far."""
-        self.evaluate("new Promise((resolve) => setTimeout(resolve))")  # its answer comes after the events
+        """Return all events of the tab so far."""
+        # the answer arrives after all earlier events
+        self.evaluate("new Promise((resolve) => setTimeout(resolve))")
         return self._browser.events(self._session)

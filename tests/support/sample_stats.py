@@ -1,4 +1,4 @@
-"""Statistics made by hand, with a value for every field."""
+"""Hand-made statistics with a value for every field."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def stages(graph: Graph) -> tuple[Stream[list[str]], Stream[float]]:
 
 
 def keyed(graph: Graph) -> tuple[Stream[list[tuple[str, int]]], Stream[list[int]]]:
-    """Return words with their number among those of the same first letter, and the sizes of the groups."""
+    """Return each word with its position among words with the same first letter, and the group sizes."""
 
     def first(word: str) -> str:
         return word[0]

@@ -76,7 +76,7 @@ def test_library_function_shows_the_users_own_line(function: Any) -> None:
 
 
 @pytest.mark.parametrize(("limit", "text"), [(auto(), "auto"), (auto(most=8), "auto ≤ 8")])
-def test_stage_shows_that_the_run_chooses_its_workers(limit: Any, text: str) -> None:
+def test_stage_label_shows_auto_workers_and_their_limit(limit: Any, text: str) -> None:
     chosen = replace(stage("chosen"), auto=limit)
     assert workers_text(chosen) == text
     assert text in to_dot(declared("g", [stage("files", "source"), chosen], [edge("files", "chosen")]))
@@ -124,18 +124,18 @@ def test_stage_shows_its_unusual_settings(options: dict[str, Any], words: str) -
     assert option_text(replace(stage("any"), **options)) == words
 
 
-def test_long_graph_wraps_without_cut_arrows() -> None:
+def test_long_graph_wraps_into_rows_and_keeps_every_arrow() -> None:
     dot = to_dot(chain(15, 7))
     arrows = [line for line in dot.splitlines() if " -> " in line and "invis" not in line]
     assert len(arrows) == 14
-    assert dot.count("rank=same") == 5  # 15 stages are 3 rows of 5
+    assert dot.count("rank=same") == 5  # 15 stages make 3 rows of 5
     turned = [line.split()[:3] for line in arrows if "dir=back" in line]
     assert turned == [[f"n{reader}", "->", f"n{reader - 1}"] for reader in range(6, 10)]
     assert "rank=same" not in to_dot(chain(6, 7))
 
 
 def test_rows_of_a_long_graph_are_in_order() -> None:
-    """Invisible arrows keep the order, except where an arrow of the graph does."""
+    """Invisible arrows keep the rows in order where no arrow of the graph does."""
     lines = [line.split() for line in to_dot(chain(15, 7)).splitlines() if "invis" in line]
     order = [(one, other) for one, arrow, other, *_ in lines if arrow == "->"]
     assert order == [

@@ -53,6 +53,6 @@ def test_a_thousand_stages_are_drawn() -> None:
     assert to_mermaid(chain(1000, 7)).count(">|") == 999
 
 
-def test_long_graph_runs_from_top_to_bottom() -> None:
+def test_long_graph_is_drawn_from_top_to_bottom() -> None:
     assert "flowchart LR" in to_mermaid(chain(6, 7))
     assert "flowchart TB" in to_mermaid(chain(7, 7))

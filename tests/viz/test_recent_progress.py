@@ -1,4 +1,4 @@
-"""Test that the views show the remaining time and the cause of the last seconds, with scripted statistics."""
+"""Test that views show the remaining time and the recent cause, with scripted statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slow_at_the_end() -> Graph:
 
 
 def done_at(now: float) -> int:
-    """Return the progress: 1,000 items a second, and then 200 slow items, which take 80 s."""
+    """Return the number of items done: 1,000 per second, and then 200 slow items in 80 s."""
     return min(TOTAL, int(1000 * now if now < 10 else 10_000 + 2.5 * (now - 10)))
 
 
@@ -41,8 +41,8 @@ def stats_at(now: float, state: RunState = "running") -> RunStats:
     return RunStats("slow at the end", state, now, (numbers, save), (edge,), None, window=5.0, cause=cause)
 
 
-def test_bar_shows_the_remaining_time_of_slow_items() -> None:
-    """The average since the start would give 0.3 s where 75 s are left."""
+def test_progress_bar_shows_remaining_time_of_slow_items() -> None:
+    """75 s are left, but the average rate since the start would give 0.3 s."""
     progress = Progress(slow_at_the_end())
     for tenth in range(151):
         (bar,) = progress.bars(stats_at(tenth / 10))
@@ -80,7 +80,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_bars_on_a_terminal_have_the_cause_below_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_shows_cause_below_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with LiveView(terminal, graph=slow_at_the_end()) as view:
@@ -89,7 +89,7 @@ def test_bars_on_a_terminal_have_the_cause_below_them(monkeypatch: pytest.Monkey
     assert "waits for the cores" in terminal.getvalue().rpartition(" left")[2]
 
 
-def test_views_show_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_views_show_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "2 more workers of 'save' would give 1.9 × the rate"
     monkeypatch.setenv("TERM", "xterm")
     for module in ("model", "terminal"):

@@ -137,7 +137,7 @@ def test_graphviz_crash_raises_render_error(
         render("digraph {}", "svg")
 
 
-def test_every_renderer_keeps_the_ids_of_stages_and_channels() -> None:
+def test_every_renderer_keeps_stage_and_channel_ids() -> None:
     graph = chain(MOST_COLUMNS + 1, every_process=3)
     expected = {*(f"s{number}" for number in range(len(graph.stages)))}
     expected |= {*(f"e{number}" for number in range(len(graph.edges)))}

@@ -1,4 +1,4 @@
-"""Test the timeline that is drawn from the trace of a run."""
+"""Test the timeline that is drawn from a trace file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ TRACE = [
 
 
 def written(path: Path, events: list[dict[str, Any]]) -> Path:
-    """Write events as a run does, one on each line."""
+    """Write events in the format of a trace file, one per line."""
     path.write_text("[\n" + ",\n".join(map(json.dumps, events)) + "\n]\n")
     return path
 
@@ -69,7 +69,7 @@ def boxes(root: ElementTree.Element) -> list[ElementTree.Element]:
     return [box for box in root.findall(SVG + "rect") if box.find(SVG + "title") is not None]
 
 
-def test_workers_have_rows_in_the_order_of_the_graph(tmp_path: Path) -> None:
+def test_timeline_rows_follow_graph_order(tmp_path: Path) -> None:
     found = words(drawn(written(tmp_path / "out.json", TRACE)))
     rows = [word for word in found if ", worker" in word]
     assert rows == ["numbers, worker 1", "decode, worker 1", "decode, worker 2"]
@@ -77,7 +77,7 @@ def test_workers_have_rows_in_the_order_of_the_graph(tmp_path: Path) -> None:
     assert [word for word in found if word.endswith("% busy")] == ["0% busy", "50% busy", "25% busy"]
 
 
-def test_boxes_show_the_activity_of_workers(tmp_path: Path) -> None:
+def test_timeline_boxes_show_worker_activity(tmp_path: Path) -> None:
     found = boxes(drawn(written(tmp_path / "out.json", TRACE)))
     titles = [box.findtext(SVG + "title") for box in found]
     assert titles == [
@@ -92,7 +92,7 @@ def test_boxes_show_the_activity_of_workers(tmp_path: Path) -> None:
     assert float(found[1].attrib["width"]) == pytest.approx(WIDTH / 2)
 
 
-def test_every_activity_in_a_trace_has_a_colour() -> None:
+def test_timeline_has_a_colour_for_every_activity() -> None:
     assert set(LABELS.values()) | {"starting"} == set(COLOURS)
 
 
@@ -106,44 +106,44 @@ def test_timeline_of_a_real_run_shows_its_workers(tmp_path: Path) -> None:
     assert {"source, worker 1", "work, worker 1", "work, worker 2", "end, worker 1"} <= set(rows)
 
 
-def test_death_is_a_line_with_its_reason(tmp_path: Path) -> None:
+def test_timeline_marks_worker_death_with_its_reason(tmp_path: Path) -> None:
     root = drawn(written(tmp_path / "out.json", TRACE))
     titles = [line.findtext(SVG + "title") for line in root.findall(SVG + "line")]
     assert [title for title in titles if title] == ["died SIGKILL"]
     assert "red line: death" in words(root)
 
 
-def test_legend_explains_only_drawn_states(tmp_path: Path) -> None:
+def test_legend_explains_only_states_that_are_drawn(tmp_path: Path) -> None:
     root = drawn(written(tmp_path / "out.json", [span(2, 10, "busy", 0, 5)]))
     assert [word for word in words(root) if word in COLOURS] == ["busy"]
 
 
-def test_trace_of_a_killed_program_is_drawn(tmp_path: Path) -> None:
+def test_timeline_accepts_trace_of_killed_program(tmp_path: Path) -> None:
     path = written(tmp_path / "out.json", TRACE)
     text = path.read_text()
     path.write_text(text[: text.index('"name": "retry"')])
     assert len(boxes(drawn(path))) == 6
 
 
-def test_compressed_trace_is_drawn(tmp_path: Path) -> None:
+def test_timeline_accepts_compressed_trace(tmp_path: Path) -> None:
     path = tmp_path / "out.json.gz"
     path.write_bytes(gzip.compress(json.dumps(TRACE).encode()))
     assert len(boxes(drawn(path))) == 6
 
 
-def test_incomplete_compressed_trace_is_drawn(tmp_path: Path) -> None:
+def test_timeline_accepts_incomplete_compressed_trace(tmp_path: Path) -> None:
     text = written(tmp_path / "whole.json", TRACE * 50).read_bytes()
     (tmp_path / "out.json.gz").write_bytes(gzip.compress(text)[:-8])
     assert len(boxes(drawn(tmp_path / "out.json.gz"))) == 300
 
 
-def test_object_with_trace_events_is_drawn(tmp_path: Path) -> None:
+def test_timeline_accepts_json_object_with_trace_events(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text(json.dumps({"traceEvents": TRACE}))
     assert len(boxes(drawn(path))) == 6
 
 
-def test_many_short_events_become_one_box_for_each_pixel(tmp_path: Path) -> None:
+def test_timeline_merges_short_events_into_one_box_per_pixel(tmp_path: Path) -> None:
     names = ("busy", "waits for input")
     events = [span(2, 10, names[number % 2], number, 0.9 - 0.5 * (number % 2)) for number in range(50_000)]
     found = boxes(drawn(written(tmp_path / "out.json", events)))
@@ -151,33 +151,33 @@ def test_many_short_events_become_one_box_for_each_pixel(tmp_path: Path) -> None
     assert {box.attrib["fill"] for box in found} == {COLOURS["busy"]}
 
 
-def test_long_run_is_labelled_in_seconds(tmp_path: Path) -> None:
+def test_timeline_of_long_run_is_labelled_in_seconds(tmp_path: Path) -> None:
     found = words(drawn(written(tmp_path / "out.json", [span(2, 10, "busy", 0, 90_000)])))
     assert "time in s" in found
     assert "90.0 s, 1 worker" in found
 
 
 @pytest.mark.parametrize("text", ["", "no JSON", "3", "[1]", "{}"])
-def test_file_without_events_is_refused(text: str, tmp_path: Path) -> None:
+def test_timeline_refuses_file_without_events(text: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"timeline: .*out\.json' must be a trace in JSON: "):
         timeline(path)
 
 
-def test_damaged_compressed_trace_is_refused(tmp_path: Path) -> None:
+def test_timeline_refuses_damaged_compressed_trace(tmp_path: Path) -> None:
     path = tmp_path / "out.json.gz"
     path.write_bytes(b"no gzip")
     with pytest.raises(ValueError, match="must be a trace in JSON"):
         timeline(path)
 
 
-def test_trace_without_workers_is_refused(tmp_path: Path) -> None:
+def test_timeline_refuses_trace_without_worker_events(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must be the trace of a run, but it has no worker events"):
         timeline(written(tmp_path / "out.json", TRACE[:3]))
 
 
-def test_command_writes_a_timeline(tmp_path: Path) -> None:
+def test_command_writes_timeline(tmp_path: Path) -> None:
     trace, picture = written(tmp_path / "out.json", TRACE), tmp_path / "run.svg"
     result = CliRunner().invoke(main, ["viz", "--timeline", str(trace), "-o", str(picture)])
     assert (result.exit_code, result.output) == (0, f"{picture}\n")

@@ -1,4 +1,4 @@
-"""Test how a long graph is arranged in rows."""
+"""Test how a long graph is arranged into rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flowchan.viz.wrapping import FEWEST_COLUMNS, MOST_COLUMNS, columns_that_fit
 CHAIN = [(number, number + 1) for number in range(1000)]
 
 
-def test_graph_that_fits_has_one_row() -> None:
+def test_graph_that_fits_the_width_has_one_row() -> None:
     assert wrapped(6, CHAIN[:5], 6) == tuple((0, column) for column in range(6))
     assert wrapped(0, [], 6) == ()
 
 
-def test_rows_run_alternately_right_and_left() -> None:
+def test_rows_alternate_between_right_and_left() -> None:
     assert wrapped(7, CHAIN[:6], 4) == ((0, 0), (0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (1, 1))
 
 
@@ -30,7 +30,7 @@ def test_chain_takes_as_few_rows_as_possible(length: int) -> None:
 
 
 def test_row_ends_where_few_arrows_cross() -> None:
-    """Two stages lead to a fan of 8 stages, which lead to three more. Four columns hold the whole fan."""
+    """Two stages lead to a fan of 8 stages, and three more follow. The whole fan fits into one row."""
     fan = range(2, 10)
     arrows = [(0, 1), *((1, one) for one in fan), *((one, 10) for one in fan), (10, 11), (11, 12)]
     rows = [row for row, _ in wrapped(13, arrows, 4)]
@@ -46,9 +46,7 @@ def test_row_ends_where_few_arrows_cross() -> None:
     ),
     st.integers(2, 6),
 )
-def test_every_graph_gets_places_within_the_width(
-    graph: tuple[int, list[tuple[int, int]]], width: int
-) -> None:
+def test_every_graph_is_placed_within_the_width(graph: tuple[int, list[tuple[int, int]]], width: int) -> None:
     count, arrows = graph
     places = wrapped(count, arrows, width)
     assert len(places) == count
@@ -66,7 +64,7 @@ def test_each_row_starts_below_the_end_of_the_row_above() -> None:
         assert column_to == column if row_to > row else abs(column_to - column) == 1
 
 
-def test_long_names_make_rows_shorter() -> None:
+def test_long_stage_names_reduce_number_of_columns() -> None:
     assert columns_that_fit(100) == MOST_COLUMNS
     assert columns_that_fit(400) == 3
     assert columns_that_fit(10_000) == FEWEST_COLUMNS
