@@ -194,7 +194,8 @@ class Feed:
     def at_end(self, call: Callable[[], object]) -> None:
         """Call a function when the feed ends, or immediately if the feed has already ended.
 
-        The run's ``wait()`` returns only after the function has returned. If the function raises, a warning is logged.
+        The run's ``wait()`` returns only after the function has returned. If the function raises, a warning
+        is logged.
         """
         with self._changed:
             over = self._over
