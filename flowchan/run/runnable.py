@@ -127,10 +127,12 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
+        if port is not None:
+            run._serve_metrics(
+                port
+            )  # first, because the run then closes the port if the page cannot be served
         if options.page:
             run._open_page()
-        if port is not None:
-            run._serve_metrics(port)
         return run
 
     @refuses_misspelt("run")
