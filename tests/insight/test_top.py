@@ -109,6 +109,19 @@ def test_top_lists_runs_and_shows_the_chosen_one(tmp_path: Path, sockets: Path) 
     assert any(line.startswith("graph 'second': done") for line in lines)
 
 
+def test_list_names_runs_of_suspended_programs(tmp_path: Path, sockets: Path) -> None:
+    with running(tmp_path, sockets, "first", "second") as process:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            listed = top()
+        finally:
+            process.send_signal(signal.SIGCONT)
+    assert listed.returncode == 0, listed.stderr
+    for number in (1, 2):
+        (row,) = [line for line in listed.stdout.splitlines() if line.startswith(f"{process.pid}-{number} ")]
+        assert "no answer" in row
+
+
 def test_top_reports_that_no_run_was_found(sockets: Path) -> None:
     without, unknown = top(), top("999999")
     assert without.returncode == unknown.returncode == 1
