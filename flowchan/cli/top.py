@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 
 import click
 
-from flowchan.cli.view_client import ViewedRun, ViewError, viewed_runs
+from flowchan.cli.view_client import NoAnswer, ViewedRun, ViewError, viewed_runs
 from flowchan.run.observe.report import render, table
 from flowchan.run.policy.stats import RunStats
 from flowchan.transport.interrupts import signal_of
 from flowchan.viz.live.terminal import LiveView
+
+LIST_WITHIN_S = 3.0
+"""Seconds in which all programs together have to answer for the list."""
 
 
 def top(chosen: str | None, width: int) -> int:
@@ -56,13 +60,19 @@ def _show(run: ViewedRun, width: int) -> None:
 
 
 def _list(runs: list[ViewedRun], width: int) -> str:
-    rows = [["run", "graph", "state", "seconds", "program"]]
+    rows, limit = [["run", "graph", "state", "seconds", "program"]], time.monotonic() + LIST_WITHIN_S
     for run in runs:
-        with contextlib.suppress(ViewError):  # the run has just ended
+        about = [run.name, "", "no answer", "", "it may be suspended"]
+        try:
+            run.answers_by(limit)
             hello = run.hello()
             for stats in itertools.islice(run.statistics(), 1):
                 about = [run.name, stats.graph, stats.state, f"{stats.elapsed:.0f}", hello["program"]]
-                rows.append([_printable(text) for text in about])
+        except NoAnswer:
+            pass
+        except ViewError:  # the run has just ended
+            continue
+        rows.append([_printable(text) for text in about])
     head, *body = rows
     return table(head, body, left={0, 1, 2, 4}, width=width) + "\n\nflowchan top RUN shows one of them"
 

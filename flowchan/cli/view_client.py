@@ -20,6 +20,8 @@ from flowchan.run.policy.stats import RunStats
 
 ANSWER_S = 10.0
 """Maximum wait for the next line from a program, in seconds."""
+MOMENT_S = 0.01
+"""Seconds in which a line that has already arrived is read."""
 STALE_S = 5.0
 """Age in seconds from which a socket file is removed if no program listens on it.
 
@@ -28,6 +30,10 @@ A program that has just created the file may not be listening yet."""
 
 class ViewError(Exception):
     """A run of another program cannot be shown."""
+
+
+class NoAnswer(ViewError):
+    """The program of a run does not answer in time."""
 
 
 class ViewedRun:
@@ -50,6 +56,10 @@ class ViewedRun:
         except BaseException:
             self._socket.close()
             raise
+
+    def answers_by(self, limit: float) -> None:
+        """Wait for the program's next lines only until ``time.monotonic()`` reaches ``limit``."""
+        self._socket.settimeout(max(MOMENT_S, limit - time.monotonic()))
 
     def hello(self) -> dict[str, Any]:
         """Return the first message, which describes the run.
@@ -84,7 +94,7 @@ class ViewedRun:
         try:
             line = self._lines.readline()
         except TimeoutError:
-            raise ViewError(
+            raise NoAnswer(
                 f"the program of run {self.name} has sent nothing for {ANSWER_S:g} s; it may be suspended"
             ) from None
         except ConnectionError:

@@ -198,10 +198,14 @@ class Stage:
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return an output's channels as pairs: the only worker that writes (0 for all) and the name."""
+        """Return an output's channels as pairs: the only worker that writes (0 for all) and the name.
+
+        The core stores the names as UTF-8, so lone surrogates in them become escapes.
+        """
+        name = output.name.encode(errors="backslashreplace").decode()
         if not output.channel_per_worker or self.worker_count == 1:
-            return ((0, output.name),)
-        return tuple((worker, f"{output.name} {worker}") for worker in range(1, self.worker_count + 1))
+            return ((0, name),)
+        return tuple((worker, f"{name} {worker}") for worker in range(1, self.worker_count + 1))
 
     @property
     def read(self) -> tuple[tuple[str, Origin], ...]:

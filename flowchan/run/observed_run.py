@@ -424,9 +424,9 @@ class ObservedRun(ABC):
     def _serve_metrics(self, port: Any) -> None:
         """Serve metrics on an open port until the run has ended. If serving fails, end the run and raise."""
         self._metrics = port
+        self._supervisor.feed.at_end(port.close)
         with self._ended_on_error():
             port.serve(self._supervisor.stats)
-        self._supervisor.feed.at_end(port.close)
 
     @contextlib.contextmanager
     def _ended_on_error(self) -> Iterator[None]:

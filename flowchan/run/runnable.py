@@ -126,11 +126,11 @@ class Runnable(ABC):
         samples_items = traced is not None or options.page
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
+        undo.pop_all()
+        if port is not None:  # first, because the end of the run then closes the port if the page fails
+            run._serve_metrics(port)
         if options.page:
             run._open_page()
-        if port is not None:
-            run._serve_metrics(port)
-        undo.pop_all()
         return run
 
     @refuses_misspelt("run")

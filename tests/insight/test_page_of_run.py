@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -400,6 +401,22 @@ def test_start_aborts_run_if_page_cannot_get_a_port(monkeypatch: pytest.MonkeyPa
         gated(gate).start(page=True)
     # a worker that was inside its function when the run was aborted may end slightly later
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("flowchan")])
+
+
+def test_port_of_metrics_is_free_again_if_the_page_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no port is free")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(pages, "LocalServer", refuse)
+    gate = Gate()
+    gate.open()
+    with pytest.raises(OSError, match="no port is free") as refused:  # its traceback keeps the run alive
+        gated(gate).start(page=True, metrics=port)
+    with gated(gate).start(metrics=port) as run:
+        assert run.metrics == f"http://127.0.0.1:{port}/metrics"
+    assert refused.tb is not None
 
 
 def test_run_with_page_is_freed_without_garbage_collection() -> None:

@@ -94,6 +94,12 @@ def test_request_with_non_ascii_token_is_not_found(server: LocalServer) -> None:
         assert raw.recv(12) == b"HTTP/1.0 404"
 
 
+def test_address_that_is_not_a_url_is_refused(server: LocalServer) -> None:
+    with connect(server) as raw:
+        raw.sendall(f"GET http://[ HTTP/1.1\r\nHost: {urlsplit(server.address).netloc}\r\n\r\n".encode())
+        assert raw.recv(12) == b"HTTP/1.0 400"
+
+
 def test_request_for_unknown_path_is_not_found(server: LocalServer) -> None:
     for path in ("page", "../", "static/../../secret", "static/%2e%2e/x"):
         with request(server, path) as reply:

@@ -15,6 +15,9 @@ from support.scripts import script, start
 from support.terminals import on_terminal
 from support.waiting import wait_until
 
+from flowchan.cli import top as cli_top
+from flowchan.cli import view_client
+
 TOP = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "top"]
 
 PROGRAM = """
@@ -110,11 +113,28 @@ def test_top_lists_runs_and_shows_selected_run(tmp_path: Path, sockets: Path) ->
     assert any(line.startswith("graph 'second': done") for line in lines)
 
 
-def test_top_reports_that_no_run_was_found(sockets: Path) -> None:
-    without, unknown = top(), top("999999")
-    assert without.returncode == unknown.returncode == 1
-    assert without.stderr.startswith("flowchan: no run of this user was found")
+def test_list_names_runs_of_suspended_programs(tmp_path: Path, sockets: Path) -> None:
+    with running(tmp_path, sockets, "first", "second") as process:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            listed = top()
+        finally:
+            process.send_signal(signal.SIGCONT)
+    assert listed.returncode == 0, listed.stderr
+    for number in (1, 2):
+        (row,) = [line for line in listed.stdout.splitlines() if line.startswith(f"{process.pid}-{number} ")]
+        assert "no answer" in row
+
+
+def test_top_reports_that_no_run_was_found(
+    sockets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unknown = top("999999")
+    assert unknown.returncode == 1
     assert unknown.stderr.startswith("flowchan: no run of process 999999 was found")
+    monkeypatch.setattr(view_client, "view_folders", lambda: [sockets])  # without other programs of this user
+    assert cli_top.top(None, 80) == 1
+    assert capsys.readouterr().err.startswith("flowchan: no run of this user was found")
 
 
 def test_top_reports_that_the_program_was_killed(tmp_path: Path, sockets: Path) -> None:

@@ -64,6 +64,22 @@ def traced_items(run: Run) -> list[ItemTraced]:
 # --- the file ---
 
 
+def test_file_that_another_run_writes_is_refused(path: Path) -> None:
+    gate, started = Gate(), list[int]()
+    one, two = Graph("one"), Graph("two")
+    one.source([1]).map(gate.wait, on="process", name="wait").sink(str)
+    two.source([1]).sink(started.append)
+    with one.start(trace=path) as run:
+        with pytest.raises(BlockingIOError, match=r"could not be opened: .*another run writes its trace"):
+            two.start(trace=path)
+        gate.open()
+        run.wait()
+    check_trace(read_trace(path))
+    assert not started
+    two.run(trace=path)  # the first run has ended
+    assert names_of(read_trace(path))[0][1] == "run of two"
+
+
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
 def test_trace_file_is_valid_and_shows_each_worker(tmp_path: Path, name: str) -> None:
     graph = Graph("named")

@@ -38,6 +38,8 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         monkeypatch.setenv("TMPDIR", runtime)
         assert view_folders()[0] == Path(runtime) / "flowchan"
+        # the second folder has the runs of all other programs of this user
+        monkeypatch.setattr(view_client, "view_folders", lambda: view_folders()[:1])
         yield Path(runtime) / "flowchan"
 
 

@@ -428,3 +428,14 @@ def test_general_stage_gets_its_keyword_arguments() -> None:
     graph.stage(scale, graph.source([1, 2]), factor=3, total=found)
     graph.run()
     assert found == [3, 6]
+
+
+def test_stages_may_have_names_of_files_that_are_not_utf8() -> None:
+    graph = Graph("file \udcff")
+    read = graph.source(range(4), name="read \udcff").map(abs, on="process", workers=2, name="\udcfd")
+    even, odd = read.partition(lambda number: number % 2, 2, name="\udcfe")
+    odd.sink(str)
+    numbers = even.collect(name="\udcfc")
+    with graph.start() as run:
+        assert len(run.wait()[numbers]) == 2
+    assert {edge.name for edge in run.stats().edges} >= {"read \\udcff", "\\udcfd"}

@@ -491,3 +491,20 @@ def test_forkserver_that_is_killed_while_a_worker_starts_is_named(tmp_path: Path
             "stage 'work': a worker process could not be started with the start method 'forkserver', because "
             "Python's forkserver was killed by SIGKILL\n"
         )
+
+
+def test_code_of_operators_is_imported_before_a_worker_is_forked(tmp_path: Path) -> None:
+    """Otherwise a run that starts beside another one can fork while a thread of the other one imports it."""
+    program = """
+        import os, sys
+        from flowchan import Graph
+
+        loaded = []
+        os.register_at_fork(before=lambda: loaded.append("flowchan.run.worker.operator_loops" in sys.modules))
+        graph = Graph("forks")
+        graph.source(range(3)).map(abs, on="process", name="work").sink(str)
+        assert "flowchan.run.worker.operator_loops" not in sys.modules
+        graph.run()
+        print(*loaded)
+    """
+    assert run_python(script(tmp_path, program)) == "True\n"

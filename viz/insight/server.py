@@ -248,7 +248,10 @@ class _Handler(BaseHTTPRequestHandler):
         is_local = self.server.host == LOOPBACK
         if is_local and (len(hosts) != 1 or hosts[0].lower() not in self.server.hosts):
             return _status(HTTPStatus.FORBIDDEN)
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # for example "http://["
+            return _status(HTTPStatus.BAD_REQUEST)
         path = url.path.removeprefix("/")
         if self.server.token:
             token, slash, path = path.partition("/")

@@ -155,6 +155,7 @@ class LocalPart:
         stage, ports = self._ports.worker(id).stage, self._ports.ports[id]
         suspicion = self._deaths.started(id)
         self._reported.discard(id)
+        stage.operator.run()  # else a child that is forked while another thread imports this waits forever
         with start_of(self.plan.graph, stage.name):
             memberships = Memberships(self._gangs.membership(id), self._gangs.next_memberships(id, stage))
             packed = dumps_for_worker(stage) if self._pooled is None else self._pooled.packed(stage)

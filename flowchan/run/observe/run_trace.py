@@ -12,8 +12,10 @@ even if the program was killed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
+import stat
 import threading
 import time
 import zlib
@@ -72,7 +74,17 @@ class _TraceFile:
     """Unbuffered file. With a buffer, a forked child would also write the data that the buffer contained."""
 
     def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if stat.S_ISREG(os.fstat(self._file).st_mode):
+                os.ftruncate(self._file, 0)
+        except BlockingIOError as error:
+            os.close(self._file)
+            raise BlockingIOError(error.errno, "another run writes its trace to this file") from None
+        except BaseException:
+            os.close(self._file)
+            raise
         self._gzip = zlib.compressobj(1, wbits=31) if path.endswith(".gz") else None
 
     def write(self, text: str, flush: int = zlib.Z_SYNC_FLUSH) -> None:
@@ -91,6 +103,7 @@ class _TraceFile:
 
     def close(self) -> None:
         """Close the file without completing the trace."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)  # else forked children, which inherit the file, keep the lock
         os.close(self._file)
 
 

@@ -135,7 +135,7 @@ def show_name(name: str, end: str = "") -> None:
     The kernel keeps 15 bytes; ``end`` is never cut off. The command line is left unchanged, because users
     find the processes of their program by it.
     """
-    name = name.encode()[: 15 - len(end)].decode(errors="ignore")
+    name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # no /proc on this system
         Path("/proc/self/comm").write_text(name + end)
 
