@@ -403,7 +403,7 @@ def test_start_aborts_run_if_page_cannot_get_a_port(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("flowchan")])
 
 
-def test_port_of_metrics_is_free_again_if_the_page_cannot_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_port_is_closed_if_the_page_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no port is free")
 

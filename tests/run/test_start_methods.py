@@ -494,7 +494,7 @@ def test_forkserver_that_is_killed_while_a_worker_starts_is_named(tmp_path: Path
 
 
 def test_code_of_operators_is_imported_before_a_worker_is_forked(tmp_path: Path) -> None:
-    """Otherwise a run that starts beside another one can fork while a thread of the other one imports it."""
+    """Otherwise, one run can fork while a thread of another run holds the lock of the import."""
     program = """
         import os, sys
         from flowchan import Graph
