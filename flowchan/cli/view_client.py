@@ -15,17 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from flowchan.run.observe.stats_json import SCHEMA, from_json
-from flowchan.run.observe.view_socket import is_private, view_folders
+from flowchan.run.observe.view_socket import is_same_user, socket_prefix
 from flowchan.run.policy.stats import RunStats
 
 ANSWER_S = 10.0
 """Maximum wait for the next line from a program, in seconds."""
 MOMENT_S = 0.01
 """Seconds in which a line that has already arrived is read."""
-STALE_S = 5.0
-"""Age in seconds from which a socket file is removed if no program listens on it.
-
-A program that has just created the file may not be listening yet."""
 
 
 class ViewError(Exception):
@@ -40,18 +36,20 @@ class ViewedRun:
     """Connection to a run of another program.
 
     Args:
-        path: Socket of the run.
+        name: Name of the run, from its socket.
 
     Raises:
-        OSError: No program listens on the socket.
+        OSError: No program of this user has this socket.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(ANSWER_S)
-            self._socket.connect(str(path))
+            self._socket.connect(f"\0{socket_prefix()}{name}")
+            if not is_same_user(self._socket):
+                raise PermissionError(f"run {name} belongs to another user")
             self._lines = self._socket.makefile("rb")
         except BaseException:
             self._socket.close()
@@ -111,7 +109,7 @@ class ViewedRun:
 
 
 def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
-    """Connect to this user's runs, and remove the sockets of killed programs.
+    """Connect to this user's runs.
 
     Args:
         chosen: Process ID of a program, or name of a run, to limit the search (default: all runs).
@@ -120,18 +118,14 @@ def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
         The connections, sorted by process ID.
     """
     found = []
-    for path in sorted(_sockets(), key=lambda path: [int(part) for part in path.name.split("-")]):
-        if chosen is None or chosen in (path.name, path.name.partition("-")[0]):
+    for name in sorted(run_names(), key=lambda name: [int(part) for part in name.split("-")]):
+        if chosen is None or chosen in (name, name.partition("-")[0]):
             with contextlib.suppress(OSError):
-                try:
-                    found.append(ViewedRun(path))
-                except ConnectionRefusedError:
-                    if time.time() - path.lstat().st_mtime > STALE_S:
-                        path.unlink()
+                found.append(ViewedRun(name))
     return found
 
 
-def _sockets() -> Iterator[Path]:
-    for folder in view_folders():
-        if is_private(folder):
-            yield from (path for path in folder.iterdir() if re.fullmatch(r"\d+-\d+", path.name))
+def run_names() -> set[str]:
+    """Return the names of the runs that have a socket."""
+    sockets = Path("/proc/net/unix").read_text(errors="replace")
+    return set(re.findall(rf" @{socket_prefix()}(\d+-\d+)$", sockets, re.MULTILINE))

@@ -149,6 +149,35 @@ _terminating: list[int] = []
 """The process of each block and watch that makes SIGTERM raise ``Termination``."""
 
 
+class _Forking(threading.local):
+    """Signals that this thread blocked before a fork; ``None`` if it blocked none."""
+
+    blocked_before: set[Any] | None = None
+
+
+_forking = _Forking()
+
+
+def _block_termination() -> None:
+    """Block SIGTERM during a fork.
+
+    Python forgets the signals that a child receives before its Python handlers are in place.
+    """
+    if _terminating:
+        _forking.blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_termination() -> None:
+    before, _forking.blocked_before = _forking.blocked_before, None
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+os.register_at_fork(
+    before=_block_termination, after_in_parent=_unblock_termination, after_in_child=_unblock_termination
+)
+
+
 # --- Errors of signal handlers ---
 
 

@@ -110,7 +110,9 @@ def test_error_for_a_misspelt_group_option_names_the_closest_option() -> None:
 
 
 def test_help_shows_the_options_that_a_call_has() -> None:
-    assert list(inspect.signature(Graph.run).parameters) == ["self", "seed", "memory", "progress", "resume"]
+    assert list(inspect.signature(Graph.run).parameters) == [
+        "self", "seed", "memory", "progress", "resume", "page", "metrics", "trace"
+    ]  # fmt: skip
     assert list(inspect.signature(Channel).parameters) == ["capacity", "across", "max_bytes"]
 
 

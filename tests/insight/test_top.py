@@ -6,7 +6,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from support.waiting import wait_until
 
 from flowchan.cli import top as cli_top
 from flowchan.cli import view_client
+from flowchan.cli.view_client import run_names
 
 TOP = [sys.executable, "-c", "from flowchan.cli.commands import main; main()", "top"]
 
@@ -48,24 +48,17 @@ if __name__ == "__main__":
 """.replace("import itertools", "import contextlib, itertools")
 
 
-@pytest.fixture
-def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a socket folder that only this test uses."""
-    with tempfile.TemporaryDirectory(prefix="fc", dir="/tmp") as runtime:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-        monkeypatch.setenv("TMPDIR", runtime)
-        yield Path(runtime) / "flowchan"
+def names_of(pid: int) -> set[str]:
+    """Return the names of the runs of a program that have a socket."""
+    return {name for name in run_names() if name.startswith(f"{pid}-")}
 
 
 @contextlib.contextmanager
-def running(folder: Path, sockets: Path, *graphs: str) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, *graphs: str) -> Iterator[subprocess.Popen[str]]:
     """Run a program whose runs end once the folder contains a file named "seen"."""
-    before = set(sockets.glob("*"))
     with start(script(folder, PROGRAM), *graphs, cwd=folder) as process:
         try:
-            wait_until(
-                lambda: len({*sockets.glob("*")} - before) == len(graphs) or process.poll() is not None
-            )
+            wait_until(lambda: len(names_of(process.pid)) == len(graphs) or process.poll() is not None)
             yield process
         finally:
             (folder / "seen").touch()
@@ -76,19 +69,19 @@ def top(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*TOP, *arguments], capture_output=True, text=True)
 
 
-def test_top_shows_only_run_until_it_ends(tmp_path: Path, sockets: Path) -> None:
-    with running(tmp_path, sockets, "shown") as process:
-        lines, code = on_terminal(TOP, tmp_path, then="shown · running · ")
+def test_top_shows_the_run_of_a_program_until_it_ends(tmp_path: Path) -> None:
+    with running(tmp_path, "shown") as process:
+        lines, code = on_terminal([*TOP, str(process.pid)], tmp_path, then="shown · running · ")
         assert process.wait() == 0
     assert code == 0, lines
     assert any("decode" in line and "%" in line for line in lines), lines  # a table row
     (report,) = [line for line in lines if line.startswith("graph 'shown': ")]
     assert report.startswith("graph 'shown': done after")
-    assert not list(sockets.iterdir())
+    assert not names_of(process.pid)
 
 
-def test_interrupt_closes_top_but_does_not_stop_run(tmp_path: Path, sockets: Path) -> None:
-    with running(tmp_path, sockets, "goes_on") as process:
+def test_interrupt_closes_top_but_does_not_stop_run(tmp_path: Path) -> None:
+    with running(tmp_path, "goes_on") as process:
         lines, code = on_terminal([*TOP, str(process.pid)], tmp_path, until=["goes_on · running · "])
         assert code == 130
         assert "flowchan: the view is closed; the run continues" in lines
@@ -99,8 +92,8 @@ def test_interrupt_closes_top_but_does_not_stop_run(tmp_path: Path, sockets: Pat
     assert (process.returncode, out, err) == (0, "started\ndone\n", "")
 
 
-def test_top_lists_runs_and_shows_selected_run(tmp_path: Path, sockets: Path) -> None:
-    with running(tmp_path, sockets, "first", "second") as process:
+def test_top_lists_runs_and_shows_selected_run(tmp_path: Path) -> None:
+    with running(tmp_path, "first", "second") as process:
         listed = top()
         assert listed.returncode == 0, listed.stderr
         rows = [line.split() for line in listed.stdout.splitlines()]
@@ -113,8 +106,8 @@ def test_top_lists_runs_and_shows_selected_run(tmp_path: Path, sockets: Path) ->
     assert any(line.startswith("graph 'second': done") for line in lines)
 
 
-def test_list_names_runs_of_suspended_programs(tmp_path: Path, sockets: Path) -> None:
-    with running(tmp_path, sockets, "first", "second") as process:
+def test_list_names_runs_of_suspended_programs(tmp_path: Path) -> None:
+    with running(tmp_path, "first", "second") as process:
         process.send_signal(signal.SIGSTOP)
         try:
             listed = top()
@@ -127,19 +120,19 @@ def test_list_names_runs_of_suspended_programs(tmp_path: Path, sockets: Path) ->
 
 
 def test_top_reports_that_no_run_was_found(
-    sockets: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unknown = top("999999")
     assert unknown.returncode == 1
     assert unknown.stderr.startswith("flowchan: no run of process 999999 was found")
-    monkeypatch.setattr(view_client, "view_folders", lambda: [sockets])  # without other programs of this user
+    monkeypatch.setattr(view_client, "run_names", set)  # without other programs of this user
     assert cli_top.top(None, 80) == 1
     assert capsys.readouterr().err.startswith("flowchan: no run of this user was found")
 
 
-def test_top_reports_that_the_program_was_killed(tmp_path: Path, sockets: Path) -> None:
+def test_top_reports_that_the_program_was_killed(tmp_path: Path) -> None:
     with (
-        running(tmp_path, sockets, "killed") as process,
+        running(tmp_path, "killed") as process,
         subprocess.Popen(
             [*TOP, str(process.pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as viewer,
@@ -151,4 +144,4 @@ def test_top_reports_that_the_program_was_killed(tmp_path: Path, sockets: Path) 
         out, err = viewer.communicate()
     assert (viewer.returncode, out) == (1, "")
     assert err.splitlines()[-1] == f"flowchan: the program of run {process.pid}-1 exited before the run ended"
-    assert [path.name for path in sockets.iterdir()] == [f"{process.pid}-1"]
+    assert not names_of(process.pid)

@@ -48,6 +48,7 @@ SHARED = {
     "flowchan.items.text",
     "flowchan.run.policy.failures",
     "flowchan.channel.latch",
+    "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.

@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from flowchan import Graph, Interrupted, Run, RunError, hosts, worker
 from flowchan.viz.live import notebook, terminal
-from flowchan.viz.live.model import bars_line, plain_line
+from flowchan.viz.live.model import bars, bars_line, plain_line
 
 
 class Model:
@@ -70,14 +70,14 @@ def test_every_display_shows_a_stage_that_is_starting() -> None:
         assert "'model' is starting: no worker has built its callable yet" in run.explain()
         assert "1 process, starting" in run.report()
         assert "| model 0 0/s starting" in plain_line(stats)
-        assert "starting: model" in bars_line(graph, stats)
+        assert "starting: model" in bars_line(bars(graph, stats), stats)
         assert terminal._cells(stage, None)[0] == "1 process, starting"
         assert notebook._does(stage) == "0 at 0/s, starting"
         gate.open()
         run.ready()
         stats, stage = run.stats(), stage_of(run, "model")
         assert (stage.state, stage.starting) == ("running", 0)
-        for text in (run.explain(), run.report(), plain_line(stats), bars_line(graph, stats)):
+        for text in (run.explain(), run.report(), plain_line(stats), bars_line(bars(graph, stats), stats)):
             assert "starting" not in text.replace("the start", "")
 
 

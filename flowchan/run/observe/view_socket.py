@@ -9,25 +9,24 @@ A viewer receives JSON lines: one "hello", then "stats", and finally "end" when 
 sends nothing. Writes never block, so a slow viewer misses statistics but does not delay other viewers or the
 run. If the program is killed, the connection closes without "end".
 
-Invariants. The folder belongs to the user, and only the user may access it. The peer of a connection is the
-same user or root. A forked child closes its copies of the sockets, so the connections close when the program
-exits. If a program is killed, its socket file stays behind; the next viewer removes the file.
+Invariants. The socket has an abstract name (see unix(7)), so no file stays behind if the program is killed.
+Any user may connect to such a name. Both ends therefore check that the other end is the same user or root. A
+forked child closes its copies of the sockets, so the connections close when the program exits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import socket
-import stat
 import struct
 import sys
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 from flowchan.run.observe.feed import Feed, Subscription
@@ -47,20 +46,9 @@ MOST_RUNS = 1000
 """Maximum number of sockets of one program."""
 
 
-def view_folders() -> list[Path]:
-    """Return the folders that may contain sockets of this user's programs. New sockets go into the first."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    first = [Path(runtime) / "flowchan"] if runtime and is_private(Path(runtime)) else []
-    return [*first, Path(os.environ.get("TMPDIR") or "/tmp") / f"flowchan-{os.geteuid()}"]
-
-
-def is_private(folder: Path) -> bool:
-    """Return whether the folder exists, belongs to this user and is inaccessible to others."""
-    try:
-        found = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+def socket_prefix() -> str:
+    """Return how the names of the sockets of this user's programs begin."""
+    return f"flowchan-{os.geteuid()}-"
 
 
 class ViewSocket:
@@ -75,7 +63,7 @@ class ViewSocket:
         self._graph, self._feed = graph, feed
         self._due = time.monotonic() + POLL_INTERVAL_S
         self._listener: socket.socket | None = None
-        self._path: Path | None = None
+        self._name = ""
         self._viewers: list[ViewConnection] = []
 
     def poll(self) -> None:
@@ -90,58 +78,49 @@ class ViewSocket:
             else:
                 self._accept(self._listener)
         except (OSError, RuntimeError) as error:  # the run does not depend on its viewers
-            if self._path is None:  # no socket could be created
+            if not self._name:  # no socket could be created
                 self._due = math.inf
             log.debug("graph %r cannot be shown by flowchan top: %s", self._graph, text_of(error))
 
     def _listen(self) -> None:
-        folder = view_folders()[0]
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        if not is_private(folder):
-            raise PermissionError(
-                f"{folder} must be owned by this user and have mode 0700; delete it so that flowchan can "
-                "create it again"
-            )
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener = listener
         _sockets.add(listener)
         for number in range(1, MOST_RUNS):
-            path = folder / f"{os.getpid()}-{number}"
+            name = f"{os.getpid()}-{number}"
             try:
-                listener.bind(str(path))
-            except OSError:
-                if path.exists():  # another run of this program, or of a program in another container
+                listener.bind(f"\0{socket_prefix()}{name}")
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:  # another run of this program, or another user's program
                     continue
                 raise
-            self._path = path
+            self._name = name
             listener.listen()
             return
-        raise OSError(f"{folder} already has {MOST_RUNS} sockets of this program, which is the maximum")
+        raise OSError(f"this program already has {MOST_RUNS} sockets, which is the maximum")
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while True:
                 connection, _ = listener.accept()
                 _sockets.add(connection)
-                if _user_of(connection) in (os.geteuid(), 0):
+                if is_same_user(connection):
                     self._viewers = [one for one in self._viewers if not one.has_left]
                     self._viewers.append(ViewConnection(connection, self._feed, self._hello()))
                 else:
                     connection.close()
 
     def _hello(self) -> dict[str, Any]:
-        name = "" if self._path is None else self._path.name
         program = " ".join(sys.orig_argv)
-        return {"event": "hello", "schema": SCHEMA, "run": name, "graph": self._graph, "program": program}
+        return {
+            "event": "hello", "schema": SCHEMA, "run": self._name, "graph": self._graph, "program": program
+        }  # fmt: skip
 
     def close(self) -> None:
         """Close the socket and its connections. The feed must have ended."""
         if self._listener is None:
             return
         self._listener.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
         for viewer in self._viewers:
             viewer.end()
 
@@ -193,13 +172,13 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-def _user_of(connection: socket.socket) -> int:
-    """Return the user ID of the program at the other end of a connection."""
+def is_same_user(connection: socket.socket) -> bool:
+    """Return whether the program at the other end of a connection belongs to this user or to root."""
     credentials = struct.Struct("3i")  # process ID, user ID, group ID
     _, user, _ = credentials.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
     )
-    return int(user)
+    return user in (os.geteuid(), 0)
 
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
