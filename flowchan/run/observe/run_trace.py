@@ -266,6 +266,7 @@ class RunTrace:
             case RunEnded(state):
                 for worker in list(self._workers):
                     self._end(worker, now)
+                self._count(now)
                 self._lines.append(self._events.run_instant(f"run is {state}", now))
 
     def _see_decided(self, decided: Decided, now: int) -> None:
