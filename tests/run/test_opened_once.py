@@ -6,12 +6,14 @@ Each worker has one instance. With ``share_instance=True``, all coroutines of a 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from runs import Gate, everywhere
+from support.waiting import WAIT_LIMIT_S
 
 from flowchan import Channel, Graph, RunError
 
@@ -151,7 +153,10 @@ def test_abort_does_not_cancel_a_close_that_has_begun(share: bool) -> None:
                 raise AssertionError
             closed.append("closed")
 
+    started = threading.Event()
+
     async def cancelled(item: int) -> None:
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -162,6 +167,7 @@ def test_abort_does_not_cancel_a_close_that_has_begun(share: bool) -> None:
     instances = 1 if share else WORKERS
     with graph.start() as run:
         gate.wait_held(instances)
+        started.wait(WAIT_LIMIT_S)  # otherwise nothing would open the gate
         run.abort()
     assert closed == ["closed"] * instances
 
