@@ -74,6 +74,11 @@ def declared(on: str, seen: Channel[int]) -> tuple[Graph, Any, Any]:
     return graph, numbers, even.collect()
 
 
+def wait_for_decision(run: Run) -> None:
+    count = len(run.decisions())
+    wait_until(lambda: len(run.decisions()) > count, what=run.report)
+
+
 def checked(run: Run, found: list[int], seen: Channel[int], repeats: bool) -> None:
     seen.close()
     expected = [one for item in range(ITEMS) if item % 3 for one in (item, -item)]
@@ -93,8 +98,7 @@ def test_auto_scaling_loses_no_items_when_workers_are_killed(rng: random.Random)
         for item in range(ITEMS):
             run[numbers].put(item)
             if item % 250 == 249:
-                count = len(run.decisions())
-                wait_until(lambda count=count: len(run.decisions()) > count, what=run.report)  # type: ignore[misc]
+                wait_for_decision(run)
                 kill_one(run, rng)
         run[numbers].close()
         found = run.wait()[evens]
@@ -110,8 +114,7 @@ def test_auto_scaling_of_threads_keeps_item_order() -> None:
         for item in range(ITEMS):
             run[numbers].put(item)
             if item % 250 == 249:
-                count = len(run.decisions())
-                wait_until(lambda count=count: len(run.decisions()) > count, what=run.report)  # type: ignore[misc]
+                wait_for_decision(run)
         run[numbers].close()
         found = run.wait()[evens]
     checked(run, found, seen, repeats=False)

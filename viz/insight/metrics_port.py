@@ -7,7 +7,6 @@ The server thread starts after the workers have been forked. Each forked worker 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 from flowchan.items.text import shown
 from flowchan.run.policy.stats import RunStats
@@ -19,7 +18,7 @@ MOST_PORT = 65535
 
 
 class MetricsPort:
-    """Metrics port of one run. A ``with`` block closes the port only if the block raises.
+    """Metrics port of one run.
 
     Args:
         metrics: The argument ``metrics`` of ``graph.start()``.
@@ -43,15 +42,6 @@ class MetricsPort:
                 f"run: metrics must be a free port on this machine, got {shown(metrics)}: {error.strerror}; "
                 "choose another port, or 0 for any free port",
             ) from None
-
-    def __enter__(self) -> MetricsPort:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.close()
 
     @property
     def address(self) -> str:

@@ -11,13 +11,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowchan.run.observe.feed import RECENT_S
 from flowchan.run.stacks import stacks
 from flowchan.run.supervisor import Supervisor
 from flowchan.run.what_if_question import answer
 from flowchan.viz.insight.snapshot import ElementIds
-
-PREDICTION_WINDOW_S = 5.0
-"""Length of the most recent window, in seconds, on which predictions are based."""
 
 Action = Callable[[Mapping[str, str]], Any]
 
@@ -32,7 +30,7 @@ def actions_of(supervisor: Supervisor, ids: ElementIds) -> dict[str, Action]:
 
     def predict(_: Mapping[str, str]) -> Any:
         run = _alive(reference)
-        found = answer(run.plan.graph, run.stats(PREDICTION_WINDOW_S), None, None, None)
+        found = answer(run.plan.graph, run.stats(RECENT_S), None, None, None)
         rows = found if isinstance(found, list) else [found]
         return {"rows": [{**dataclasses.asdict(row), "stage": ids.stages[row.stage]} for row in rows]}
 
