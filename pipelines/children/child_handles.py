@@ -9,7 +9,6 @@ from flowchan import Graph
 from flowchan.declare.placements import PlacementOption, placement_argument
 from flowchan.items import arguments
 from flowchan.pipelines.children import group_calls, parent_handle
-from flowchan.pipelines.children.child_state import ChildState
 from flowchan.pipelines.children.started_children import StartedChildren
 
 Program = Callable[..., Any] | str
@@ -60,8 +59,8 @@ class Child:
         """Run ``function(parent, *args, **kwargs)`` in the child, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. Hosts must be able to import it, unless
-                the main script defines it.
+            function: Function, or its name as ``"module:function"``. A host that lacks the module of the
+                function gets the function by value.
             *args: Positional arguments.
             **kwargs: Keyword arguments.
 
@@ -282,8 +281,8 @@ class Children:
         """Run ``function(parent, *args, **kwargs)`` in each member, and return at once.
 
         Args:
-            function: Function, or its name as ``"module:function"``. Hosts must be able to import it, unless
-                the main script defines it.
+            function: Function, or its name as ``"module:function"``. A host that lacks the module of the
+                function gets the function by value.
             *args: Positional arguments; the members get copies.
             **kwargs: Keyword arguments.
 
@@ -382,9 +381,7 @@ class Children:
         group_calls.need_programs("send_each", states)
         group_calls.send("send_each", zip(states, values.values(), strict=True), timeout)
 
-    def receive(
-        self, timeout: float | None = None, into: Mapping[int, Any] | None = None
-    ) -> dict[int, Any]:
+    def receive(self, timeout: float | None = None, into: Mapping[int, Any] | None = None) -> dict[int, Any]:
         """Receive one value from each member.
 
         If the call raises an exception, the values that had arrived remain the next ones of their members.

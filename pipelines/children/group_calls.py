@@ -16,6 +16,7 @@ from flowchan.items import arguments
 from flowchan.items.codec import Opening
 from flowchan.pipelines.children.child_links import SentOnce
 from flowchan.pipelines.children.child_state import ChildState, remaining
+from flowchan.pipelines.children.code_for_hosts import CodeForHosts
 from flowchan.pipelines.fill_into import fill
 from flowchan.remote.joining import sealed_once
 
@@ -97,7 +98,10 @@ def run(children: States, program: tuple[Any, ...], remote: bool) -> None:
     for child in children:
         if child.has_program:
             raise RuntimeError(f"run: child {child.number} already has a program; start another child")
-    packed: Any = pack(program)
+    function, args, kwargs = program
+    if remote and callable(function):
+        function = CodeForHosts(function)
+    packed: Any = pack((function, args, kwargs))
     misses = _Misses("run", None)
     if len(children) > 1 and not remote and isinstance(once := _local(packed), SentOnce):
         packed = once

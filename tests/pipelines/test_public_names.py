@@ -46,6 +46,7 @@ SHARED = {
     "flowchan.items.worker_globals",
     "flowchan.remote.joining",
     "flowchan.hosts",
+    "flowchan.hosts.code",
     "flowchan.hosts.pool_channels",
     "flowchan.items.codec",
     "flowchan.run.policy.decisions",
