@@ -16,9 +16,12 @@ from flowchan.run.policy.events import Death
 STAGE = "children"
 """Name of the stage whose workers are the children."""
 
-RELEASED: Channel[Any] = Channel(1)
-"""Closed channel in place of the channels of a child that was closed, which are released."""
-RELEASED.close()
+
+def released() -> Channel[Any]:
+    """Return a closed channel that takes the place of channels that are released."""
+    channel: Channel[Any] = Channel(1)
+    channel.close()
+    return channel
 
 
 class Alive:
@@ -31,7 +34,7 @@ class Alive:
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
-            self._reports = RELEASED
+            self._reports = released()
 
 
 class ChildState:
@@ -122,7 +125,7 @@ class ChildState:
     def release(self) -> None:
         """Release the channels of a child that has ended, with the values that were not received."""
         self._unread.clear()
-        self.links = Links(self.number, self.links.speed, *[RELEASED] * 5)
+        self.links = Links(self.number, self.links.speed, *[released()] * 5)
 
     def _was_closed(self, call: str) -> Closed:
         return Closed(f"{call}: child {self.number} was closed")

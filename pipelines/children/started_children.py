@@ -17,7 +17,7 @@ from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.pipelines.children import parent_handle
 from flowchan.pipelines.children.child_links import Links
-from flowchan.pipelines.children.child_state import RELEASED, STAGE, Alive, ChildState
+from flowchan.pipelines.children.child_state import STAGE, Alive, ChildState, released
 from flowchan.pipelines.user_calls import reason
 from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
 from flowchan.run.policy.events import Death, Failure, WorkerId
@@ -95,25 +95,30 @@ class StartedChildren:
 
         The children see that their channels are closed. Those that do not end get SIGTERM, then SIGKILL.
         """
-        if (run := self._run) is None:
-            return
         children = list(children)
         closing = [child for child in children if not child.ended.is_set()]
         for child in closing:
             child.begin_close()
-        if any(not (child.ended.is_set() or child.closing) for child in self.states.values()):
+        if (run := self._run) is None:
+            pass  # all children had ended before
+        elif any(not (child.ended.is_set() or child.closing) for child in self.states.values()):
             self._end_some(run, closing)
         else:
-            if closing:
-                run.abort()
-            else:
-                run.stop(timeout=GRACE)  # a dead child may still be replaced
-            with contextlib.suppress(RunError):  # the calls of the children raise it
-                run.wait()
-            self._reports.end()
-            self._last_report, self._run = run.report(), None  # releases the run's channels
+            self._end_run(run, abort=bool(closing))
+        self.print_reports()
         for child in children:
             child.release()
+
+    def _end_run(self, run: Run, abort: bool) -> None:
+        """End the run, because all children have ended or are ending, and release its channels."""
+        if abort:
+            run.abort()
+        else:
+            run.stop(timeout=GRACE)  # a dead child may still be replaced
+        with contextlib.suppress(RunError):  # the calls of the children raise it
+            run.wait()
+        self._reports.end()
+        self._last_report, self._run = run.report(), None
 
     def _end_some(self, run: Run, children: list[ChildState]) -> None:
         for force in (False, True):
@@ -142,7 +147,8 @@ class Reports:
     def end(self) -> None:
         """Handle the last reports, after all children have ended, and release the channel."""
         self._thread.join()
-        self._channel = RELEASED
+        self.handle()
+        self._channel = released()
 
     def _serve(self) -> None:
         while not self._channel.drained:

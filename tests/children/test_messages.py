@@ -52,6 +52,7 @@ def test_join_returns_only_after_the_child_has_paused(kids: Children) -> None:
 
 
 def late(parent: Parent) -> list[Any]:
+    parent.send("ready")
     if parent.number == 2:
         parent.receive()
     return pauses(parent)
@@ -59,6 +60,7 @@ def late(parent: Parent) -> list[Any]:
 
 def test_message_of_a_join_that_timed_out_is_withdrawn(kids: Children) -> None:
     kids.run(late)
+    kids.receive(timeout=WAIT_S)
     with pytest.raises(TimeoutError, match=r"join: child 2 was not ready within 0\.2 s"):
         kids.join("early", timeout=0.2)
     kids[2].send("continue")
