@@ -7,7 +7,6 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,9 +47,7 @@ class StartedChildren:
             links = Links(number, 1.0, make(WAITING), make(WAITING), make(2), make(2), channel)
             self.states[number] = ChildState(links, alive)
         if isinstance(placement, Pool):
-            speeds = getattr(placement, "speeds", {})
-            if hasattr(placement, "dealt"):
-                placement = placement[dict(Counter(placement.dealt(n)))]
+            speeds, placement = placement.speeds, placement.assigned(placement.dealt(n))
         self.graph = Graph(STAGE)
         places = self.graph.input("places")
         # A dead child is never repeated: its only item fails.

@@ -28,6 +28,7 @@ class LaunchedElsewhere:
     """Provider with one agent in each of the namespaces ``hosts``."""
 
     hosts: tuple[str, ...]
+    cores: None = None
 
     def listen_at(self) -> str:
         return HEAD

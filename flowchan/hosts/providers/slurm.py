@@ -31,6 +31,8 @@ OPTIONS = (
 )
 REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
+GROUP_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # 8(x3): three nodes with 8 CPUs each
+CPUS = rf"{GROUP_OF_NODES.pattern}(?:,{GROUP_OF_NODES.pattern})*"
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
 """Pattern of a line in which the node reports to ``srun`` that the step has ended, either directly or as the
@@ -62,6 +64,13 @@ class Slurm:
             )
         return _names(nodes)
 
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The number of CPUs that the allocation has on each node; ``None`` if Slurm does not list them."""
+        listed = re.fullmatch(CPUS, os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        found = _cpus(listed[0]) if listed else ()
+        return found if len(found) == len(self.hosts) else None
+
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         if self.address is not None:
             return self.address
@@ -82,6 +91,12 @@ class Slurm:
 @functools.cache
 def _names(nodes: str) -> tuple[str, ...]:
     return tuple(_scontrol("show", "hostnames", nodes).split())
+
+
+def _cpus(listed: str) -> tuple[int, ...]:
+    """Return the number of CPUs of each node, in Slurm's order: ``8(x2),16`` stands for 8, 8 and 16."""
+    groups = GROUP_OF_NODES.findall(listed)
+    return tuple(int(cpus) for cpus, nodes in groups for _ in range(int(nodes or 1)))
 
 
 def _scontrol(*arguments: str) -> str:
