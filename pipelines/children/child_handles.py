@@ -205,7 +205,7 @@ class Child:
 class Children:
     """Group of children that one call to :func:`start` has started.
 
-    A call to a group meets every member that is alive, and then raises the error of the first member that it
+    A call to a group meets every member that is alive. Then it raises the error of the first member that it
     could not meet: ``ChildDied``, ``StageError``, ``Closed`` or ``TimeoutError``. Results are keyed by the
     child's number.
 

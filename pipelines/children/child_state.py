@@ -1,4 +1,4 @@
-"""What the program knows about one child."""
+"""Keep what the program knows about one child."""
 
 from __future__ import annotations
 
@@ -186,5 +186,5 @@ class ChildState:
 
 
 def remaining(until: float | None) -> float | None:
-    """Return the seconds until a moment on the monotonic clock, at least 0; None if there is no limit."""
+    """Return the seconds until a moment on the monotonic clock, at least 0; None without a limit."""
     return None if until is None else max(0.0, until - time.monotonic())

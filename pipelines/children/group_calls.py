@@ -60,7 +60,8 @@ class _Misses:
                 del first  # a frame that refers to its own exception keeps it alive
         if self._late:
             which = ", ".join(map(str, self._late))
-            text = f"{self._call}: child {which} was not ready within {self._timeout} s"
+            who = f"child {which} was" if len(self._late) == 1 else f"children {which} were"
+            text = f"{self._call}: {who} not ready within {self._timeout} s"
             raise TimeoutError(text)
 
 

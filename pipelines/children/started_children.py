@@ -59,7 +59,7 @@ class StartedChildren:
         # These functions must not refer to this object, which would then be freed only by garbage collection.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
         done.sink(functools.partial(_returned, self.states), name="results")
-        self._last_report = ""
+        self._last_report, self._closing = "", threading.Lock()
         self._run: Run | None = self.graph.start()
         run = self._run
         feed = run._supervisor.feed
@@ -96,23 +96,23 @@ class StartedChildren:
         closing = [child for child in children if not child.ended.is_set()]
         for child in closing:
             child.begin_close()
-        if (run := self._run) is None:
-            pass  # all children had ended before
-        elif any(not (child.ended.is_set() or child.closing) for child in self.states.values()):
-            self._end_some(run, closing)
-        else:
-            self._end_run(run, abort=bool(closing))
-        self.print_reports()
-        for child in children:
-            child.release()
+        with self._closing:
+            others = any(not (child.ended.is_set() or child.closing) for child in self.states.values())
+            if self._run is not None and others:
+                self._end_some(self._run, closing)
+            elif self._run is not None:
+                self._end_run(self._run, abort=bool(closing))
+            self.print_reports()
+            for child in children:
+                child.release()
 
     def _end_run(self, run: Run, abort: bool) -> None:
         """End the run, because all children have ended or are ending, and release its channels."""
-        if abort:
-            run.abort()
-        else:
-            run.stop(timeout=GRACE)  # a dead child may still be replaced
         with contextlib.suppress(RunError):  # the calls of the children raise it
+            if not abort:
+                with contextlib.suppress(TimeoutError):
+                    run.wait(GRACE)  # a dead child may still be replaced
+            run.abort()
             run.wait()
         self._reports.end()
         self._last_report, self._run = run.report(), None
@@ -135,7 +135,6 @@ class Reports:
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
         self._lock = threading.Lock()  # so that a text is printed before a later handle() returns
-
         self._thread = threading.Thread(target=self._serve, name=f"flowchan {STAGE} reports", daemon=True)
 
     def start(self) -> None:
