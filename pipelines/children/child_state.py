@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan import Channel, ChildDied, Closed, Empty, StageError
-from flowchan.pipelines.children.child_links import Links
+from flowchan.pipelines.children.child_links import ChildLinks
 from flowchan.run.policy.events import Death
 
 STAGE = "children"
@@ -53,7 +53,7 @@ class ChildState:
         value: Return value of its program.
     """
 
-    def __init__(self, links: Links, alive: Alive) -> None:
+    def __init__(self, links: ChildLinks, alive: Alive) -> None:
         self.links, self.host, self.pid = links, "", 0
         self.greeted, self.ended = threading.Event(), threading.Event()
         self.has_program = self.closing = False
@@ -125,7 +125,7 @@ class ChildState:
     def release(self) -> None:
         """Release the channels of a child that has ended, with the values that were not received."""
         self._unread.clear()
-        self.links = Links(self.number, self.links.speed, *[released()] * 5)
+        self.links = ChildLinks(self.number, self.links.speed, *[released()] * 5)
 
     def _was_closed(self, call: str) -> Closed:
         return Closed(f"{call}: child {self.number} was closed")

@@ -12,7 +12,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 from flowchan import ChildDied, Closed, Empty, Full, pack
-from flowchan.items import arguments
+from flowchan.items.arguments import pause as checked_pause
 from flowchan.items.codec import Opening
 from flowchan.pipelines.children.child_links import SentOnce
 from flowchan.pipelines.children.child_state import ChildState, remaining
@@ -67,7 +67,7 @@ class _Misses:
 
 def deadline(call: str, timeout: float | None) -> float | None:
     """Check ``timeout``, and return its end on the monotonic clock."""
-    limit = arguments.pause(call, "timeout", timeout)
+    limit = checked_pause(call, "timeout", timeout)
     return None if limit is None else time.monotonic() + limit
 
 

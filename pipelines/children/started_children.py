@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flowchan import Channel, Closed, Empty, Failed, Graph, Run, RunError, select
@@ -15,7 +16,7 @@ from flowchan.declare.placements import Placement
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.pipelines.children import parent_handle
-from flowchan.pipelines.children.child_links import Links
+from flowchan.pipelines.children.child_links import ChildLinks
 from flowchan.pipelines.children.child_state import STAGE, Alive, ChildState, released
 from flowchan.pipelines.user_calls import reason
 from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
@@ -44,12 +45,12 @@ class StartedChildren:
         alive, self._reports = Alive(n, channel), Reports(channel, self.states)
         speeds: Mapping[str, float] = {}
         for number in range(1, n + 1):
-            links = Links(number, 1.0, make(WAITING), make(WAITING), make(2), make(2), channel)
+            links = ChildLinks(number, 1.0, make(WAITING), make(WAITING), make(2), make(2), channel)
             self.states[number] = ChildState(links, alive)
         if isinstance(placement, Pool):
             speeds, placement = placement.speeds, placement.assigned(placement.dealt(n))
         self.graph = Graph(STAGE)
-        places = self.graph.input("places")
+        places = self.graph.input("program")
         # A dead child is never repeated: its only item fails.
         done = places.map(
             parent_handle.child_main, name=STAGE, on=placement, workers=n, ordered=False, max_deaths=1,
@@ -59,6 +60,15 @@ class StartedChildren:
         # These functions must not refer to this object, which would then be freed only by garbage collection.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
         done.sink(functools.partial(_returned, self.states), name="results")
+        where = f"{Path(self.graph.where.file).name}:{self.graph.where.line}"
+        self.graph._drawn.update(
+            {
+                "program": f"starts children · {where}",
+                STAGE: "one process each",
+                "results": None,
+                "failures": None,
+            }
+        )
         self._last_report, self._closing = "", threading.Lock()
         self._run: Run | None = self.graph.start()
         run = self._run
