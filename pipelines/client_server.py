@@ -454,4 +454,3 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-

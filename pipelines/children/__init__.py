@@ -4,7 +4,7 @@
 program calls the methods of one :class:`Child`, or of a group, :class:`Children`.
 
 The children are the workers of one stage, so they start, die and end as such workers do. The only item of
-each worker is the :class:`~flowchan.pipelines.children.child_links.Links` of its child. If the process dies,
+each worker is the :class:`~flowchan.pipelines.children.child_links.ChildLinks` of its child. If the process dies,
 this item fails and the supervisor's event tells the program at once. The program then closes the channels of
 this child, so every waiting call ends.
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 from flowchan import Graph
 from flowchan.declare.placements import PlacementOption, placement_argument
-from flowchan.items import arguments
+from flowchan.items.arguments import callable_argument, is_whole, refuses_misspelt, whole
 from flowchan.pipelines.children import group_calls, parent_handle
 from flowchan.pipelines.children.started_children import StartedChildren
 
@@ -205,7 +205,7 @@ class Child:
 class Children:
     """Group of children that one call to :func:`start` has started.
 
-    A call to a group meets every member that is alive, and then raises the error of the first member that it
+    A call to a group meets every member that is alive. Then it raises the error of the first member that it
     could not meet: ``ChildDied``, ``StageError``, ``Closed`` or ``TimeoutError``. Results are keyed by the
     child's number.
 
@@ -239,7 +239,7 @@ class Children:
         return (Child(self._started, number) for number in self._numbers)
 
     def __getitem__(self, which: int | Iterable[int]) -> Any:
-        if arguments.is_whole(which):
+        if is_whole(which):
             return Child(self._started, self._member(which))
         numbers = tuple(map(self._member, which))  # type: ignore[arg-type]
         return Children(self._started, tuple(dict.fromkeys(numbers)))
@@ -467,10 +467,10 @@ class Children:
 
 
 def _checked(call: str, function: Program) -> Program:
-    return function if isinstance(function, str) else arguments.callable_argument(call, "function", function)
+    return function if isinstance(function, str) else callable_argument(call, "function", function)
 
 
-@arguments.refuses_misspelt("children.start")
+@refuses_misspelt("children.start")
 def start(n: int, *, on: PlacementOption = "process") -> Children:
     """Start ``n`` children, which wait for the program that :meth:`Children.run` sends.
 
@@ -498,7 +498,7 @@ def start(n: int, *, on: PlacementOption = "process") -> Children:
         ...     kids.wait()
         {1: 42, 2: 42}
     """
-    arguments.whole("children.start", "n", n, 1)
+    whole("children.start", "n", n, 1)
     placement = placement_argument("children.start", on)
     if not placement.own_process:
         raise ValueError(

@@ -12,7 +12,7 @@ class SentOnce(Marshalled[Any]):
     """Large value for several children on this machine. Its memory is written once and read in place."""
 
 
-class Links(NamedTuple):
+class ChildLinks(NamedTuple):
     """Number, speed and channels of one child: the item of its worker.
 
     The program owns the channels and closes them when the child has ended.

@@ -1,4 +1,4 @@
-"""What the program knows about one child."""
+"""Keep what the program knows about one child."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from flowchan import Channel, ChildDied, Closed, Empty, StageError
-from flowchan.pipelines.children.child_links import Links
+from flowchan.pipelines.children.child_links import ChildLinks
 from flowchan.run.policy.events import Death
 
 STAGE = "children"
 """Name of the stage whose workers are the children."""
 
-RELEASED: Channel[Any] = Channel(1)
-"""Closed channel in place of the channels of a child that was closed, which are released."""
-RELEASED.close()
+
+def released() -> Channel[Any]:
+    """Return a closed channel that takes the place of channels that are released."""
+    channel: Channel[Any] = Channel(1)
+    channel.close()
+    return channel
 
 
 class Alive:
@@ -32,7 +35,7 @@ class Alive:
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
-            self._reports = RELEASED
+            self._reports = released()
         with self._changed:
             self._changed.notify_all()
 
@@ -59,7 +62,7 @@ class ChildState:
         value: Return value of its program.
     """
 
-    def __init__(self, links: Links, alive: Alive) -> None:
+    def __init__(self, links: ChildLinks, alive: Alive) -> None:
         self.links, self.host, self.pid = links, "", 0
         self.greeted, self.ended = threading.Event(), threading.Event()
         self.has_program = self.closing = False
@@ -131,7 +134,7 @@ class ChildState:
     def release(self) -> None:
         """Release the channels of a child that has ended, with the values that were not received."""
         self._unread.clear()
-        self.links = Links(self.number, self.links.speed, *[RELEASED] * 5)
+        self.links = ChildLinks(self.number, self.links.speed, *[released()] * 5)
 
     def _was_closed(self, call: str) -> Closed:
         return Closed(f"{call}: child {self.number} was closed")
@@ -192,5 +195,5 @@ class ChildState:
 
 
 def remaining(until: float | None) -> float | None:
-    """Return the seconds until a moment on the monotonic clock, at least 0; None if there is no limit."""
+    """Return the seconds until a moment on the monotonic clock, at least 0; None without a limit."""
     return None if until is None else max(0.0, until - time.monotonic())

@@ -12,7 +12,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 from flowchan import ChildDied, Closed, Empty, Full, pack
-from flowchan.items import arguments
+from flowchan.items.arguments import pause as checked_pause
 from flowchan.items.codec import Opening
 from flowchan.pipelines.children.child_links import SentOnce
 from flowchan.pipelines.children.child_state import ChildState
@@ -60,13 +60,14 @@ class _Misses:
                 del first  # a frame that refers to its own exception keeps it alive
         if self._late:
             which = ", ".join(map(str, self._late))
-            text = f"{self._call}: child {which} was not ready within {self._timeout} s"
+            who = f"child {which} was" if len(self._late) == 1 else f"children {which} were"
+            text = f"{self._call}: {who} not ready within {self._timeout} s"
             raise TimeoutError(text)
 
 
 def deadline(call: str, timeout: float | None) -> float | None:
     """Check ``timeout``, and return its end on the monotonic clock."""
-    limit = arguments.pause(call, "timeout", timeout)
+    limit = checked_pause(call, "timeout", timeout)
     return None if limit is None else time.monotonic() + limit
 
 

@@ -10,9 +10,9 @@ import weakref
 from typing import Any, Protocol
 
 from flowchan import Broken, Closed, Empty, unpack, worker
-from flowchan.items import arguments
+from flowchan.items.arguments import pause as checked_pause
 from flowchan.items.worker_globals import shared_globals
-from flowchan.pipelines.children.child_links import Links, SentOnce
+from flowchan.pipelines.children.child_links import ChildLinks, SentOnce
 from flowchan.pipelines.fill_into import fill
 from flowchan.pipelines.user_calls import call
 
@@ -38,7 +38,7 @@ class Parent:
         {1: 1, 2: 2}
     """
 
-    def __init__(self, links: Links) -> None:
+    def __init__(self, links: ChildLinks) -> None:
         self.number, self.speed = links.number, links.speed
         self.host = worker().host
         self._links = links
@@ -67,7 +67,7 @@ class Parent:
             ...     kids[1].receive()
             'GO'
         """
-        arguments.pause("pause", "timeout", timeout)
+        checked_pause("pause", "timeout", timeout)
         try:
             number, message = self._links.joins.get(timeout)
             self._links.answers.put(number)
@@ -97,7 +97,7 @@ class Parent:
             ...     kids[1].receive()
             'hello'
         """
-        arguments.pause("send", "timeout", timeout)
+        checked_pause("send", "timeout", timeout)
         try:
             self._links.up.put(value, timeout)
         except Closed:
@@ -129,7 +129,7 @@ class Parent:
             ...     kids[1].receive()
             2
         """
-        arguments.pause("receive", "timeout", timeout)
+        checked_pause("receive", "timeout", timeout)
         try:
             value = self._unread.pop() if self._unread else self._links.down.get(timeout)
             if isinstance(value, SentOnce):
@@ -208,7 +208,7 @@ os.register_at_fork(after_in_child=started.clear)  # a child does not own its pa
 _parent: Parent | None = None
 
 
-def child_main(links: Links) -> tuple[int, Any]:
+def child_main(links: ChildLinks) -> tuple[int, Any]:
     """Run the program of a child. This is the function of its worker.
 
     If the child has died or was closed, this process replaces it only to report that, and runs nothing.

@@ -7,8 +7,8 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flowchan import Channel, Closed, Empty, Failed, Graph, Run, RunError, select
@@ -16,8 +16,8 @@ from flowchan.declare.placements import Placement
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker
 from flowchan.pipelines.children import parent_handle
-from flowchan.pipelines.children.child_links import Links
-from flowchan.pipelines.children.child_state import RELEASED, STAGE, Alive, ChildState
+from flowchan.pipelines.children.child_links import ChildLinks
+from flowchan.pipelines.children.child_state import STAGE, Alive, ChildState, released
 from flowchan.pipelines.user_calls import reason
 from flowchan.run.policy.decisions import GRACE, Decided, EndWorker
 from flowchan.run.policy.events import Death, Failure, WorkerId
@@ -45,14 +45,12 @@ class StartedChildren:
         alive, self._reports = Alive(n, channel), Reports(channel, self.states)
         speeds: Mapping[str, float] = {}
         for number in range(1, n + 1):
-            links = Links(number, 1.0, make(WAITING), make(WAITING), make(2), make(2), channel)
+            links = ChildLinks(number, 1.0, make(WAITING), make(WAITING), make(2), make(2), channel)
             self.states[number] = ChildState(links, alive)
         if isinstance(placement, Pool):
-            speeds = getattr(placement, "speeds", {})
-            if hasattr(placement, "dealt"):
-                placement = placement[dict(Counter(placement.dealt(n)))]
+            speeds, placement = placement.speeds, placement.assigned(placement.dealt(n))
         self.graph = Graph(STAGE)
-        places = self.graph.input("places")
+        places = self.graph.input("program")
         # A dead child is never repeated: its only item fails.
         done = places.map(
             parent_handle.child_main, name=STAGE, on=placement, workers=n, ordered=False, max_deaths=1,
@@ -62,7 +60,16 @@ class StartedChildren:
         # These functions must not refer to this object, which would then be freed only by garbage collection.
         done.errors.sink(functools.partial(_failed, self.states), name="failures")
         done.sink(functools.partial(_returned, self.states), name="results")
-        self._last_report = ""
+        where = f"{Path(self.graph.where.file).name}:{self.graph.where.line}"
+        self.graph._drawn.update(
+            {
+                "program": f"starts children · {where}",
+                STAGE: "one process each",
+                "results": None,
+                "failures": None,
+            }
+        )
+        self._last_report, self._closing = "", threading.Lock()
         self._run: Run | None = self.graph.start()
         run = self._run
         feed = run._supervisor.feed
@@ -95,25 +102,30 @@ class StartedChildren:
 
         The children see that their channels are closed. Those that do not end get SIGTERM, then SIGKILL.
         """
-        if (run := self._run) is None:
-            return
         children = list(children)
         closing = [child for child in children if not child.ended.is_set()]
         for child in closing:
             child.begin_close()
-        if any(not (child.ended.is_set() or child.closing) for child in self.states.values()):
-            self._end_some(run, closing)
-        else:
-            if closing:
-                run.abort()
-            else:
-                run.stop(timeout=GRACE)  # a dead child may still be replaced
-            with contextlib.suppress(RunError):  # the calls of the children raise it
-                run.wait()
-            self._reports.end()
-            self._last_report, self._run = run.report(), None  # releases the run's channels
-        for child in children:
-            child.release()
+        with self._closing:
+            others = any(not (child.ended.is_set() or child.closing) for child in self.states.values())
+            if self._run is not None and others:
+                self._end_some(self._run, closing)
+            elif self._run is not None:
+                self._end_run(self._run, abort=bool(closing))
+            self.print_reports()
+            for child in children:
+                child.release()
+
+    def _end_run(self, run: Run, abort: bool) -> None:
+        """End the run, because all children have ended or are ending, and release its channels."""
+        with contextlib.suppress(RunError):  # the calls of the children raise it
+            if not abort:
+                with contextlib.suppress(TimeoutError):
+                    run.wait(GRACE)  # a dead child may still be replaced
+            run.abort()
+            run.wait()
+        self._reports.end()
+        self._last_report, self._run = run.report(), None
 
     def _end_some(self, run: Run, children: list[ChildState]) -> None:
         for force in (False, True):
@@ -133,7 +145,6 @@ class Reports:
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
         self._lock = threading.Lock()  # so that a text is printed before a later handle() returns
-
         self._thread = threading.Thread(target=self._serve, name=f"flowchan {STAGE} reports", daemon=True)
 
     def start(self) -> None:
@@ -142,7 +153,8 @@ class Reports:
     def end(self) -> None:
         """Handle the last reports, after all children have ended, and release the channel."""
         self._thread.join()
-        self._channel = RELEASED
+        self.handle()
+        self._channel = released()
 
     def _serve(self) -> None:
         while not self._channel.drained:

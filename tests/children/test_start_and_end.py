@@ -76,7 +76,7 @@ def fails(parent: Parent) -> int:
     return parent.number
 
 
-def test_error_of_a_child_is_the_cause_of_a_stage_error(kids: Children) -> None:
+def test_child_error_is_the_cause_of_a_stage_error(kids: Children) -> None:
     kids.run(fails)
     for call in (kids.wait, kids[2].wait, kids[2].join, kids[2].receive):
         with pytest.raises(StageError, match="child 2 failed: ValueError: from 2") as caught:
@@ -93,7 +93,7 @@ def test_group_error_notes_the_errors_of_the_others(kids: Children) -> None:
     assert caught.value.__notes__[-1] == "also: wait: child 3 failed: ValueError: from 3"
 
 
-def test_call_to_a_child_whose_function_returned_raises_closed(kids: Children) -> None:
+def test_call_to_a_child_that_has_returned_raises_closed(kids: Children) -> None:
     kids.run(lambda parent: parent.send("last"))
     kids.wait(WAIT_S)
     assert kids.receive() == {1: "last", 2: "last", 3: "last"}
@@ -114,7 +114,7 @@ def test_killed_child_raises_child_died_in_each_call(kids: Children) -> None:
     kids.run(killed)
     calls: list[Any] = [kids.join, kids[2].wait, kids[2].join, lambda: kids[2].send(1)]
     for call in calls:
-        with pytest.raises(ChildDied, match="child 2 .* was killed by SIGKILL") as caught:
+        with pytest.raises(ChildDied, match=r"child 2 .* was killed by SIGKILL") as caught:
             call()
         died = caught.value
         assert (died.number, died.pid, died.host) == (2, pid, host)
@@ -142,7 +142,7 @@ def test_idle_child_that_is_killed_raises_child_died() -> None:
 def test_wait_with_timeout_names_the_late_children(kids: Children) -> None:
     kids.run(lambda parent: parent.number == 2 or parent.pause())
     kids[2].wait(WAIT_S)
-    with pytest.raises(TimeoutError, match=r"wait: child 1, 3 was not ready within 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"wait: children 1, 3 were not ready within 0\.01 s"):
         kids.wait(0.01)
 
 
@@ -184,9 +184,11 @@ def test_child_can_start_children_with_their_own_numbers(kids: Children) -> None
 
 
 def test_start_rejects_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="children.start: n must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"children\.start: n must be at least 1, got 0"):
         children.start(0)
-    with pytest.raises(ValueError, match='on must be "process" or a pool from flowchan.hosts, got "thread"'):
+    with pytest.raises(
+        ValueError, match=r'on must be "process" or a pool from flowchan\.hosts, got "thread"'
+    ):
         children.start(1, on="thread")
     with children.start(2) as kids:
         with pytest.raises(KeyError, match="the number must be one of 1, 2, got 3"):
