@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowchan import Graph, RunStats
+from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.observe.throughput import Model
 from flowchan.run.observe.what_if import NOISE, Prediction, end_rate, predict
-from flowchan.run.observe.windows import between, local_cores
+from flowchan.run.observe.windows import between
 
 MS = 0.001
 WARM_S, WINDOW_S = 0.6, 1.4

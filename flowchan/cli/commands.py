@@ -432,8 +432,8 @@ def check_hosts(spec: str, debug: bool) -> None:
     """Check HOSTS, for example local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
     For each host, this shows whether an agent starts and can connect to this machine. It also shows the
-    versions of Python and flowchan, the round-trip time and bandwidth, and the available cores, memory and
-    GPUs.
+    versions of Python and flowchan, the round-trip time and bandwidth, the relative speed, and the available
+    cores, memory and GPUs.
     """
     from flowchan.cli import hosts
 

@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from flowchan.hosts.probe import Facts
 
-HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "memory", "GPUs")
+HEADS = ("host", "Python", "flowchan", "round trip", "bandwidth", "cores", "speed", "memory", "GPUs")
 
 
 def check(spec: str) -> bool:
@@ -52,6 +52,7 @@ def _row(facts: Facts) -> tuple[str, ...]:
         f"{facts.round_trip * 1e3:.2f} ms",
         f"{facts.rate / 1e6:,.0f} MB/s",
         str(facts.cores),
+        f"{facts.speed:.2f}" if facts.speed else "unknown",
         f"{facts.memory / 2**30:.1f} GiB",
         gpus or "none",
     )

@@ -56,7 +56,7 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
 
 @refuses_misspelt("ssh")
 def ssh(
-    *hosts: str,
+    *hosts: str | Mapping[str, int],
     python: str = "python3",
     address: str | None = None,
     peer_timeout: float = PEER_TIMEOUT_S,
@@ -65,7 +65,9 @@ def ssh(
     """Make a pool with one agent on each of the given hosts, started with the system's ``ssh``.
 
     Args:
-        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``.
+        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping such as
+            ``{"gpu1": 8, "gpu2": 16}`` also sets the number of cores that workers may use on each host, for
+            :meth:`Pool.dealt`. Otherwise the hosts are asked when the number is needed.
         python: The Python executable on the hosts, with flowchan installed.
         address: The address at which the hosts can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).
@@ -77,7 +79,7 @@ def ssh(
 
     Raises:
         TypeError: An argument has the wrong type or an unknown name.
-        ValueError: No host is given, or an argument is out of range.
+        ValueError: No host is given, a number of cores is less than 1, or another argument is out of range.
 
     Example:
         >>> from flowchan import Graph, hosts

@@ -55,6 +55,7 @@ from flowchan.hosts.code import lacking
 from flowchan.run.crew.process_stacks import stacks_of_processes
 from flowchan.run.crew.recovery import take_up
 from flowchan.run.crew.worker_processes import WorkerProcesses
+from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.policy.actions import Terminate
 from flowchan.run.policy.events import Failure, ProcessEnded, RequestCancelled, Started, WorkerId
 from flowchan.run.policy.failures import Portable
@@ -317,7 +318,8 @@ class Agent:
         seconds the connections have been ``stuck``.
         """
         orders = self._orders
-        hello = {**versions(), "number": orders.number, "epoch": orders.epoch, "stuck": stuck}
+        about = {"number": orders.number, "epoch": orders.epoch, "stuck": stuck, "cores": local_cores()}
+        hello = {**versions(), **about}
         within = max(0.0, orders.peer_timeout - silent)
         try:
             sock, answer = reach(orders.address, orders.secret, hello, why=why, within=within, tls=orders.tls)

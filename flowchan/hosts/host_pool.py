@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowchan.declare.placements import Placement
 from flowchan.errors import HostError
+from flowchan.hosts.capacity import deal, keep_speeds, known_cores, known_speeds
 from flowchan.hosts.providers.provider import Provider
-from flowchan.items.arguments import finite_seconds, flag, whole
+from flowchan.items.arguments import finite_seconds, flag, seconds, whole
 from flowchan.items.text import shown
 from flowchan.transport.link_events import PEER_TIMEOUT_S
 
 if TYPE_CHECKING:
     from flowchan.hosts.hosts_part import HostsPart  # slow to import; imported when a run begins
+    from flowchan.hosts.probe import Facts  # slow to import; imported when a host is asked
     from flowchan.run.crew.run_ports import RunPorts
     from flowchan.run.policy.plan import PlannedWorker
 
@@ -24,7 +27,8 @@ if TYPE_CHECKING:
 class Pool(Placement):
     """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    Each worker of a stage is placed on the host of the pool that has the fewest workers. ``pool["gpu1"]`` and
+    Each worker of a stage is placed on the host of the pool that has the fewest workers; after
+    :meth:`calibrate`, on the host with the fewest workers for its cores and speed. ``pool["gpu1"]`` and
     ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets the hosts' shares of the workers: with
     ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four workers, or six of eight, run on ``gpu1``. Pools from one
     provider share its agents within a run.
@@ -67,7 +71,136 @@ class Pool(Placement):
             raise KeyError(
                 f"{self.name}[…] must name at least one host, got none; its hosts are {', '.join(self.hosts)}"
             )
-        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares)
+        return dataclasses.replace(self, name=", ".join(chosen), hosts=chosen, shares=shares, by_worker=())
+
+    def assigned(self, hosts: Sequence[str]) -> Pool:
+        """Set the host of each worker of a stage.
+
+        If a host is lost, another host of the pool takes over its workers.
+
+        Args:
+            hosts: Host of the first worker, of the second, and so on. If a stage has more workers, the list
+                begins again.
+
+        Returns:
+            A pool of the same hosts.
+
+        Raises:
+            KeyError: A name is not a host of this pool, or the list is empty.
+
+        Example:
+            >>> from flowchan import Graph, hosts, worker
+            >>> pool = hosts.local(2).assigned(["local-2", "local-1", "local-2"])
+            >>> graph = Graph()
+            >>> names = graph.source([1]).map(lambda item: worker().host, on=pool, workers=1).collect()
+            >>> graph.run()[names]
+            ['local-2']
+        """
+        if self.missing:
+            return self
+        return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)
+
+    def dealt(self, count: int) -> tuple[str, ...]:
+        """Deal workers to the hosts in turn, one per host and turn, until each host has one for each core.
+
+        Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
+        :meth:`calibrate`, a host with half the speed gets a worker in every second turn. Shares replace the
+        speeds. For a pool from :meth:`assigned`, the result is its list of hosts.
+
+        If the number of cores of a host is not known, this starts a small program on the host, which reports
+        the number within 30 seconds.
+
+        Args:
+            count: Number of workers, at least 1.
+
+        Returns:
+            The host of each worker.
+
+        Raises:
+            HostError: A host did not report its cores, or the hosts cannot be known here.
+            TypeError: ``count`` is not an int.
+            ValueError: ``count`` is less than 1.
+
+        Example:
+            >>> from flowchan import hosts
+            >>> pool = hosts.ssh({"a": 8, "b": 16, "c": 4})
+            >>> pool.dealt(5)
+            ('a', 'b', 'c', 'a', 'b')
+            >>> dealt = pool.dealt(16)
+            >>> [dealt.count(host) for host in pool.hosts]
+            [6, 6, 4]
+        """
+        whole(f"{self.name}.dealt", "count", count, 1)
+        self._must_have_hosts()
+        if self.by_worker:
+            return tuple(itertools.islice(itertools.cycle(self.by_worker), count))
+        known = known_cores(self.provider)
+        unknown = [host for host in self.hosts if host not in known]
+        if unknown:
+            self._ask(unknown)
+            known = known_cores(self.provider)
+        weights = Placement.weights(self) or self.speeds
+        return deal(self.name, count, {host: known[host] for host in self.hosts}, weights)
+
+    def calibrate(self, timeout: float | None = None) -> dict[str, float]:
+        """Measure the relative speeds of the hosts with all their cores busy.
+
+        The process keeps the speeds for all pools of the same provider: stages and :meth:`dealt` give fewer
+        workers to slower hosts. The measurement starts a small program on each host and then takes one to two
+        seconds. Measure while the hosts have no other work. Ray may choose other nodes for a later run; the
+        speeds are then those of the earlier nodes.
+
+        Args:
+            timeout: Seconds to wait for the hosts (default: 30).
+
+        Returns:
+            The speed of a core of each host relative to the fastest host of the provider: above 0, at most 1,
+            rounded to 0.01.
+
+        Raises:
+            HostError: A host cannot be used or did not answer in time, or the hosts cannot be known here.
+            TypeError: ``timeout`` is not a number.
+            ValueError: ``timeout`` is not greater than 0.
+
+        Example:
+            >>> from flowchan import hosts
+            >>> pool = hosts.local(1)
+            >>> pool.calibrate()
+            {'local-1': 1.0}
+            >>> pool.speeds
+            {'local-1': 1.0}
+        """
+        limit = seconds(f"{self.name}.calibrate", "timeout", timeout)
+        self._must_have_hosts()
+        facts = self._ask(self.provider.hosts, limit, speed=True)
+        keep_speeds(self.provider, {one.host: one.speed for one in facts})
+        return self.speeds
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """The relative speeds from the last :meth:`calibrate` in this process; empty before the first."""
+        known = known_speeds(self.provider)
+        return {host: known[host] for host in self.hosts if host in known}
+
+    def weights(self) -> dict[str, int]:
+        """Return the shares, or else the cores of each host times its speed in percent.
+
+        The result is empty if the speeds are not known.
+        """
+        speeds = self.speeds
+        if self.shares or not speeds:
+            return dict(Placement.weights(self))
+        cores = known_cores(self.provider)
+        return {host: cores[host] * round(100 * speed) for host, speed in speeds.items()}
+
+    def _must_have_hosts(self) -> None:
+        if self.missing:
+            raise HostError(self.missing)
+
+    def _ask(self, hosts: Sequence[str], timeout: float | None = None, *, speed: bool = False) -> list[Facts]:
+        from flowchan.hosts.probe import HOST_TIMEOUT_S, ask_hosts
+
+        return ask_hosts(self.provider, hosts, timeout or HOST_TIMEOUT_S, speed=speed)
 
     def has_same_host(self, other: Placement) -> bool:
         """Return whether another placement uses the same provider.

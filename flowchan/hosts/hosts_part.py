@@ -44,6 +44,7 @@ from flowchan.hosts.agent_messages import (
 )
 from flowchan.hosts.agent_questions import AgentQuestions
 from flowchan.hosts.agent_starts import AgentStarts
+from flowchan.hosts.capacity import report_cores
 from flowchan.hosts.code import PackedStages
 from flowchan.hosts.host_gangs import HostGangs
 from flowchan.hosts.providers.provider import Provider
@@ -98,7 +99,7 @@ class HostsPart:
         workers: Sequence[PlannedWorker],
     ) -> None:
         self._ports = ports
-        self._peer_timeout = peer_timeout
+        self._provider, self._peer_timeout = provider, peer_timeout
         self._starts = AgentStarts(provider, peer_timeout, tls, f"flowchan {ports.plan.graph.name}")
         self._workers = {worker.id: worker for worker in workers}
         self._hosts = {name: HostWorkers(name, number) for number, name in enumerate(provider.hosts)}
@@ -169,6 +170,7 @@ class HostsPart:
         if agent is not None and (why := differs(hello)):
             agent.end(why)
         elif agent is not None:
+            report_cores(self._provider, agent.host, int(hello.get("cores", 1)))
             agent.meet(sock, float(hello.get("stuck", 0.0)))
             return
         sock.close()

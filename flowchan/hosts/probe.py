@@ -1,30 +1,36 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
 The provider starts this module on the host in place of an agent, so the probe runs under the same conditions
-as an agent. It dials, authenticates, and describes the host in its hello. The program then sends transfers. A
-transfer is a size followed by that many bytes, and the probe answers each transfer with one byte.
+as an agent. It dials, authenticates, and describes the host in its hello. The program then sends requests:
+
+- A transfer is a size followed by that many bytes. The probe answers it with one byte.
+- The size ``SPEED``, followed by a number of cores, asks for the speed of the host. The probe answers with
+  the number of rounds that each core completes per second.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import platform
 import secrets
 import shutil
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from flowchan.errors import HostError
+from flowchan.hosts.capacity import known_cores, relative, report_cores
+from flowchan.hosts.core_speed import rounds_per_core
 from flowchan.hosts.providers.provider import Launch, Provider, StartedAgent
 from flowchan.run.crew.memory import available
+from flowchan.run.observe.cgroups import local_cores
 from flowchan.transport.authentication import meet
 from flowchan.transport.listener import AuthenticatedListener
 from flowchan.transport.tcp import dial, listen
@@ -35,6 +41,8 @@ ROUNDS = 50
 LONG_ENOUGH = 0.2  # minimum duration of the transfer that is measured, in seconds
 LEAST, MOST = 1 << 20, 1 << 28  # minimum and maximum size of a transfer, in bytes
 SIZE = 8  # size of the size field, in bytes
+SPEED = (1 << 64) - 1
+RATE = struct.Struct(">d")
 PIECE = bytes(1 << 20)
 
 
@@ -52,6 +60,7 @@ class Facts:
         gpus: Names of its GPUs.
         round_trip: Median round-trip time in seconds.
         rate: Throughput in bytes per second.
+        speed: Speed of a core relative to the fastest host, in ]0, 1]; 0 if it was not measured.
     """
 
     host: str
@@ -63,22 +72,64 @@ class Facts:
     gpus: tuple[str, ...] = ()
     round_trip: float = 0.0
     rate: float = 0.0
+    speed: float = 0.0
+
+
+Sockets = dict[int, socket.socket]
+"""Connections to probes, by the numbers of the hosts."""
 
 
 def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> list[Facts]:
-    """Start a probe on every host, and measure the connections one at a time.
+    """Start a probe on every host. Measure the connections one at a time, and then the speed of all hosts.
 
     Raises :class:`flowchan.HostError` if no host can be tried.
     """
-    secret = secrets.token_bytes(32)
     found: dict[int, Facts] = {}
-    address = _listen_at(provider, found)
+    sockets: Sockets = {}
+    with probes(provider, provider.hosts, found, host_timeout) as arriving:
+        for number, sock in arriving:
+            sockets[number] = sock
+            found[number] = _measured(found[number], sock)
+        _add_speeds(provider, sockets, found, time.monotonic() + host_timeout)
+    return [found[number] for number in range(len(provider.hosts))]
+
+
+def ask_hosts(
+    provider: Provider, hosts: Collection[str], host_timeout: float = HOST_TIMEOUT_S, *, speed: bool = False
+) -> list[Facts]:
+    """Ask some hosts for their cores, and for their speed if ``speed`` is set.
+
+    Raises :class:`flowchan.HostError` if a host can't be used or does not answer within ``host_timeout``.
+    """
+    found: dict[int, Facts] = {}
+    give_up = time.monotonic() + host_timeout
+    with probes(provider, hosts, found, host_timeout) as arriving:
+        sockets = dict(arriving)
+        if speed:
+            _add_speeds(provider, sockets, found, give_up)
+    for facts in found.values():
+        if facts.problem:
+            raise HostError(facts.problem, facts.host)
+    return [found[number] for number in sorted(found)]
+
+
+@contextmanager
+def probes(
+    provider: Provider, hosts: Collection[str], found: dict[int, Facts], host_timeout: float
+) -> Iterator[Iterator[tuple[int, socket.socket]]]:
+    """Start a probe on each of ``hosts``, and give an iterator over those that connect.
+
+    The facts of each host are in ``found`` when its probe has been yielded, or when the iterator has ended.
+    The probes end with the block.
+    """
+    secret = secrets.token_bytes(32)
+    address = _listen_at(provider, list(hosts), found)
     with ExitStack() as resources:
         bound = listen(f"[{address}]:0" if ":" in address else f"{address}:0")
         listener = resources.enter_context(AuthenticatedListener(bound, secret, {}))
         started: dict[int, StartedAgent] = {}
         for number, host in enumerate(provider.hosts):
-            if number in found:
+            if number in found or host not in hosts:
                 continue
             orders = {"address": listener.address, "secret": secret.hex(), "number": number}
             launch = Launch(("-m", "flowchan.hosts.probe"), json.dumps(orders).encode() + b"\n")
@@ -86,27 +137,75 @@ def check_hosts(provider: Provider, host_timeout: float = HOST_TIMEOUT_S) -> lis
                 started[number] = resources.enter_context(closing(provider.start(number, launch)))
             except HostError as error:
                 found[number] = Facts(host, str(error))
-        for sock, hello in _accepted(listener, started, host_timeout):
-            number = hello.pop("number")
-            sock.settimeout(host_timeout)
-            with sock:
-                found[number] = _measured(_facts(provider.hosts[number], hello), sock)
-            del started[number]
-        for number, one in started.items():
-            late = (
-                f"did not connect to {listener.address} within {host_timeout:g} s; open that address to "
-                "the host, or set address= to another address of this machine"
-            )
-            found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
-    return [found[number] for number in range(len(provider.hosts))]
+        yield _arriving(provider, listener, started, found, host_timeout, resources)
 
 
-def _listen_at(provider: Provider, found: dict[int, Facts]) -> str:
+def _arriving(
+    provider: Provider,
+    listener: AuthenticatedListener,
+    started: dict[int, StartedAgent],
+    found: dict[int, Facts],
+    host_timeout: float,
+    resources: ExitStack,
+) -> Iterator[tuple[int, socket.socket]]:
+    """Yield the probes that connect, and record a problem for each of the others."""
+    for sock, hello in _accepted(listener, started, host_timeout):
+        number = hello.pop("number")
+        sock.settimeout(host_timeout)
+        resources.enter_context(sock)
+        found[number] = facts = _facts(provider.hosts[number], hello)
+        report_cores(provider, facts.host, facts.cores)
+        del started[number]
+        yield number, sock
+    for number, one in started.items():
+        late = (
+            f"did not connect to {listener.address} within {host_timeout:g} s; open that address to "
+            "the host, or set address= to another address of this machine"
+        )
+        found[number] = Facts(provider.hosts[number], one.ended() or f"{provider.hosts[number]} {late}")
+
+
+def _add_speeds(provider: Provider, sockets: Sockets, found: dict[int, Facts], give_up: float) -> None:
+    """Measure the speed of all usable hosts at the same time until ``give_up``, and add it to their facts."""
+    cores = known_cores(provider)
+    asked = {number: sock for number, sock in sockets.items() if not found[number].problem}
+    rates: dict[str, float] = {}
+    for number, sock in list(asked.items()):
+        host = found[number].host
+        try:
+            sock.sendall(SPEED.to_bytes(SIZE, "big") + cores[host].to_bytes(SIZE, "big"))
+        except OSError as error:
+            found[number] = _silent(found[number], error)
+            del asked[number]
+    for number, sock in asked.items():
+        try:
+            rates[found[number].host] = _received_rate(sock, give_up)
+        except OSError as error:
+            found[number] = _silent(found[number], error)
+    speeds = relative(rates)
+    for number, facts in found.items():
+        found[number] = replace(facts, speed=speeds.get(facts.host, 0.0))
+
+
+def _received_rate(sock: socket.socket, give_up: float) -> float:
+    sock.settimeout(max(0.001, give_up - time.monotonic()))
+    with sock.makefile("rb", buffering=0) as stream:
+        answer = _read(stream, RATE.size)
+    if not answer:
+        raise ConnectionError("it closed the connection")
+    rate: float = RATE.unpack(answer)[0]
+    return rate
+
+
+def _silent(facts: Facts, error: OSError) -> Facts:
+    return replace(facts, problem=f"{facts.host} did not answer during the measurement: {error}")
+
+
+def _listen_at(provider: Provider, hosts: list[str], found: dict[int, Facts]) -> str:
     """Return the address at which the hosts can reach this machine.
 
     Record a problem for each host that has no route.
     """
-    hosts = list(provider.hosts)
     while hosts:
         try:
             return provider.listen_at(hosts)
@@ -160,7 +259,7 @@ def _measured(facts: Facts, sock: socket.socket) -> Facts:
         while (took := _transfer(sock, size)) < LONG_ENOUGH and size < MOST:
             size *= 2
     except OSError as error:
-        return replace(facts, problem=f"{facts.host} did not answer during the measurement: {error}")
+        return _silent(facts, error)
     return replace(facts, round_trip=statistics.median(trips), rate=size / took)
 
 
@@ -179,11 +278,15 @@ def _transfer(sock: socket.socket, size: int) -> float:
 
 
 def _answer(sock: socket.socket) -> None:
-    """Answer transfers until the program closes the connection."""
+    """Answer requests until the program closes the connection."""
     buffer = bytearray(1 << 20)
     with sock.makefile("rb", buffering=0) as stream:
         while head := _read(stream, SIZE):
             size = int.from_bytes(head, "big")
+            if size == SPEED:
+                cores = int.from_bytes(_read(stream, SIZE), "big")
+                sock.sendall(RATE.pack(rounds_per_core(cores)))
+                continue
             while size:
                 came = stream.readinto(memoryview(buffer)[: min(size, len(buffer))])
                 if not came:
@@ -206,7 +309,7 @@ def _own_facts() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "flowchan": VERSION,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": local_cores(),
         "memory": available(),
         "gpus": _gpus(),
     }
@@ -222,7 +325,7 @@ def _gpus() -> list[str]:
 
 
 def main() -> None:
-    """Dial the program at the address given on standard input, and answer its transfers."""
+    """Dial the program at the address given on standard input, and answer its requests."""
     orders = json.loads(sys.stdin.readline())
     hello = {"number": orders["number"], **_own_facts()}
     sock = dial(orders["address"], HOST_TIMEOUT_S)

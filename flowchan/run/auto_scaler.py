@@ -13,8 +13,9 @@ from typing import Any
 
 from flowchan.declare.values import Stage
 from flowchan.run.crew.memory import free_for_processes, resident
+from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.observe.throughput import Model
-from flowchan.run.observe.windows import between, local_cores
+from flowchan.run.observe.windows import between
 from flowchan.run.policy.autoscale import WINDOW_S, AutoLimit, FreeMemory, Scaler, choose, pinned
 from flowchan.run.policy.decisions import Decided
 from flowchan.run.policy.plan import Plan

@@ -222,10 +222,10 @@ def _check_placement(on: Any) -> None:
         raise ValueError(
             f'Sequential: on must be "thread", "process" or a pool from flowchan.hosts, got {shown(on)}'
         )
-    if isinstance(on, Placement) and on.shares:
+    if isinstance(on, Placement) and (on.shares or on.by_worker):
         raise ValueError(
-            f"Sequential: on must be a pool without shares, got {on}; use such a pool, because the "
-            "parts are assigned to its hosts in turn"
+            f"Sequential: on must be a pool without shares or assigned hosts, got {on}; use such a pool, "
+            "because the parts are assigned to its hosts in turn"
         )
 
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -17,8 +20,11 @@ from hosted import agents, workers_of
 from support.listed_tests import is_listed_test
 from support.network_proxy import Wire, wired
 
-from flowchan import Graph, Run
+from flowchan import Graph, Out, Run, pipelines, worker
 from flowchan.hosts import local
+from flowchan.hosts.host_pool import pool_of
+from flowchan.hosts.providers.local import Local
+from flowchan.hosts.providers.provider import Launch
 
 COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gloo#223, sglang#3226": (
@@ -81,6 +87,57 @@ COMPLAINTS: dict[str, tuple[str, tuple[str, ...]]] = {
             "hosts/test_reported_host_problems.py::test_large_item_on_a_slow_connection_does_not_fence_hosts",
             "hosts/test_host_ends.py::test_agents_end_when_the_driver_is_killed",
         ),
+    ),
+    "distributed#8393": (
+        "the start scrapes an address from the output, so it hangs with another log level",
+        ("hosts/test_reported_host_problems.py::test_agent_starts_whatever_is_printed",),
+    ),
+    "distributed#3420": (
+        "close() leaves processes on the hosts",
+        (
+            "hosts/test_host_ends.py::test_exception_in_the_with_block_ends_all_processes",
+            "hosts_real/test_pools.py::test_agent_over_ssh_ends_when_its_program_is_killed",
+        ),
+    ),
+    "distributed#5439, #5597": (
+        "the hosts use another environment, and start another number of workers",
+        (
+            "hosts/test_host_ends.py::test_version_mismatch_is_reported_on_one_line",
+            "hosts_real/test_dealing_over_ssh.py::test_workers_over_ssh_run_on_the_hosts_that_were_dealt",
+        ),
+    ),
+    "ipyparallel#211": (
+        "killing ssh leaves processes on the host",
+        ("hosts_real/test_dealing_over_ssh.py::test_agent_ends_after_its_ssh_and_its_program_are_killed",),
+    ),
+    "ipyparallel#62": (
+        "the start hangs if ssh fails",
+        (
+            "hosts_real/test_ssh.py::test_unreachable_host_is_reported_on_one_line",
+            "hosts_real/test_dealing_over_ssh.py::test_dealt_names_a_host_that_ssh_cannot_reach",
+        ),
+    ),
+    "ipyparallel#1029": (
+        "each worker has two processes",
+        ("hosts/test_reported_host_problems.py::test_each_worker_on_a_host_is_one_process_of_one_agent",),
+    ),
+    "mpi4py#18, #15, #172": (
+        "starting processes is disabled on a cluster, or uses the first node only",
+        (
+            "hosts_real/test_slurm.py::test_each_allocated_node_runs_its_agent_and_reports_its_end",
+            "hosts_real/test_dealing_over_slurm.py::test_workers_are_dealt_to_all_allocated_nodes",
+        ),
+    ),
+    "mpi4py#223, #226": (
+        "the program hangs when it exits",
+        (
+            "hosts_real/test_slurm.py::test_close_ends_all_job_steps",
+            "hosts/test_host_ends.py::test_abort_ends_workers_that_would_run_forever",
+        ),
+    ),
+    "execnet#96": (
+        "the user's code does not run in the main thread",
+        ("hosts/test_reported_host_problems.py::test_code_on_a_host_runs_in_the_main_thread",),
     ),
 }
 
@@ -171,3 +228,51 @@ def test_large_item_on_a_slow_connection_does_not_fence_hosts(function: Callable
             found = run.wait()[result]
     assert found == [function(item), function(item[:7])]
     assert incarnations_of(run) == [(1, 0, ())]
+
+
+LOUD = 'print("tcp://0.0.0.0:1 INFO listening\\n" * 1000, flush=True)'
+MUTE = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 1); os.dup2(1, 2)"
+
+
+@dataclass(frozen=True)
+class Printing(Local):
+    """Provider whose agents run some code before they start."""
+
+    code: str = ""
+
+    def start(self, number: int, launch: Launch) -> Any:
+        program = f"{self.code}\nfrom flowchan.hosts import agent\nagent.main()"
+        return super().start(number, Launch(("-c", program), launch.stdin))
+
+
+@pytest.mark.parametrize("code", [LOUD, MUTE], ids=["loud", "mute"])
+def test_agent_starts_whatever_is_printed(code: str) -> None:
+    """The agent connects to the program, which reads nothing from its output."""
+    graph = Graph("printing")
+    result = graph.source(range(9)).map(abs, on=pool_of("test", Printing(1, code)), workers=2).collect()
+    assert graph.run()[result] == list(range(9))
+
+
+def test_each_worker_on_a_host_is_one_process_of_one_agent() -> None:
+    def identify(barrier: Any, number: int) -> tuple[str, int, int]:
+        barrier.wait()  # all calls run at once, so no worker can run two of them
+        return worker().host, os.getppid(), os.getpid()
+
+    pool = local(2)
+    found = pipelines.map(6, identify, pipelines.Barrier(6, across="hosts"), on=pool).join()
+    assert sorted(host for host, _ in {(host, agent) for host, agent, _ in found}) == list(pool.hosts)
+    assert len({pid for _, _, pid in found}) == 6
+
+
+def test_code_on_a_host_runs_in_the_main_thread() -> None:
+    def is_main(_: int) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def send_is_main(out: Out[bool]) -> None:
+        out.put(is_main(0))
+
+    graph = Graph("main")
+    mapped = graph.source([1]).map(is_main, on=local(1)).collect()
+    sent = graph.stage(send_is_main, on=local(1)).collect()
+    results = graph.run()
+    assert (results[mapped], results[sent]) == ([True], [True])

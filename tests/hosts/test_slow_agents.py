@@ -50,6 +50,7 @@ class Queued:
 class Queue:
     patch: pytest.MonkeyPatch = dataclasses.field(compare=False)
     hosts: tuple[str, ...] = ("late-1",)
+    cores: None = None
 
     def listen_at(self) -> str:
         return "127.0.0.1"

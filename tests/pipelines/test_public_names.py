@@ -35,7 +35,7 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 
 
 # Modules that patterns may use in addition to the public names: options, placements, argument checks, the
-# globals of the main script, refusals and failures.
+# globals of the main script, refusals, failures, and the ends of workers.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
@@ -45,6 +45,12 @@ SHARED = {
     "flowchan.items.unpicklable",
     "flowchan.items.worker_globals",
     "flowchan.remote.joining",
+    "flowchan.hosts",
+    "flowchan.hosts.code",
+    "flowchan.hosts.pool_channels",
+    "flowchan.items.codec",
+    "flowchan.run.policy.decisions",
+    "flowchan.run.policy.events",
     "flowchan.items.text",
     "flowchan.run.policy.failures",
     "flowchan.channel.latch",

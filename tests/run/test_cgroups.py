@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from flowchan.run.crew import memory
-from flowchan.run.observe import cgroups, windows
+from flowchan.run.observe import cgroups
 
 MIB = 2**20
+MOST_CORES = cgroups.most_cores.__wrapped__  # without its cache
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "own")
     monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     (tmp_path / "job").mkdir()
-    monkeypatch.setattr(windows, "most_cores", cgroups.most_cores.__wrapped__)
+    monkeypatch.setattr(cgroups, "most_cores", MOST_CORES)
     return tmp_path
 
 
@@ -36,7 +37,7 @@ def test_cores_are_the_smallest_limit_of_nested_cgroups(
 ) -> None:
     (group / "job" / "cpu.max").write_text(own)
     (group / "cpu.max").write_text(parent)
-    assert cgroups.most_cores.__wrapped__() == cores
+    assert MOST_CORES() == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", None)])
@@ -45,7 +46,7 @@ def test_cores_of_cgroup_v1_are_quota_divided_by_period(group: Path, quota: str,
     (group / "cpu" / "job").mkdir(parents=True)
     (group / "cpu" / "job" / "cpu.cfs_quota_us").write_text(quota)
     (group / "cpu" / "job" / "cpu.cfs_period_us").write_text("100000")
-    assert cgroups.most_cores.__wrapped__() == cores
+    assert MOST_CORES() == cores
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("100000 100000", 1), ("6400000 100000", 4), ("max", 4)])
@@ -54,7 +55,7 @@ def test_local_cores_respect_affinity_and_cgroup_limit(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     (group / "job" / "cpu.max").write_text(limit)
-    assert windows.local_cores() == cores
+    assert cgroups.local_cores() == cores
 
 
 def test_one_tenth_of_memory_is_kept_free(group: Path, monkeypatch: pytest.MonkeyPatch) -> None:

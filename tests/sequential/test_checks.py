@@ -112,6 +112,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["on must be a pool without shares", "got local-1"],
     ),
+    "a pool with assigned hosts": (
+        {"on": local(2).assigned(["local-1"])},
+        ValueError,
+        ["without shares or assigned hosts", "got local(2)"],
+    ),
     "devices is a text": ({"devices": "cpu"}, TypeError, ["devices must be a list", "'cpu' (str)"]),
 }
 

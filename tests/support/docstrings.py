@@ -36,6 +36,7 @@ INDIRECT = {
     "has_same_host": "a run calls it",
     "open_part": "a run calls it",
     "transport_to": "a declaration calls it",
+    "weights": "a run calls it",
     **dict.fromkeys(("encode", "decode"), "Gradients calls it"),
 }
 """Members that need no example, because users do not call them."""

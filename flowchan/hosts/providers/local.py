@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flowchan.hosts.providers.forked_agents import Forked
 from flowchan.hosts.providers.provider import Launch
 from flowchan.items.arguments import whole
+from flowchan.run.observe.cgroups import local_cores
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -25,6 +26,12 @@ class Local:
     @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(f"local-{number + 1}" for number in range(self.count))
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The cores that this process may use, divided among the agents; each agent has at least one."""
+        share, more = divmod(local_cores(), self.count)
+        return tuple(max(1, share + (number < more)) for number in range(self.count))
 
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         return "127.0.0.1"

@@ -56,6 +56,10 @@ class Provider(Protocol):
     def hosts(self) -> tuple[str, ...]:
         """The distinct names of the hosts, in order: ``local-1``, ``gpu1``, ``ray-1``."""
 
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The number of cores that workers may use on each host; ``None`` if only the hosts know."""
+
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         """Find the address of this machine at which hosts can reach the driver.
 

@@ -64,6 +64,11 @@ class Ray:
         """The resources that are reserved on each node."""
         return {"CPU": 1, **dict(self.resources)}
 
+    @property
+    def cores(self) -> tuple[int, ...]:
+        """The number of cores that each agent reserves, at least one."""
+        return (max(1, int(self.bundle["CPU"])),) * self.count
+
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         if self.address is not None:
             return self.address

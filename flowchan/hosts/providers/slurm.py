@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, explainer
@@ -31,6 +31,8 @@ OPTIONS = (
 )
 REMEDY = "install the environment of this program at the same path on all nodes"
 NODE = re.compile(r"NodeName=(\S+).*? NodeAddr=(\S+)")
+GROUP_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # 8(x3): three nodes with 8 CPUs each
+CPUS = rf"{GROUP_OF_NODES.pattern}(?:,{GROUP_OF_NODES.pattern})*"
 CANCELLED = re.compile(r"\*\*\* (?:JOB|STEP) .* CANCELLED ")
 OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
 """Pattern of a line in which the node reports to ``srun`` that the step has ended, either directly or as the
@@ -62,6 +64,13 @@ class Slurm:
             )
         return _names(nodes)
 
+    @property
+    def cores(self) -> tuple[int, ...] | None:
+        """The number of CPUs that the allocation has on each node; ``None`` if Slurm does not list them."""
+        listed = re.fullmatch(CPUS, os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+        found = _cpus(listed[0]) if listed else ()
+        return found if len(found) == len(self.hosts) else None
+
     def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         if self.address is not None:
             return self.address
@@ -70,18 +79,24 @@ class Slurm:
         found = dict(NODE.findall(line))
         return address_towards("slurm", {host: found.get(host, host) for host in hosts})
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]
         command = ("srun", *OPTIONS, f"--nodelist={host}", *around(sys.executable, launch.arguments))
         explain = explainer(
             host, sys.executable, REMEDY, partial(_unstarted, host), partial(_ended_by_slurm, host)
         )
-        return Child(host, command, launch, explain, kill_by=signal.SIGTERM)
+        return AgentProcess(host, command, launch, explain, kill_by=signal.SIGTERM)
 
 
 @functools.cache
 def _names(nodes: str) -> tuple[str, ...]:
     return tuple(_scontrol("show", "hostnames", nodes).split())
+
+
+def _cpus(listed: str) -> tuple[int, ...]:
+    """Return the number of CPUs of each node, in Slurm's order: ``8(x2),16`` stands for 8, 8 and 16."""
+    groups = GROUP_OF_NODES.findall(listed)
+    return tuple(int(cpus) for cpus, nodes in groups for _ in range(int(nodes or 1)))
 
 
 def _scontrol(*arguments: str) -> str:

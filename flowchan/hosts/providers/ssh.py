@@ -6,16 +6,17 @@ The user's configuration applies: names, ports, keys, jump hosts and key agents 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from flowchan.errors import HostError
-from flowchan.hosts.providers.child import Child
+from flowchan.hosts.providers.child import AgentProcess
 from flowchan.hosts.providers.output import ProcessOutput
 from flowchan.hosts.providers.provider import Launch
 from flowchan.hosts.providers.shell import around, as_text, explainer
-from flowchan.items.arguments import text
+from flowchan.items.arguments import text, whole
 from flowchan.transport.addresses import address_towards
 
 OPTIONS = (
@@ -42,9 +43,12 @@ class Ssh:
     hosts: tuple[str, ...]
     python: str = "python3"
     address: str | None = None
+    cores: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         given = [repr(host) for host in self.hosts]
+        if self.cores is not None:
+            given = [repr(dict(zip(self.hosts, self.cores, strict=True)))]
         if self.python != "python3":
             given.append(f"python={self.python!r}")
         if self.address is not None:
@@ -55,11 +59,11 @@ class Ssh:
         hosts = self.hosts if hosts is None else hosts
         return self.address or address_towards("ssh", {host: _machine(host) for host in hosts})
 
-    def start(self, number: int, launch: Launch) -> Child:
+    def start(self, number: int, launch: Launch) -> AgentProcess:
         host = self.hosts[number]
         command = as_text(around(self.python, launch.arguments))
         explain = explainer(host, self.python, REMEDY, partial(_unreached, host))
-        return Child(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
+        return AgentProcess(host, ("ssh", *OPTIONS, "--", host, f"exec {command}"), launch, explain)
 
 
 def _machine(host: str) -> str:
@@ -91,13 +95,14 @@ def _unreached(host: str, code: int, output: ProcessOutput) -> str:
     return f"{host} can't be reached: {last.removeprefix('ssh: ')}"
 
 
-def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh:
+def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str | None = None) -> Ssh:
     """Make a provider of one agent on each host, started with the system's ``ssh`` without a password.
 
     Killing an agent only cuts it off: the agent ends when its peer timeout expires.
 
     Args:
-        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``.
+        hosts: The hosts in a form that ``ssh`` accepts: ``"gpu1"``, ``"user@gpu2"``. A single mapping also
+            sets the number of cores of each host; otherwise the hosts are asked when the number is needed.
         python: The Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: The address at which the hosts can reach this machine, without a port (default: the address
             that the kernel uses on its route to them).
@@ -106,8 +111,20 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
         The provider.
 
     Raises:
-        ValueError: No host is given, or a name is not valid.
+        TypeError: A host is not a string, or a number of cores is not an int.
+        ValueError: No host is given, a name is not valid, or a number of cores is less than 1.
     """
+    cores: tuple[int, ...] | None = None
+    if len(hosts) == 1 and isinstance(hosts[0], Mapping):
+        cores = tuple(whole("ssh", f"the cores of {host}", n, 1) for host, n in hosts[0].items())
+        hosts = tuple(hosts[0])
+    names = _checked(hosts)
+    if address is not None:
+        text("ssh", "address", address)
+    return Ssh(names, text("ssh", "python", python), address, cores)
+
+
+def _checked(hosts: Sequence[Any]) -> tuple[str, ...]:
     if not hosts:
         raise ValueError(
             'ssh: hosts must contain at least one host, got none; for example ssh("gpu1", "user@gpu2")'
@@ -121,6 +138,4 @@ def ssh(*hosts: str, python: str = "python3", address: str | None = None) -> Ssh
             f"ssh: hosts must be different, got {twice!r} twice; pass each host once, because its agent "
             "starts any number of workers"
         )
-    if address is not None:
-        text("ssh", "address", address)
-    return Ssh(hosts, text("ssh", "python", python), address)
+    return tuple(hosts)

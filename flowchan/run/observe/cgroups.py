@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,12 @@ def most_cores() -> int | None:
         limit for file in group_files("cpu", "cpu.max", "cpu.cfs_quota_us") for limit in _cpu_limit(file)
     ]
     return max(1, int(min(limits))) if limits else None
+
+
+def local_cores() -> int:
+    """Return the number of cores that this process may use, including the limits of its control groups."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, most_cores() or cores)
 
 
 def _cpu_limit(file: Path) -> list[float]:

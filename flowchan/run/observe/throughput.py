@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.placements import PLACEMENTS
 from flowchan.run.observe.causes import BUSY, ONE_CORE, loop_of, visits_of
-from flowchan.run.observe.windows import has_gil, local_cores
+from flowchan.run.observe.cgroups import local_cores
+from flowchan.run.observe.windows import has_gil
 from flowchan.run.policy.stats import CauseKind, RunStats, StageStats
 
 CORES, LOCK, LOOP = "the cores", "the interpreter lock", "the items in flight"

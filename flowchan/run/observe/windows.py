@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import sys
 import time
 from collections.abc import Callable
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.run.observe.causes import cause_of
-from flowchan.run.observe.cgroups import most_cores
+from flowchan.run.observe.cgroups import local_cores
 from flowchan.run.policy.stats import EdgeStats, RunStats, StageStats
 
 EVERY_S = 0.5
@@ -26,12 +25,6 @@ COST = 1000
 """Minimum ratio of the time between two snapshots to the time that taking one needs."""
 FINENESS = 8
 """A snapshot is dropped if its neighbours are no farther apart than their age divided by this number."""
-
-
-def local_cores() -> int:
-    """Return the number of cores that this process may use, including the limits of its control groups."""
-    cores = len(os.sched_getaffinity(0))
-    return min(cores, most_cores() or cores)
 
 
 def has_gil() -> bool:

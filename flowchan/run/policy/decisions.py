@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
 from flowchan.run.policy.actions import Action, DropQueued, Replace, StopSources, Warn
-from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded
+from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded, WorkerId
 from flowchan.run.policy.gang_decisions import (
     form_groups,
     group_lost,
@@ -112,6 +112,14 @@ class AbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class EndWorker:
+    """Request to end the process of one worker, by SIGTERM or, if ``force``, by SIGKILL."""
+
+    worker: WorkerId
+    force: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed without an event."""
 
@@ -128,6 +136,7 @@ SupervisorEvent = (
     | AbortRequested
     | Tick
     | Scale
+    | EndWorker
 )
 
 
@@ -177,6 +186,9 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
             return run_aborted(state, now)
         case Scale():
             return _scale(state, event, now)
+        case EndWorker(worker, force):
+            alive = worker in state.alive & state.processes
+            return state, terminate(frozenset({worker}), force=force) if alive else ()
         case Tick():
             return _tick(state, now)
 

@@ -207,18 +207,21 @@ def plan(
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers so far.
+    """Assign each worker of a stage to the host with the fewest workers so far, relative to its weight.
 
     If several hosts are equal, the first is chosen. For a placement with shares, only its own workers are
-    counted, so other placements do not affect it.
+    counted, so other placements do not affect it. A placement that names the host of each worker decides
+    alone; after its last host it begins again.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
-    shares = dict(zip(placement.hosts, placement.shares, strict=True)) if placement.shares else {}
+    weights = placement.weights()
     for worker in workers:
         if placement.hosts:
             host = min(
-                placement.hosts, key=lambda name: Fraction(taken[counted, name] + 1, shares.get(name, 1))
+                placement.hosts, key=lambda name: Fraction(taken[counted, name] + 1, weights.get(name, 1))
             )
+            if placement.by_worker:
+                host = placement.by_worker[(worker.id.number - 1) % len(placement.by_worker)]
             taken.update({(None, host), (counted, host)})
             worker = dataclasses.replace(worker, host=host)
         yield worker

@@ -1,0 +1,86 @@
+"""Cores and relative speeds of hosts, as far as this process knows them, and the dealing of workers to hosts.
+
+A pool is a value, so what its hosts have reported is kept here for each provider.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from flowchan.hosts.providers.provider import Provider
+
+log = logging.getLogger("flowchan.hosts")
+
+_lock = threading.Lock()  # guards both tables
+_reported: dict[Provider, dict[str, int]] = {}  # cores that hosts have reported
+_speeds: dict[Provider, dict[str, float]] = {}  # relative speeds that a calibration has measured
+
+
+def report_cores(provider: Provider, host: str, cores: int) -> None:
+    """Keep the number of cores that a host has reported."""
+    with _lock:
+        _reported.setdefault(provider, {})[host] = cores
+
+
+def known_cores(provider: Provider) -> dict[str, int]:
+    """Return the number of cores of each host for which it is known.
+
+    The provider's own numbers take precedence over those that the hosts have reported.
+    """
+    own = provider.cores
+    if own is not None:
+        return dict(zip(provider.hosts, own, strict=True))
+    with _lock:
+        return dict(_reported.get(provider, {}))
+
+
+def keep_speeds(provider: Provider, speeds: Mapping[str, float]) -> None:
+    """Keep the relative speeds of all hosts of a provider."""
+    with _lock:
+        _speeds[provider] = dict(speeds)
+
+
+def known_speeds(provider: Provider) -> dict[str, float]:
+    """Return the relative speeds of a provider's hosts; empty before the first calibration."""
+    with _lock:
+        return dict(_speeds.get(provider, {}))
+
+
+def relative(rates: Mapping[str, float]) -> dict[str, float]:
+    """Return rates as fractions of the highest rate, rounded to 0.01 and at least 0.01."""
+    highest = max(rates.values(), default=1.0)
+    return {host: max(0.01, round(rate / highest, 2)) for host, rate in rates.items()}
+
+
+def deal(pool: str, count: int, cores: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
+    """Deal workers to hosts in turn, as lua---parallel's ``sfork`` does.
+
+    Each host gets one worker per turn until it has one for each of its cores. A host with half the weight of
+    another gets a worker in every second turn. Once all cores are taken, the turns continue, and one warning
+    is logged.
+
+    Args:
+        pool: Name of the pool, for the warning.
+        count: Number of workers.
+        cores: Number of cores of each host, in the order of the turns.
+        weights: Relative number of workers of each host (default: 1).
+
+    Returns:
+        The host of each worker.
+    """
+    total = sum(cores.values())
+    if count > total:
+        log.warning(
+            "%s has %d cores in total, but gets %d workers; the workers share cores", pool, total, count
+        )
+    taken = dict.fromkeys(cores, 0)
+    dealt = []
+    for number in range(count):
+        free = [host for host in cores if taken[host] < cores[host] or number >= total]
+        before = cores if number >= total else {}
+        host = min(free, key=lambda name: (taken[name] + 1 - before.get(name, 0)) / weights.get(name, 1))
+        taken[host] += 1
+        dealt.append(host)
+    return tuple(dealt)
