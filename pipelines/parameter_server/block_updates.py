@@ -1,7 +1,7 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the tensors of the shard and the slots of its optimizers. Both blocks of a shard are equal except
-for the *changes* of the last push: the next push copies these first, and then applies its rule.
+A block holds the tensors of the shard and the slots of its optimizers. Both blocks are equal except for the
+*changes* of the last push. The next push copies these first, and then applies its rule.
 """
 
 from __future__ import annotations
