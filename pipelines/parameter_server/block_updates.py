@@ -12,13 +12,13 @@ from typing import Any
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Encoded
 from flowchan.pipelines.parameter_server.optimizer_state import Factory, OptimizerState
+from flowchan.pipelines.parameter_server.push_rules import Rule, apply
 from flowchan.pipelines.parameter_server.rows import (
     RowOptimizer,
     apply_to_rows,
     check_row_optimizer,
     sparse_gradient,
 )
-from flowchan.pipelines.parameter_server.rules import Rule, apply
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, copy
 
 OPTIMIZER, ROWS = "optimizer", "rows"
