@@ -25,6 +25,7 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     size_of,
 )
+from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
 """What happens if values would be too old: the server drops the push, or the client waits."""
@@ -110,9 +111,15 @@ class ParameterClient:
         self._entries = {entry.name: entry for memory in memories for entry in memory.layout.entries}
         self._connection: Connection | None = None
         self._pulled: int | None = None
+        self._entrance: Any = None  # makes clients for other hosts; only in the program
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if not is_for_another_host():
+            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if self._entrance is None:
+            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, self._entries)
+        return reduced
 
     @property
     def version(self) -> int | None:

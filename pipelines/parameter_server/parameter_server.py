@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from flowchan.items.arguments import refuses_misspelt, text, whole
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.shard import Order, Push, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.tensor_layout import (
@@ -112,7 +114,10 @@ class ParameterServer:
         text("ParameterServer", "name", name)
         placement = placement_argument("ParameterServer", on)
         if placement.hosts or placement.nowhere:
-            raise ValueError(f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}")
+            raise ValueError(
+                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may be on any host, "
+                "but the server is on the machine of its program"
+            )
         self.name, self._form = name, form_of(tensors)
         values = {key: plain(value) for key, value in named(tensors, self._form).items()}
         if shards > max(1, len(values)):
@@ -132,6 +137,10 @@ class ParameterServer:
         self._declare(own, shares, on)
         self._run = own.start() if graph is None else None
         self._finalizer = weakref.finalize(self, self._inbox.close)
+        self._new_client = functools.partial(
+            ParameterClient, self._form, self._memories, self._inbox, self._ended
+        )
+        self._entrance = Entrance(self._new_client)
 
     def _declare(self, graph: Graph, shares: list[list[str]], on: PlacementOption) -> None:
         ends = self._inbox, self._ended
@@ -162,7 +171,9 @@ class ParameterServer:
             ...     client.pull()
             {'step': 0, 'notes': ['begun']}
         """
-        return ParameterClient(self._form, self._memories, self._inbox, self._ended)
+        client = self._new_client()
+        client._entrance = self._entrance
+        return client
 
     def stats(self) -> ParameterServerStats:
         """Return the statistics of the server.
@@ -216,6 +227,7 @@ class ParameterServer:
             raise RuntimeError(
                 f"{self!r}: close must not be called for a stage of a graph; it ends with the graph"
             )
+        self._entrance.close()
         self._inbox.close()
         self._run.wait(timeout)
 

@@ -27,6 +27,9 @@ MAX_BYTES = 300_000
 HEADROOM = 4096
 """Bytes that an item may need in addition to its array."""
 
+WASTE = 1.25
+"""Largest ratio of a block to its contents."""
+
 SIZES = st.one_of(st.integers(1, 2000), st.integers(4000, 20_000), st.integers(20_000, MAX_BYTES - HEADROOM))
 
 
@@ -63,12 +66,17 @@ class Machine(RuleBasedStateMachine):
     def is_in_use(self) -> bool:
         return bool(self.held or self.lent or self.released or any(hand for _, hand in self.readers))
 
+    def room(self) -> float:
+        """Return a size that fits: the free bytes, or the largest gap if the items inside are scattered."""
+        used = sum(size + HEADROOM for _, size, _ in self.inside)
+        largest_gap = (4 * MAX_BYTES - WASTE * used) / (len(self.inside) + 1)
+        return min(MAX_BYTES - used, largest_gap / WASTE)
+
     def put_now(self, to: Any, array: Any, number: int) -> bool:
         try:
             to.put_nowait(array)
         except Full:
-            room = MAX_BYTES - sum(size + HEADROOM for _, size, _ in self.inside)
-            assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > room or self.is_in_use()
+            assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > self.room() or self.is_in_use()
             return False
         self.puts += 1
         self.inside.append((number, array.nbytes, self.puts))
