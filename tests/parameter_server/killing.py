@@ -103,9 +103,13 @@ class Killer(threading.Thread):
         self.over = threading.Event()
         self.counts: Counter[str] = Counter()
 
+    def is_active(self) -> bool:
+        """Return whether there are kills to come."""
+        return self.counts.total() < self.kills and not self.over.is_set()
+
     def run(self) -> None:
         """Kill until ``kills`` or ``over``."""
-        while self.counts.total() < self.kills and not self.over.wait(self.chance.uniform(0, self.pause)):
+        while self.is_active() and not self.over.wait(self.chance.uniform(0, self.pause)):
             name = self.chance.choice([*self.deeds])
             with contextlib.suppress(psutil.Error):  # the victim has already ended
                 if self.deeds[name](self.chance):

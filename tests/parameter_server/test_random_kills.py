@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from killing import (
     MOST_AGENTS,
@@ -11,6 +14,7 @@ from killing import (
     Pusher,
     agents,
     check_end,
+    check_version,
     cutting,
     first_tensors,
     killing,
@@ -25,61 +29,104 @@ from flowchan.pipelines import ParameterServer, SharedDict
 ENDLESS = 10**9
 
 
-def run_pushes(seed: int, pushes: int, kills: int, shards: int, on_hosts: bool) -> tuple[int, Killer]:
-    """Push while processes are killed, check everything, and return the number of applied pushes."""
+def push_until_killed(seed: int, kills: int, shards: int, on_hosts: bool) -> Killer:
+    """Push until ``kills`` processes and connections were killed, and check everything."""
+    deeds = {
+        "servers": killing(lambda: workers_named("parameters")),
+        "clients": killing(lambda: workers_named("push")),
+    }
+    if on_hosts:
+        deeds |= {
+            "remote clients": killing(workers_on_hosts),
+            "agents": limited(killing(agents), MOST_AGENTS),
+            "connections": cutting,
+        }
+    killer = Killer(seed, kills, deeds, pause=0.2)
     places = SharedDict({"used": -1}, across="hosts")
     with ParameterServer(first_tensors(), shards=shards, name="parameters") as server:
         graph = Graph("pushing")
+        push = Pusher(server.client(), places)
         options: dict[str, Any] = {"restarts": ENDLESS, "max_deaths": ENDLESS, "ordered": False, "workers": 2}
-        numbers = graph.source(range(pushes))
-        stage = Pusher(server.client(), places)
-        done = numbers.map(stage, name="push", on="process", **options)
-        deeds = {
-            "servers": killing(lambda: workers_named("parameters")),
-            "clients": killing(lambda: workers_named("push")),
-        }
-        results = [done.collect()]
+        results = [graph.source(numbers_until, killer).map(push, name="push", on="process", **options)]
         if on_hosts:
             pool = hosts.local(2, peer_timeout=2)
             results.append(
-                graph.source(range(pushes)).map(stage, name="remote", on=pool, **options).collect()
+                graph.source(numbers_until, killer).map(push, name="remote", on=pool, **options)
             )
-            deeds |= {
-                "remote clients": killing(workers_on_hosts),
-                "agents": limited(killing(agents), MOST_AGENTS),
-                "connections": cutting,
-            }
+        collected = [result.collect() for result in results]
         run = graph.start()
-        killer = Killer(seed, kills, deeds, pause=0.2)
         killer.start()
         try:
             found = run.wait()
         finally:
             killer.over.set()
             killer.join()
-        total = check_end(server, [output for result in results for output in found[result]])
-        assert total >= len(results) * pushes
-        return total, killer
+        done = [output for result in collected for output in found[result]]
+        assert check_end(server, done) >= len(done)
+    return killer
+
+
+def numbers_until(killer: Killer) -> Iterator[int]:
+    return itertools.takewhile(lambda _: killer.is_active(), itertools.count())
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_s2_random_kills_of_servers_and_clients_lose_and_repeat_nothing(shards: int) -> None:
-    total, killer = run_pushes(seed=shards, pushes=600, kills=20, shards=shards, on_hosts=False)
+    killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=False)
     assert set(killer.counts) == {"servers", "clients"}
-    print(total, killer.counts)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_s2_random_kills_on_hosts_lose_and_repeat_nothing(shards: int) -> None:
-    total, killer = run_pushes(seed=shards, pushes=300, kills=20, shards=shards, on_hosts=True)
-    assert killer.counts
-    print(total, killer.counts)
+    killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=True)
+    assert killer.counts["servers"]
+    assert killer.counts["remote clients"] + killer.counts["agents"] + killer.counts["connections"] > 0
 
 
 @pytest.mark.long
 def test_s2_thousand_random_kills_lose_and_repeat_nothing() -> None:
-    kills = 0
-    seed = 0
-    while kills < 1000:
-        _, killer = run_pushes(seed, pushes=1500, kills=100, shards=1 + seed % 2, on_hosts=True)
-        kills, seed = kills + killer.counts.total(), seed + 1
+    for seed in range(10):
+        push_until_killed(seed, kills=100, shards=1 + seed % 2, on_hosts=True)
+
+
+def pushed(places: list[int]) -> dict[str, Any]:
+    """Return the tensors after this number of pushes in each of the first places."""
+    tensors = first_tensors()
+    tensors["left"][: len(places)] = tensors["right"][: len(places)] = [2.0**pushes - 1 for pushes in places]
+    tensors["all"] += sum(places)
+    return tensors
+
+
+def lose(tensors: dict[str, Any]) -> None:
+    for name in ("left", "right"):
+        tensors[name][0] -= 2
+
+
+def repeat(tensors: dict[str, Any]) -> None:
+    for name in ("left", "right"):
+        tensors[name][0] += 2
+
+
+def mix_shards(tensors: dict[str, Any]) -> None:
+    tensors["right"][1] += 2
+
+
+def tear(tensors: dict[str, Any]) -> None:
+    tensors["all"][-1] -= 1
+
+
+@pytest.mark.parametrize("harm", [lose, repeat, mix_shards, tear])
+def test_check_of_versions_detects_a_wrong_version(harm: Callable[[dict[str, Any]], None]) -> None:
+    tensors = pushed([3, 1, 5])
+    assert check_version(tensors, 9) == 9
+    with pytest.raises(AssertionError):
+        check_version(tensors, 8)
+    harm(tensors)
+    with pytest.raises(AssertionError):
+        check_version(tensors, 9)
+
+
+def test_check_of_versions_accepts_the_largest_numbers() -> None:
+    tensors = pushed([40, 40])
+    assert np.isfinite(tensors["left"]).all()
+    assert check_version(tensors, 80) == 80
