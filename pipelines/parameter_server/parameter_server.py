@@ -115,8 +115,8 @@ class ParameterServer:
         placement = placement_argument("ParameterServer", on)
         if placement.hosts or placement.nowhere:
             raise ValueError(
-                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may be on any host, "
-                "but the server is on the machine of its program"
+                f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}; clients may be on any "
+                "host, but the server is on the machine of its program"
             )
         self.name, self._form = name, form_of(tensors)
         values = {key: plain(value) for key, value in named(tensors, self._form).items()}

@@ -102,7 +102,9 @@ def _welcome(
         del calls, answers, thread
 
 
-def _serve(calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform) -> None:
+def _serve(
+    calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform
+) -> None:
     with contextlib.suppress(ChannelError):  # the remote client has died
         client = make_client()
         try:

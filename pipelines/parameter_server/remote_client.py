@@ -150,7 +150,9 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
     """Perform a call of a remote client with a client in the program."""
     what, argument, *rest = call
     if what == "push":
-        handle = client._connected().send(lambda slot, number: argument._replace(slot=slot, number=number), None)
+        handle = client._connected().send(
+            lambda slot, number: argument._replace(slot=slot, number=number), None
+        )
         return handle.wait(), handle.dropped
     if what == "pull":
         found = client.pull(**argument)

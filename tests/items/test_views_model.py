@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any
 
 import numpy
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -76,7 +77,9 @@ class Machine(RuleBasedStateMachine):
         try:
             to.put_nowait(array)
         except Full:
-            assert len(self.inside) >= self.capacity or array.nbytes + HEADROOM > self.room() or self.is_in_use()
+            assert (
+                len(self.inside) >= self.capacity or array.nbytes + HEADROOM > self.room() or self.is_in_use()
+            )
             return False
         self.puts += 1
         self.inside.append((number, array.nbytes, self.puts))
@@ -229,3 +232,22 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
         Machine,
         settings=histories(long_walk, 25, 200),
     )
+
+
+def test_put_waits_if_items_between_dropped_loans_leave_no_gap() -> None:
+    """Seven small items divide the memory, which has room for a large one."""
+    channel: Any = Channel(8, across="processes", max_bytes=MAX_BYTES)
+    loans = []
+    for number in range(7):
+        loans.append(channel.loan(140_000, "uint8", timeout=0))
+        channel.put_nowait(numpy.full(1000, number, "uint8"))
+    loans.clear()
+    large = numpy.full(250_000, 7, "uint8")
+    with pytest.raises(Full):
+        channel.put_nowait(large)
+    for number in range(3):
+        check(channel.get_nowait(), number)
+    channel.put_nowait(large)
+    channel.close()
+    for number, array in enumerate(channel, 3):
+        check(array, number)

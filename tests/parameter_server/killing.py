@@ -1,8 +1,8 @@
 """Kill servers, clients, agents and connections at random, while clients push numbers that show any error.
 
-Push number k of a client adds 2**k to the client's place in two tensors, which are on different shards. So the
-place holds 2**n - 1 after n pushes, and any other value if a push was lost or applied twice. The push also
-adds 1 to each element of a third tensor, so all its elements equal the version.
+Push number k of a client adds 2**k to the client's place in two tensors, which are on different shards. So
+the place holds 2**n - 1 after n pushes, and any other value if a push was lost or applied twice. The push
+also adds 1 to each element of a third tensor, so all its elements equal the version.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Pusher:
             self.place, self.pushes, self.pid = self.places.increment("used"), 0, os.getpid()
         delta = np.zeros(PLACES)
         delta[self.place] = 2.0**self.pushes
-        handle = self.client.push({"left": delta, "all": np.ones(ELEMENTS), "right": delta}, timeout=TIMEOUT_S)
+        handle = self.client.push(
+            {"left": delta, "all": np.ones(ELEMENTS), "right": delta}, timeout=TIMEOUT_S
+        )
         version = handle.wait(TIMEOUT_S)
         self.pushes += 1
         tensors = self.client.pull(at_least=version, timeout=TIMEOUT_S)
@@ -97,7 +99,9 @@ class Killer(threading.Thread):
         pause: Largest number of seconds between two kills.
     """
 
-    def __init__(self, seed: int, kills: int, deeds: dict[str, Callable[[random.Random], bool]], pause: float) -> None:
+    def __init__(
+        self, seed: int, kills: int, deeds: dict[str, Callable[[random.Random], bool]], pause: float
+    ) -> None:
         super().__init__(name="killer", daemon=True)
         self.chance, self.kills, self.deeds, self.pause = random.Random(seed), kills, deeds, pause
         self.over = threading.Event()

@@ -1,4 +1,4 @@
-"""Test that random kills of servers, clients, agents and connections neither lose nor repeat a push (S1, S2)."""
+"""Test that no push is lost or repeated if servers, clients, agents and connections are killed (S1, S2)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,15 @@ from killing import (
 
 from flowchan import Graph, hosts
 from flowchan.pipelines import ParameterServer, SharedDict
+from flowchan.run.policy import decisions
 
 ENDLESS = 10**9
+
+
+@pytest.fixture(autouse=True)
+def endless_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker be killed several times in a row before it begins."""
+    monkeypatch.setattr(decisions, "HOPELESS", ENDLESS)
 
 
 def push_until_killed(seed: int, kills: int, shards: int, on_hosts: bool) -> Killer:
@@ -50,9 +57,7 @@ def push_until_killed(seed: int, kills: int, shards: int, on_hosts: bool) -> Kil
         results = [graph.source(numbers_until, killer).map(push, name="push", on="process", **options)]
         if on_hosts:
             pool = hosts.local(2, peer_timeout=2)
-            results.append(
-                graph.source(numbers_until, killer).map(push, name="remote", on=pool, **options)
-            )
+            results.append(graph.source(numbers_until, killer).map(push, name="remote", on=pool, **options))
         collected = [result.collect() for result in results]
         run = graph.start()
         killer.start()

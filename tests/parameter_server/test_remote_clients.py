@@ -178,5 +178,5 @@ def test_client_on_a_host_gets_closed_after_the_server_has_ended(tmp_path: Path)
 
 
 def test_shards_on_a_pool_are_refused_with_a_remedy() -> None:
-    with pytest.raises(ValueError, match="on must be 'process' or 'thread', got local.*; clients"):
+    with pytest.raises(ValueError, match=r"on must be 'process' or 'thread', got local.*; clients"):
         ParameterServer(tensors(), on=hosts.local(2))
