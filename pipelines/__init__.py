@@ -31,6 +31,8 @@ from flowchan.pipelines.parameter_server import (
     ParameterServerStats,
     PullHandle,
     PushHandle,
+    RowOptimizer,
+    gathered,
 )
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
@@ -55,6 +57,7 @@ __all__ = [
     "Pop",
     "PullHandle",
     "PushHandle",
+    "RowOptimizer",
     "Semaphore",
     "Sequential",
     "ServedClient",
@@ -67,6 +70,7 @@ __all__ = [
     "WorkQueue",
     "Workers",
     "dataset",
+    "gathered",
     "map",
     "marshal",
     "workqueue",

@@ -170,7 +170,7 @@ def _no_rows(p: Any) -> Any:
     import torch
 
     ids, values = torch.zeros((1, 0), dtype=torch.int64), p.new_zeros((0, *p.shape[1:]))
-    return torch.sparse_coo_tensor(ids, values.detach(), tuple(p.shape))
+    return torch.sparse_coo_tensor(ids, values.detach(), tuple(p.shape), check_invariants=False)
 
 
 def _cloned(value: Any) -> Any:

@@ -6,12 +6,13 @@ import contextvars
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle
 from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
+from flowchan.pipelines.parameter_server.row_client import RowClient
 from flowchan.pipelines.parameter_server.server_connection import PushHandle
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form, chosen
@@ -87,23 +88,28 @@ class RemoteParameterClient(ParameterClient):
 
     Args:
         form: What the server holds.
-        entries: Tensors of all shards.
+        entries: Tensors and slots of all shards.
         gateway: Entrance of the server.
     """
 
     def __init__(self, form: Form, entries: tuple[Entry, ...], gateway: Gateway) -> None:
-        self._form, self._gateway = form, gateway
-        self._entries = {entry.name: entry for entry in entries}
+        self._form, self._gateway, self._all_entries = form, gateway, entries
+        RowClient.__init__(self, {entry.name: entry for entry in entries})
         self._connection: Any = None
         self._pulled: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteParameterClient, (self._form, tuple(self._entries.values()), self._gateway)
+        return RemoteParameterClient, (self._form, self._all_entries, self._gateway)
 
     def _connected(self) -> Any:
         if self._connection is None or self._connection.pid != os.getpid():
             self._connection = RemoteConnection(self._gateway.session())
         return self._connection
+
+    def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
+        call = self._connected().session.send(("pull_rows", table, ids, at_least, timeout), timeout)
+        self._pulled, found = call.result(timeout)
+        return found
 
     def _wait_for_slower(self, connection: Any, most: int, timeout: float | None) -> None:
         connection.session.send(("wait_for_slower", most, timeout), timeout).result(timeout)
@@ -157,6 +163,9 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
     if what == "pull":
         found = client.pull(**argument)
         return client.version, found
+    if what == "pull_rows":
+        found = client._read_rows(argument, *rest)
+        return client.version, found
     return client._wait_for_slower(client._connected(), argument, *rest)
 
 
@@ -173,13 +182,13 @@ class Entrance:
         self._context = contextvars.copy_context()
         self._gateway: Gateway | None = None
 
-    def reduced(self, form: Form, entries: Mapping[str, Entry]) -> tuple[Any, ...]:
+    def reduced(self, form: Form, entries: tuple[Entry, ...]) -> tuple[Any, ...]:
         """Return what to pickle in place of a client that is sent to another host."""
         with self._lock:
             if self._gateway is None:
                 self._gateway = self._context.run(Gateway, self._new_client, perform)
                 weakref.finalize(self, self._gateway.channels[0].close)
-        return RemoteParameterClient, (form, tuple(entries.values()), self._gateway)
+        return RemoteParameterClient, (form, entries, self._gateway)
 
     def close(self) -> None:
         """End the sessions of all clients on other hosts. Further calls have no effect."""

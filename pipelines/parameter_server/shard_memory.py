@@ -36,7 +36,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flowchan import Broken
@@ -142,8 +142,8 @@ class ShardMemory:
         Raises:
             Broken: The program that owns the server has ended.
         """
-        # The locks need a file description of their own: those of one description do not conflict, and they
-        # remain while any descriptor of it is open, such as the one that a mapping keeps.
+        # The locks need another file description than the mapping, whose descriptor stays open. The locks of
+        # one description do not conflict, and they remain until its last descriptor is closed.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -219,13 +219,13 @@ class OpenShard:
 
     # --- the worker ---
 
-    def fill(self, tensors: dict[str, Any], contents: bytes = b"") -> None:
+    def fill(self, tensors: Mapping[str, Any], contents: bytes = b"", version: int = 0) -> None:
         """Store the first version, before any worker or client uses the memory."""
         for name, value in tensors.items():
-            self.blocks[0][name][...] = value
-        os.pwrite(self.memory._objects[0].fd, contents, 0)
-        self._words[_VERSION_OF_BLOCK] = 1
-        self._write(Record(object_size=len(contents)))
+            self.blocks[version % 2][name][...] = value
+        os.pwrite(self.memory._objects[version % 2].fd, contents, 0)
+        self._words[_VERSION_OF_BLOCK + version % 2] = version + 1
+        self._write(Record(version=version, object_size=len(contents)))
 
     def begin(self, slot: int, push: int) -> int:
         """Count an attempt to apply a push, and return how many workers have begun it."""

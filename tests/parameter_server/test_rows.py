@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_blocks import Blocks, bits
 from torch import nn, optim
 
 from flowchan.pipelines.parameter_server.rows import RowOptimizer, checked_ids, read_rows, summed
 
-from shard_blocks import Blocks, bits
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 ROWS, WIDTH = 50, 3
 OPTIMIZERS = {

@@ -239,7 +239,9 @@ def code_maker(codes: Any) -> Callable[[], Code]:
     made = _CODES.get(codes) if isinstance(codes, str) else codes
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}")
+        raise ValueError(
+            f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}"
+        )
     return made
 
 

@@ -27,7 +27,16 @@ from flowchan.errors import Mismatch
 from flowchan.items.arguments import whole
 from flowchan.items.text import shown
 
-__all__ = ["QSGD", "AllReduceSGD", "Code", "ElasticAverage", "Gradients", "TopK", "check_equal", "synchronize"]
+__all__ = [
+    "QSGD",
+    "AllReduceSGD",
+    "Code",
+    "ElasticAverage",
+    "Gradients",
+    "TopK",
+    "check_equal",
+    "synchronize",
+]
 
 _BUCKET = 1 << 20
 """Bytes of gradients that are averaged together, while backward computes the gradients of earlier layers."""
