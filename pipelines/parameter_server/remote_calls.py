@@ -2,9 +2,8 @@
 
 Algorithm. The program has one thread for each remote client, its *session*. Each session has a pair of
 channels: the remote client sends calls, and the session sends answers. The session performs the calls in
-order with a client of its own, which uses the server's memory. Both channels belong to the program, so a
-connection that breaks neither loses nor repeats a call. A session ends when its remote client closes its
-ports or dies.
+order, with a client in the program. Both channels belong to the program, so a connection that breaks neither
+loses nor repeats a call. A session ends when its remote client closes its ports or dies.
 
 Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The channel of answers has room
 for all of them, so a session never waits for a client that does not read.

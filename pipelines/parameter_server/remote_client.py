@@ -87,7 +87,7 @@ class RemoteParameterClient(ParameterClient):
     """Client that asks the program for everything.
 
     Args:
-        form: What the server holds.
+        form: Form of the server's state.
         entries: Tensors and slots of all shards.
         gateway: Entrance of the server.
     """

@@ -76,20 +76,20 @@ def numbers_until(killer: Killer) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_s2_random_kills_of_servers_and_clients_lose_and_repeat_nothing(shards: int) -> None:
+def test_s2_killed_servers_and_clients_lose_and_repeat_no_push(shards: int) -> None:
     killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=False)
     assert set(killer.counts) == {"servers", "clients"}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_s2_random_kills_on_hosts_lose_and_repeat_nothing(shards: int) -> None:
+def test_s2_random_kills_on_hosts_lose_and_repeat_no_push(shards: int) -> None:
     killer = push_until_killed(seed=shards, kills=20, shards=shards, on_hosts=True)
     assert killer.counts["servers"]
     assert killer.counts["remote clients"] + killer.counts["agents"] + killer.counts["connections"] > 0
 
 
 @pytest.mark.long
-def test_s2_thousand_random_kills_lose_and_repeat_nothing() -> None:
+def test_s2_thousand_random_kills_lose_and_repeat_no_push() -> None:
     for seed in range(10):
         push_until_killed(seed, kills=100, shards=1 + seed % 2, on_hosts=True)
 

@@ -83,7 +83,7 @@ def test_error_of_a_call_is_raised_by_each_result(world: World) -> None:
     session.close()
 
 
-def test_calls_that_nobody_waits_for_do_not_block_the_session(world: World) -> None:
+def test_calls_without_a_waiting_caller_do_not_block_the_session(world: World) -> None:
     session = world.gateway.session()
     for number in range(5 * MOST_OPEN):
         session.send((number,))
@@ -106,7 +106,7 @@ def test_done_is_true_after_the_answer_has_arrived(world: World) -> None:
     session.close()
 
 
-def test_send_raises_empty_if_too_many_calls_are_open(world: World) -> None:
+def test_send_raises_empty_at_the_limit_of_open_calls(world: World) -> None:
     session = world.gateway.session()
     session.send((1,)).result(60)
     world.made[0].gate.clear()

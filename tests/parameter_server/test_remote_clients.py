@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.optional_packages import optional
 from support.waiting import wait_until
 
 from benchmarks.slow_connections import cut
 from flowchan import Graph, RunError, hosts, pipelines
 from flowchan.hosts import local
-from flowchan.pipelines import ParameterServer
+from flowchan.pipelines import ParameterServer, RowOptimizer
+
+torch = optional("torch")
 
 SIZE = 1000
 
@@ -84,6 +87,31 @@ def test_options_of_a_client_work_on_a_host() -> None:
     with ParameterServer(tensors()) as server:
         (found,) = pipelines.map(1, use_options, server.client(), on=local(1)).join()
     assert found == {"left": [4, 4], "prefetched": [4, 4], "dropped": True, "after": [0, 0]}
+
+
+def use_rows_and_optimizers(client: Any, worker: int) -> Any:
+    """Push a gradient, an encoded tensor and rows; return what the client pulls afterwards."""
+    client.push({"w": torch.ones(4)}, rule="gradient").wait(60)
+    client.push({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, codes="fp16").wait(60)
+    version = client.push_rows("users", [2, 0, 2], torch.ones(3, 2), rule="gradient").wait(60)
+    rows = client.pull_rows("users", [0, 2], at_least=version, timeout=60)
+    assert client.version == version == 3
+    with pytest.raises(IndexError):
+        client.pull_rows("users", [5])
+    return client.pull(timeout=60)["w"], rows
+
+
+def test_rows_optimizers_and_codes_work_from_a_host() -> None:
+    def optimizer(params: Any) -> Any:
+        return torch.optim.SGD(params, lr=0.5)
+
+    given = {"w": torch.zeros(4), "users": torch.zeros(5, 2)}
+    rows = {"users": RowOptimizer.sgd(lr=0.25)}
+    with ParameterServer(given, optimizer=optimizer, rows=rows) as server:
+        ((w, users),) = pipelines.map(1, use_rows_and_optimizers, server.client(), on=local(1)).join()
+        assert torch.equal(server.client().pull()["users"][[0, 2]], users)
+    assert w.tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert users.tolist() == [[-0.25, -0.25], [-0.5, -0.5]]
 
 
 def push_object(client: Any, worker: int) -> Any:
@@ -169,7 +197,7 @@ def use_until_closed(client: Any, folder: Path, worker: int) -> str:
         return type(error).__name__
 
 
-def test_client_on_a_host_gets_closed_after_the_server_has_ended(tmp_path: Path) -> None:
+def test_remote_client_raises_closed_after_the_server_has_ended(tmp_path: Path) -> None:
     server = ParameterServer(tensors())
     workers = pipelines.map(1, use_until_closed, server.client(), tmp_path, on=local(1))
     wait_until((tmp_path / "pulled").exists)
