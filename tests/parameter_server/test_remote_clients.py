@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -147,6 +148,35 @@ def test_client_travels_to_a_host_as_an_item() -> None:
         graph = Graph("items")
         versions = graph.source([server.client()] * 4).map(use_item, on=local(2), workers=2).collect()
         assert sorted(graph.run()[versions]) == [1, 2, 3, 4]
+
+
+def test_stage_on_hosts_pushes_to_a_server_of_the_same_graph() -> None:
+    graph = Graph("training")
+    server = ParameterServer(np.zeros(3), graph=graph)
+    push = functools.partial(push_item, server.client())
+    versions = graph.source(range(20)).map(push, on=local(2), workers=2).collect()
+    assert sorted(graph.run()[versions]) == [*range(1, 21)]
+    assert server.stats().pushes == 20
+    assert server.client().pull().tolist() == [190] * 3
+
+
+def push_item(client: Any, item: int) -> int:
+    version: int = client.push(np.full(3, float(item))).wait(60)
+    return version
+
+
+def test_client_that_another_process_received_is_not_sent_to_a_host() -> None:
+    with ParameterServer(np.zeros(3)) as server:
+        graph = Graph("forwarded")
+        clients = graph.source([server.client()]).map(unchanged, on="process")
+        clients.map(use_item, on=local(1)).collect()
+        with pytest.raises(RunError) as caught:
+            graph.run()
+    assert "must be sent to another host by the program that has the server" in str(caught.value.exceptions)
+
+
+def unchanged(client: Any) -> Any:
+    return client
 
 
 def test_each_push_is_applied_once_while_connections_are_cut() -> None:
