@@ -1,7 +1,7 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the tensors of the shard and the slots of its optimizers. Both blocks of a shard are equal except
-for the *changes* of the last push: the next push copies these first, and then applies its rule.
+A block holds the tensors of the shard and the slots of its optimizers. Both blocks are equal except for the
+*changes* of the last push. The next push copies these first, and then applies its rule.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Encoded
 from flowchan.pipelines.parameter_server.optimizer_state import Factory, OptimizerState
+from flowchan.pipelines.parameter_server.push_rules import Rule, apply
 from flowchan.pipelines.parameter_server.rows import (
     RowOptimizer,
     apply_to_rows,
     check_row_optimizer,
     sparse_gradient,
 )
-from flowchan.pipelines.parameter_server.rules import Rule, apply
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, copy
 
 OPTIMIZER, ROWS = "optimizer", "rows"

@@ -13,8 +13,8 @@ from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Codes
+from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
 from flowchan.pipelines.parameter_server.row_client import RowClient
-from flowchan.pipelines.parameter_server.rules import Rule, check_rule, check_values
 from flowchan.pipelines.parameter_server.server_connection import Connection, PushHandle, copy_of
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory

@@ -9,8 +9,8 @@ from typing import Any
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.block_updates import optimized
 from flowchan.pipelines.parameter_server.encoded import Codes, Encoded, Encoder
+from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_scale, check_value
 from flowchan.pipelines.parameter_server.rows import checked_ids, summed
-from flowchan.pipelines.parameter_server.rules import Rule, check_rule, check_scale, check_value
 from flowchan.pipelines.parameter_server.server_connection import PushHandle
 from flowchan.pipelines.parameter_server.tensor_layout import Entry, plain
 

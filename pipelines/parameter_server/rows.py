@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowchan.items.text import shown
-from flowchan.pipelines.parameter_server.rules import Rule, apply
+from flowchan.pipelines.parameter_server.push_rules import Rule, apply
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, dtype_name, is_tensor
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from flowchan import Broken, In, Out, WorkerDied, unpack, worker
 from flowchan.items.codec import dumps_in_one
 from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, Changes
-from flowchan.pipelines.parameter_server.rules import apply_to_object
+from flowchan.pipelines.parameter_server.push_rules import apply_to_object
 from flowchan.pipelines.parameter_server.shard_memory import (
     APPLIED,
     DROPPED,

@@ -18,6 +18,8 @@ from flowchan.pipelines import Barrier, ParameterServer, map  # noqa: A004
 
 torch = optional("torch")
 
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
+
 RANKS, ROUNDS = 4, 25
 """TorchMPI runs 100 rounds of each case."""
 

@@ -11,7 +11,7 @@ import torch
 
 from flowchan.collective.training.gradients import QSGD, TopK
 from flowchan.pipelines.parameter_server.encoded import Encoder, gathered
-from flowchan.pipelines.parameter_server.rules import apply
+from flowchan.pipelines.parameter_server.push_rules import apply
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 

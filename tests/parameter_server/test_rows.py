@@ -13,6 +13,7 @@ from shard_blocks import Blocks, bits
 from torch import nn, optim
 
 from flowchan.pipelines.parameter_server.rows import RowOptimizer, checked_ids, read_rows, summed
+from flowchan.pipelines.parameter_server.tensor_kinds import as_kind
 
 pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
@@ -61,13 +62,13 @@ def test_row_optimizers_equal_torch_on_sparse_gradients_bit_for_bit(
 def test_push_of_rows_changes_only_these_rows_and_their_state(name: str) -> None:
     """torchrec#481 asks for rows by id on a server that also keeps the state of their optimizer."""
     blocks = Blocks({"users": table()}, rows={"users": OPTIMIZERS[name][0]})
-    before = {key: np.array(value) for key, value in blocks.current.items()}
+    before = {key: np.array(as_kind(value, np)) for key, value in blocks.current.items()}
     ids = np.array([3, 7])
     blocks.push_rows("gradient", "users", ids, torch.ones(2, WIDTH))
     per_row = [key for key, value in before.items() if value.shape[:1] == (ROWS,)]
     assert len(per_row) == {"sgd": 1, "adagrad": 2, "adam": 3}[name]
     for key in per_row:
-        changed = np.flatnonzero((np.array(blocks.current[key]) != before[key]).any(axis=1))
+        changed = np.flatnonzero((as_kind(blocks.current[key], np) != before[key]).any(axis=1))
         assert changed.tolist() == [3, 7]
 
 

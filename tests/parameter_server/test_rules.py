@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowchan.pipelines.parameter_server.rules import apply, apply_to_object, check_rule, check_values
+from flowchan.pipelines.parameter_server.push_rules import apply, apply_to_object, check_rule, check_values
 
 DTYPES = [
     torch.float64,

@@ -214,9 +214,11 @@ def test_push_of_rows_sends_only_these_rows() -> None:
 
 
 def test_row_gradient_without_a_row_optimizer_is_rejected() -> None:
-    with ParameterServer({"t": torch.zeros(4, 2)}, on="thread", optimizer=adam) as server:
-        with pytest.raises(ValueError, match="push_rows: rule must not be 'gradient' without an optimizer"):
-            server.client().push_rows("t", [1], torch.ones(1, 2), rule="gradient")
+    with (
+        ParameterServer({"t": torch.zeros(4, 2)}, on="thread", optimizer=adam) as server,
+        pytest.raises(ValueError, match="push_rows: rule must not be 'gradient' without an optimizer"),
+    ):
+        server.client().push_rows("t", [1], torch.ones(1, 2), rule="gradient")
 
 
 # --- codes ---

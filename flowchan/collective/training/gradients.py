@@ -143,9 +143,8 @@ class Gradients:
         module: The replica of this member.
         group: The group of the replicas.
         op: ``"mean"`` (default) or ``"sum"``, for a loss that is a sum over samples.
-        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, or a function that creates a :class:`Code` for each
-            buffer
-            (default None: no compression).
+        compress: ``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, or a function that creates a
+            :class:`Code` for each buffer (default None: no compression).
 
     Raises:
         ValueError: ``op`` or ``compress`` is unknown, or a complex parameter cannot be compressed.
