@@ -1,4 +1,4 @@
-"""Client of a parameter server, for the processes on the server's machine."""
+"""Client of a parameter server."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class PullHandle:
 class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process as an argument or an item. In each process, it counts as
-    another client. Threads may share a client, but then also share its ``version``.
+    A client can be passed to another process or host as an argument or an item. In each process, it counts
+    as another client. Threads may share a client, but then also share its ``version``.
 
     Args:
         form: Form of the server's state.
