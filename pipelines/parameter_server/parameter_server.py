@@ -79,8 +79,8 @@ class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
     Each push is applied exactly once, even if workers of the server are killed. A pull returns one version of
-    all tensors. A client on the server's machine reads the tensors without asking the server; a client on another
-    host asks the program that has the server.
+    all tensors. A client on the server's machine reads the tensors without asking the server; a client on
+    another host asks the program that has the server.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
