@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 from support.local_agents import agents_of
+from support.network_proxy import Wire
 
 from benchmarks.slow_connections import cut
 from flowchan.pipelines import ParameterServer, SharedDict
@@ -164,6 +165,17 @@ def workers_on_hosts() -> list[psutil.Process]:
 def cutting(_: random.Random) -> bool:
     """Cut all connections of this program."""
     return cut() > 0
+
+
+def resetting(wires: Sequence[Wire]) -> Callable[[random.Random], bool]:
+    """Return a deed that resets the connections of an agent."""
+
+    def reset(chance: random.Random) -> bool:
+        wire = chance.choice(wires)
+        wire.reset()
+        return wire.connections > 0
+
+    return reset
 
 
 def limited(deed: Callable[[random.Random], bool], most: int) -> Callable[[random.Random], bool]:

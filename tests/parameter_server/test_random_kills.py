@@ -19,11 +19,13 @@ from killing import (
     first_tensors,
     killing,
     limited,
+    resetting,
     workers_named,
     workers_on_hosts,
 )
+from support.network_proxy import Wire, wired
 
-from flowchan import Graph, hosts
+from flowchan import Graph
 from flowchan.pipelines import ParameterServer, SharedDict
 from flowchan.run.policy import decisions
 
@@ -48,15 +50,20 @@ def push_until_killed(seed: int, kills: int, shards: int, on_hosts: bool) -> Kil
             "agents": limited(killing(agents), MOST_AGENTS),
             "connections": cutting,
         }
+    wires = Wire(), Wire()
+    if on_hosts:
+        deeds["resets"] = resetting(wires)
     killer = Killer(seed, kills, deeds, pause=0.2)
     places = SharedDict({"used": -1}, across="hosts")
-    with ParameterServer(first_tensors(), shards=shards, name="parameters") as server:
+    with (
+        wired(2, *wires, peer_timeout=2) as pool,
+        ParameterServer(first_tensors(), shards=shards, name="parameters") as server,
+    ):
         graph = Graph("pushing")
         push = Pusher(server.client(), places)
         options: dict[str, Any] = {"restarts": ENDLESS, "max_deaths": ENDLESS, "ordered": False, "workers": 2}
         results = [graph.source(numbers_until, killer).map(push, name="push", on="process", **options)]
         if on_hosts:
-            pool = hosts.local(2, peer_timeout=2)
             results.append(graph.source(numbers_until, killer).map(push, name="remote", on=pool, **options))
         collected = [result.collect() for result in results]
         run = graph.start()

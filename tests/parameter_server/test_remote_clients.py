@@ -115,6 +115,28 @@ def test_rows_optimizers_and_codes_work_from_a_host() -> None:
     assert users.tolist() == [[-0.25, -0.25], [-0.5, -0.5]]
 
 
+def push_ahead(client: Any, worker: int) -> list[bool]:
+    """Return, for each of four pushes, whether it was sent although a slow client has pulled version 0."""
+    sent = []
+    for _ in range(4):
+        try:
+            client.push(np.ones(3), max_staleness=2, stale="wait", timeout=0.5).wait(60)
+            sent.append(True)
+        except TimeoutError:
+            sent.append(False)
+    return sent
+
+
+def test_remote_push_waits_for_a_slow_client() -> None:
+    with ParameterServer(np.zeros(3)) as server:
+        slow = server.client()
+        slow.pull()
+        workers = pipelines.map(1, push_ahead, server.client(), on=local(1))
+        assert workers.join() == [[True, True, False, False]]
+        assert server.stats().pushes == 2
+        slow.close()
+
+
 def push_object(client: Any, worker: int) -> Any:
     client.push([worker], timeout=60).wait(60)
     return sorted(client.pull())
