@@ -1,4 +1,4 @@
-"""Client of a parameter server, for the processes on the server's machine."""
+"""Client of a parameter server."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     pushed_size,
 )
+from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
 """What happens if values would be too old: the server drops the push, or the client waits."""
@@ -86,8 +87,8 @@ class PullHandle:
 class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process as an argument or an item. In each process, it counts as
-    another client. Threads may share a client, but then also share its ``version``.
+    A client can be passed to another process or host as an argument or an item. In each process, it counts
+    as another client. Threads may share a client, but then also share its ``version``.
 
     Args:
         form: Form of the server's state.
@@ -112,9 +113,16 @@ class ParameterClient(RowClient):
         super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
         self._connection: Connection | None = None
         self._pulled: int | None = None
+        self._entrance: Any = None  # makes clients for other hosts; only in the program
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if not is_for_another_host():
+            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if self._entrance is None:
+            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+        entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
+        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
+        return reduced
 
     @property
     def version(self) -> int | None:

@@ -51,6 +51,7 @@ SHARED = {
     "flowchan.collective.training.codes",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
+    "flowchan.transport.descriptors",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
