@@ -36,6 +36,7 @@ NAMES = (
     "autoscale",
     "page",
     "children",
+    "parameter_server",
 )
 
 

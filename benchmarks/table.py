@@ -54,6 +54,7 @@ TITLES = {
     "autoscale": "Automatic number of workers",
     "page": "The live page",
     "children": "Children",
+    "parameter_server": "Parameter server",
 }
 """Heading of each benchmark."""
 
