@@ -53,6 +53,7 @@ TITLES = {
     "schedules": "Sequential: schedules",
     "autoscale": "Automatic number of workers",
     "page": "The live page",
+    "children": "Children",
 }
 """Heading of each benchmark."""
 

@@ -418,7 +418,7 @@ class Children:
         return group_calls.receive(self._states, timeout, into or {})
 
     def wait(self, timeout: float | None = None) -> dict[int, Any]:
-        """Wait until the functions of all members have ended.
+        """Wait until the functions of all members have ended, or a member has died.
 
         Args:
             timeout: Seconds to wait (default: no limit).

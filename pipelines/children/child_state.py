@@ -30,11 +30,19 @@ class Alive:
     def __init__(self, count: int, reports: Channel[Any]) -> None:
         self._ends = itertools.count(1)
         self._count, self._reports = count, reports
+        self._changed = threading.Condition()
 
     def one_ended(self) -> None:
         if next(self._ends) == self._count:
             self._reports.close()
             self._reports = released()
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
+        """Wait until the condition holds, which only an end of a child may change, or the deadline passes."""
+        with self._changed:
+            self._changed.wait_for(condition, remaining(until))
 
 
 class ChildState:
@@ -50,6 +58,7 @@ class ChildState:
         greeted: Set when the process id is known or the child has ended.
         has_program: True if ``run`` has sent a program.
         ended: Set when the child has ended in any way.
+        alive: Count of the children of the same start.
         value: Return value of its program.
     """
 
@@ -58,7 +67,7 @@ class ChildState:
         self.greeted, self.ended = threading.Event(), threading.Event()
         self.has_program = self.closing = False
         self.value: Any = None
-        self._alive = alive
+        self.alive = alive
         self._why: Callable[[str], Exception] | None = None
         self._outcome = threading.Lock()
         self._unread: collections.deque[Any] = collections.deque()  # received, but not returned to a caller
@@ -83,7 +92,7 @@ class ChildState:
             self.ended.set()
         self.greeted.set()
         self.links.close()
-        self._alive.one_ended()
+        self.alive.one_ended()
 
     def died(self, death: Death) -> None:
         """Record that the child's process has died."""

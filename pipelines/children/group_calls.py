@@ -15,7 +15,7 @@ from flowchan import ChildDied, Closed, Empty, Full, pack
 from flowchan.items.arguments import pause as checked_pause
 from flowchan.items.codec import Opening
 from flowchan.pipelines.children.child_links import SentOnce
-from flowchan.pipelines.children.child_state import ChildState, remaining
+from flowchan.pipelines.children.child_state import ChildState
 from flowchan.pipelines.children.code_for_hosts import CodeForHosts
 from flowchan.pipelines.fill_into import fill
 from flowchan.remote.joining import sealed_once
@@ -188,14 +188,25 @@ def receive(children: States, timeout: float | None, into: Mapping[int, Any]) ->
 
 
 def wait(children: States, timeout: float | None, ended: Callable[[], None]) -> dict[int, Any]:
-    """Wait until the children have ended, and return the values of their functions."""
+    """Wait until the children have ended, and return the values of their functions.
+
+    If a child dies, do not wait for the others, because they may wait for it.
+    """
     need_programs("wait", children)
     until, misses = deadline("wait", timeout), _Misses("wait", timeout)
+    if children:
+        children[0].alive.wait_for(
+            lambda: any(map(_has_died, children)) or all(child.ended.is_set() for child in children), until
+        )
     for child in children:
-        if child.ended.wait(remaining(until)):
+        if child.ended.is_set():
             misses.add(child.failure("wait"))
         else:
             misses.late(child)
     ended()
     misses.check()
     return {child.number: child.value for child in children}
+
+
+def _has_died(child: ChildState) -> bool:
+    return child.ended.is_set() and isinstance(child.failure("wait"), ChildDied)
