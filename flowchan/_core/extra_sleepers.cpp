@@ -22,16 +22,18 @@ void Watched::add(const WaitedWord& word, std::shared_ptr<void> keeps) {
     kept.push_back(std::move(keeps));
 }
 
-ExtraSleeper::ExtraSleeper(std::function<void()> ring) : ring_(std::move(ring)), thread_([this] { run(); }) {}
+ExtraSleeper::ExtraSleeper(std::function<void()> ring)
+    : ring_(std::move(ring)), thread_(new std::thread([this] { run(); })) {}
 
 ExtraSleeper::~ExtraSleeper() {
-    if (!thread_.joinable()) return;
+    if (!thread_) return;
     {
         std::lock_guard lock(mutex_);
         over_ = true;
         notify();
     }
-    thread_.join();
+    thread_->join();
+    delete thread_;
 }
 
 void ExtraSleeper::notify() {

@@ -29,7 +29,9 @@ class ExtraSleeper {
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    void detach() { thread_.detach(); }  // for a forked child, which does not have the thread
+    // For a forked child, which does not have the thread. It must not even detach the thread, because the
+    // thread's stack, which holds its state, may belong to another thread of the child.
+    void abandon() { thread_ = nullptr; }
 
   private:
     void run();
@@ -39,7 +41,7 @@ class ExtraSleeper {
     Watched watched_;
     bool has_signalled_ = false, over_ = false;
     std::atomic<uint32_t> changes_{0};
-    std::thread thread_;
+    std::thread* thread_;
 };
 
 // A growing set of extra sleepers. Only one thread may use it.
@@ -49,8 +51,8 @@ class ExtraSleepers {
     // Assign each part to a sleeper. Return false if more threads are needed than exist.
     bool watch(std::vector<Watched> parts);
     void end() { all_.clear(); }
-    void detach() {
-        for (ExtraSleeper& one : all_) one.detach();
+    void abandon() {
+        for (ExtraSleeper& one : all_) one.abandon();
     }
 
   private:

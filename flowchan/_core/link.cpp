@@ -64,12 +64,13 @@ Link::~Link() {
         close();
         delete &changed_;
         delete &event_added_;
+        delete &out_;
+        delete &sender_;
+        delete &receiver_;
         return;
     }
-    // A forked child owns none of this. The parent may already have ended the threads before it forked.
-    for (std::thread* thread : {&sender_, &receiver_})
-        if (thread->joinable()) thread->detach();
-    extra_sleepers_.detach();
+    // A forked child owns none of this.
+    extra_sleepers_.abandon();
     for (auto& [number, stream] : streams_) stream.release();
 }
 

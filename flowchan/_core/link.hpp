@@ -261,7 +261,9 @@ class Link {
     bool lost_ = false;         // the connection is unusable; its last user closes the descriptor
     uint32_t last_served_ = 0;  // the stream after which the next round begins
 
-    Outgoing out_;
+    // The sender also changes this without the mutex. It is a pointer like `changed_`: a forked child may have
+    // it in the middle of a change.
+    Outgoing& out_ = *new Outgoing;
     uint64_t queued_items_ = 0;  // items in `out_`
     bool has_news_ = false;      // the receiver has changed something for the sender to handle
     // Used by the receiver: the lock of the ring into which it is putting items, held for several of them.
@@ -281,7 +283,9 @@ class Link {
     std::deque<LinkEvent> events_;
     // allocated separately, like `changed_`
     std::condition_variable& event_added_ = *new std::condition_variable;
-    std::thread sender_, receiver_;
+    // Pointers, because a forked child has no such threads. It must not even detach them: its own threads may
+    // have taken over their stacks, which hold the state of a thread.
+    std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
     ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};  // additional sleepers for the sender
 };
 

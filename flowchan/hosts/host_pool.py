@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Pool(Placement):
     """Hosts for ``on=``, made with ``local``, ``ssh``, ``slurm`` or ``ray``.
 
-    Each worker of a stage is placed on the host of the pool that has the fewest workers; after
-    :meth:`calibrate`, on the host with the fewest workers for its cores and speed. ``pool["gpu1"]`` and
+    Each worker of a stage is placed on the host of the pool that has the fewest workers. After
+    :meth:`calibrate`, a host gets workers in proportion to its cores and speed. ``pool["gpu1"]`` and
     ``pool["gpu1", "gpu2"]`` select hosts. A mapping also sets the hosts' shares of the workers: with
     ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four workers, or six of eight, run on ``gpu1``. Pools from one
     provider share its agents within a run.
@@ -107,8 +107,8 @@ class Pool(Placement):
         :meth:`calibrate`, a host with half the speed gets a worker in every second turn. Shares replace the
         speeds. For a pool from :meth:`assigned`, the result is its list of hosts.
 
-        If the number of cores of a host is not known, this starts a small program on the host, which reports
-        the number within 30 seconds.
+        If the number of cores of a host is not known, this starts a small program on the host. The program
+        must report the number within 30 seconds.
 
         Args:
             count: Number of workers, at least 1.

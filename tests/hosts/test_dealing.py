@@ -49,7 +49,7 @@ def planned(pool: Pool, workers: int) -> list[int]:
 # --- cores ---
 
 
-def test_dealt_gives_one_worker_per_host_and_turn_up_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+def test_dealt_gives_workers_in_turn_up_to_the_cores(caplog: pytest.LogCaptureFixture) -> None:
     """This is the example of lua---parallel's ``sfork``: 16 workers on 8, 16 and 4 cores."""
     assert THREE.dealt(7) == ("a", "b", "c", "a", "b", "c", "a")
     assert counts(THREE, 16) == [6, 6, 4]

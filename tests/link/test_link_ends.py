@@ -192,6 +192,28 @@ def test_forked_child_drops_a_link_closed_by_its_parent() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.parametrize("size", [0, 64 << 20], ids=["same stacks", "large stacks"])
+def test_forked_child_with_own_threads_drops_a_link(size: int) -> None:
+    """The C library gives the stacks of the link's threads to the child's threads, or unmaps them."""
+    link = _core.Link(True)
+    child = os.fork()
+    if not child:
+        threading.stack_size(size)
+        gate = threading.Event()
+        own = [threading.Thread(target=gate.wait) for _ in range(4)]
+        for thread in own:
+            thread.start()
+        if size:
+            gate.set()
+            for thread in own:
+                thread.join()
+        del link
+        gate.set()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    link.close()
+
+
 def _sockets() -> set[str]:
     """Return the open sockets of this process."""
     found = set()
