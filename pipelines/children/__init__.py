@@ -4,9 +4,9 @@
 program calls the methods of one :class:`Child`, or of a group, :class:`Children`.
 
 The children are the workers of one stage, so they start, die and end as such workers do. The only item of
-each worker is the :class:`~flowchan.pipelines.children.child_links.ChildLinks` of its child. If the process dies,
-this item fails and the supervisor's event tells the program at once. The program then closes the channels of
-this child, so every waiting call ends.
+each worker is the ``ChildLinks`` of its child: its number and its channels. If the process dies, this item
+fails, and the supervisor reports the death to the program. The program then closes the channels of this
+child, so every waiting call ends.
 """
 
 from flowchan.pipelines.children.child_handles import Child, Children, start

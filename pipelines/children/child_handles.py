@@ -401,6 +401,7 @@ class Children:
             Closed: A member has ended or was closed.
             RuntimeError: A member has no program.
             ValueError: A value does not fit its array or tensor.
+            TypeError: ``into`` is not a mapping, or one of its values is neither an array nor a tensor.
 
         Example:
             >>> from flowchan.pipelines import children

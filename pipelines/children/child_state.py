@@ -113,11 +113,10 @@ class ChildState:
 
     def failed(self, error: BaseException) -> None:
         """Record that the child's function has raised an exception."""
-        name = f"child {self.number}"
 
         def why(call: str) -> StageError:
-            text = f"{call}: {name} failed: {type(error).__name__}: {error}"
-            found = StageError(text, stage=STAGE, worker=name)
+            text = f"{call}: child {self.number} failed: {type(error).__name__}: {error}"
+            found = StageError(text, stage=STAGE, worker=f"child {self.number}")
             found.__cause__ = error
             return found
 

@@ -17,7 +17,8 @@ from flowchan.hosts.host_pool import pool_of
 
 class Apart(Local):
     def start(self, number, launch):
-        return AgentProcess("apart", (sys.executable, *launch.arguments), launch, lambda code, said: str(code))
+        command = (sys.executable, *launch.arguments)
+        return AgentProcess("apart", command, launch, lambda code, said: str(code))
 
 def tell(item):
     print(os.getppid(), flush=True)
