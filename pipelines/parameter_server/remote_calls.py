@@ -229,6 +229,8 @@ class Session:
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has ended") from None
+            except Empty:
+                raise Empty("the parameter server did not answer in time") from None
         number, value, error = self._unread[0]
         handle = self._waiting.pop(number, None)
         if handle is not None:
