@@ -37,6 +37,7 @@ NAMES = (
     "page",
     "children",
     "parameter_server",
+    "remote_parameters",
 )
 
 

@@ -55,6 +55,7 @@ TITLES = {
     "page": "The live page",
     "children": "Children",
     "parameter_server": "Parameter server",
+    "remote_parameters": "Parameter server: clients on hosts",
 }
 """Heading of each benchmark."""
 

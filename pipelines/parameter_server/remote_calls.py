@@ -12,6 +12,7 @@ for all of them, so a session never waits for a client that does not read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -31,11 +32,15 @@ MOST_OPEN = 32
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that closing waits for calls that have arrived."""
 
+MOST_STARTED = 2
+"""Maximum number of pushes of one client whose outcome the session does not know yet."""
+
 SHORT_WAIT_S = 0.05
 """Longest time for which one thread that waits for its answer keeps other threads from sending calls."""
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
-"""Function ``(client, call) -> answer`` that performs a call with a client in the program."""
+"""Function ``(client, call)`` that performs a call with a client in the program, and returns the answer or
+:class:`Later`."""
 
 
 class Gateway(Shared):
@@ -101,22 +106,51 @@ def _welcome(
         del calls, answers, thread
 
 
+class Later:
+    """Answer of a call that is not finished.
+
+    Args:
+        finish: Function that waits for the end of the call and returns the answer.
+    """
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish = finish
+
+
 def _serve(
     calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client has died
         client = make_client()
+        started: deque[tuple[int, Later]] = deque()
         try:
-            for number, call in calls:
-                answers.put((number, *_outcome(perform, client, call)))
+            while True:
+                if started and not len(calls):
+                    _answer_first(started, answers)
+                    continue
+                number, call = calls.get()
+                # the server may still apply the last push while the next one is received
+                while started and (call[0] != "push" or len(started) == MOST_STARTED):
+                    _answer_first(started, answers)
+                found, error = _outcome(functools.partial(perform, client, call))
+                if isinstance(found, Later):
+                    started.append((number, found))
+                else:
+                    answers.put((number, found, error))
+                del call, found
         finally:
             client.close()
             answers.close()  # a call that arrives later gets no answer
 
 
-def _outcome(perform: Perform, client: Any, call: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
+def _answer_first(started: deque[tuple[int, Later]], answers: Channel[Any]) -> None:
+    number, later = started.popleft()
+    answers.put((number, *_outcome(later.finish)))
+
+
+def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
     try:
-        return perform(client, call), None
+        return function(), None
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -195,6 +229,8 @@ class Session:
                 self._unread.extend(map(self._answers.get, (_left(late),)))
             except Drained:
                 raise Closed("the parameter server has ended") from None
+            except Empty:
+                raise Empty("the parameter server did not answer in time") from None
         number, value, error = self._unread[0]
         handle = self._waiting.pop(number, None)
         if handle is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle
-from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
+from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Later, Session
 from flowchan.pipelines.parameter_server.row_client import RowClient
 from flowchan.pipelines.parameter_server.server_connection import PushHandle
 from flowchan.pipelines.parameter_server.shard import Push
@@ -156,10 +156,9 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
     """Perform a call of a remote client with a client in the program."""
     what, argument, *rest = call
     if what == "push":
-        handle = client._connected().send(
-            lambda slot, number: argument._replace(slot=slot, number=number), None
-        )
-        return handle.wait(), handle.dropped
+        connection = client._connected()
+        handle = connection.send(lambda slot, number: argument._replace(slot=slot, number=number), None)
+        return Later(lambda: (handle.wait(), handle.dropped))
     if what == "pull":
         found = client.pull(**argument)
         return client.version, found
