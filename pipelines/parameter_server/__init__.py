@@ -1,0 +1,1 @@
+"""Parameter servers: tensors that many workers push to and pull from."""
