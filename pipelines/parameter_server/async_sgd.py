@@ -219,3 +219,6 @@ def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str,
     return [
         {key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor)} for p in copies
     ]
+
+
+AsySGInCon.__module__ = "flowchan.pipelines"  # the module that users import

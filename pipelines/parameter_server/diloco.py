@@ -329,3 +329,6 @@ def _counts(state: Values) -> Counts:
 def _until(limit: float) -> float | None:
     """Return the seconds until a time on the monotonic clock, or ``None`` for infinity."""
     return None if limit == math.inf else max(limit - time.monotonic(), 0.001)
+
+
+DiLoCo.__module__ = "flowchan.pipelines"  # the module that users import

@@ -184,3 +184,6 @@ class Downpour(Replica):
 def _add(parameters: dict[str, Tensor], updates: Values) -> None:
     for name, update in updates.items():
         parameters[name] = parameters[name] + update.to(parameters[name].device)
+
+
+Downpour.__module__ = "flowchan.pipelines"  # the module that users import
