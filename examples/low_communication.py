@@ -4,10 +4,10 @@
     flowchan run examples/low_communication.py [-- ALGORITHM WORKERS STEPS]
     flowchan viz examples/low_communication.py -o low_communication.svg
 
-In each graph, a source deals out batches of scikit-learn's digits to workers in processes. Each worker trains a
-network of its own and exchanges parameters with the server, which is a stage of the graph. A further stage
-pulls the server's parameters from time to time and tests them on digits that were held out. With ``--curves``,
-the program draws these errors, and those of plain SGD in one process. The example needs torch and scikit-learn.
+In each graph, a source deals out batches of scikit-learn's digits to workers in processes. Each worker trains
+its own network and exchanges parameters with the server, which is a stage of the graph. A further stage pulls
+the server's parameters from time to time and tests them on digits that were held out. With ``--curves``, the
+program draws these errors, and those of plain SGD in one process. The example needs torch and scikit-learn.
 """
 
 from __future__ import annotations
@@ -161,9 +161,15 @@ def drawing(curves: dict[str, Curve], title: str) -> str:
 
     parts = [text(LEFT, 24, title, "start", 'font-size="16" font-weight="bold"')]
     for share in (1, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01):
-        parts += [line(LEFT, y(share), LEFT + WIDTH, y(share)), text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end")]
+        parts += [
+            line(LEFT, y(share), LEFT + WIDTH, y(share)),
+            text(LEFT - 8, y(share) + 4, f"{share:.0%}", "end"),
+        ]
     for step in (most * part // 4 for part in range(5)):
-        parts += [line(x(step), TOP, x(step), TOP + HEIGHT), text(x(step), TOP + HEIGHT + 18, str(step), "middle")]
+        parts += [
+            line(x(step), TOP, x(step), TOP + HEIGHT),
+            text(x(step), TOP + HEIGHT + 18, str(step), "middle"),
+        ]
     parts.append(text(LEFT + WIDTH / 2, TOP + HEIGHT + 40, "steps of each worker", "middle"))
     for number, (name, curve) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
@@ -175,7 +181,9 @@ def drawing(curves: dict[str, Curve], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#22272e">'
     )
-    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f'<rect width="{width}" height="{height}" fill="#ffffff"/>', *parts, "</svg>", ""]
+    )
 
 
 def line(x1: float, y1: float, x2: float, y2: float) -> str:

@@ -26,8 +26,8 @@ class AsySGInCon(Replica):
     newer than the others. The server adds up 32 gradients, from any workers, and then takes one step with the
     sum.
 
-    AsySGInCon replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies the
-    server's parameters into the model. Buffers of the model, such as running means, stay local.
+    AsySGInCon replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies
+    the server's parameters into the model. Buffers of the model, such as running means, stay local.
 
     The algorithm is AsySG-InCon by Lian et al., "Asynchronous Parallel Stochastic Gradient for Nonconvex
     Optimization" (2015). The number 32 is that of pytorch_ps_mpi.
@@ -48,7 +48,7 @@ class AsySGInCon(Replica):
         >>> from torch import nn
         >>> from flowchan.pipelines import AsySGInCon, ParameterServer
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> sgd = AsySGInCon.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.5), gradients=2)
+        >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5), gradients=2)
         >>> with ParameterServer({"weight": torch.zeros(1, 1)}, optimizer=sgd, on="thread") as server:
         ...     training = AsySGInCon(server.client(), model)
         ...     for batch in [torch.ones(1, 1), 2 * torch.ones(1, 1)]:
@@ -89,7 +89,7 @@ class AsySGInCon(Replica):
             >>> import torch
             >>> from flowchan.pipelines import AsySGInCon
             >>> weight = torch.zeros(1, requires_grad=True)
-            >>> sgd = AsySGInCon.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=1.0), gradients=2)
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=1.0), gradients=2)
             >>> optimizer = sgd([weight])
             >>> for _ in range(3):
             ...     weight.grad = torch.ones(1)
@@ -112,7 +112,7 @@ class AsySGInCon(Replica):
             >>> from torch import nn
             >>> from flowchan.pipelines import AsySGInCon, ParameterServer
             >>> model = nn.Linear(1, 1, bias=False)
-            >>> sgd = AsySGInCon.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.5), gradients=1)
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5), gradients=1)
             >>> with ParameterServer({"weight": torch.zeros(1, 1)}, optimizer=sgd, on="thread") as server:
             ...     training = AsySGInCon(server.client(), model)
             ...     model(torch.ones(1, 1)).sum().backward()
@@ -136,7 +136,7 @@ class AsySGInCon(Replica):
             >>> import torch
             >>> from flowchan.pipelines import AsySGInCon, ParameterServer
             >>> model = nn.Linear(1, 1, bias=False)
-            >>> sgd = AsySGInCon.optimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+            >>> sgd = AsySGInCon.optimizer(lambda params: torch.optim.SGD(params, lr=0.5))
             >>> with ParameterServer({"weight": torch.ones(1, 1)}, optimizer=sgd, on="thread") as server:
             ...     training = AsySGInCon(server.client(), model)
             ...     model(torch.ones(1, 1)).sum().backward()
@@ -168,8 +168,8 @@ _INNER = "inner."
 class SummedGradients(torch.optim.Optimizer):
     """Add up gradients, and take a step of another optimizer after each ``gradients`` of them.
 
-    All state is in ``self.state``, in tensors and numbers, because the server keeps only these. The tensors of
-    the inner optimizer's state exist from the start, since the server looks for them after the first step.
+    All state is in ``self.state``, in tensors and numbers, because the server keeps only these. The tensors
+    of the inner optimizer's state exist from the start, since the server looks for them after a first step.
     """
 
     def __init__(self, params: Iterable[Tensor], make: Make, gradients: int) -> None:
@@ -186,27 +186,32 @@ class SummedGradients(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Add the gradients to the sums, and take a step of the inner optimizer if they are complete."""
+        """Add the gradients to the sums, and take a step of the inner optimizer with each complete sum."""
+        complete = []
         for p in self._own:
             if p.grad is not None:
-                self.state[p]["sum"].add_(p.grad)
-            self.state[p]["count"] += 1
-        if self.state[self._own[0]]["count"] < self._gradients:
-            return
+                state = self.state[p]
+                state["sum"].add_(p.grad)
+                state["count"] += 1
+                if state["count"] == self._gradients:
+                    complete.append(p)
+            p.grad = None
         self._inner.state.clear()
-        for p in self._own:
+        for p in complete:
             state = self.state[p]
             kept = {key.removeprefix(_INNER): x for key, x in state.items() if key.startswith(_INNER)}
             # optimizers create their state in the first step
             self._inner.state[p] = kept if state["steps"] else self._first[p]
             p.grad = state["sum"].clone()
-        self._inner.step()
-        for p in self._own:
+        if complete:
+            self._inner.step()
+        for p in complete:
             state = self.state[p]
             state.update({_INNER + key: value for key, value in self._inner.state[p].items()})
             state["sum"].zero_()
             state["count"] = 0
             state["steps"] += 1
+            p.grad = None
 
 
 def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str, Tensor]]:

@@ -243,7 +243,8 @@ class DiLoCo(Replica):
             found = self._pulled([*self._parameters, _ROUND], self._version, self._limit())
         except KeyError as error:
             raise ValueError(
-                "DiLoCo: client must belong to a server created with DiLoCo.tensors(model), got another server"
+                "DiLoCo: client must belong to a server created with DiLoCo.tensors(model), got another "
+                "server"
             ) from error
         self._counts = _counts(found)
         self._began = {name: found[name] for name in self._parameters}
@@ -280,8 +281,8 @@ class DiLoCo(Replica):
             closes = min(complete, quorum + self._grace) + TAKEOVER_S * (counts.sent - place)
             if now >= limit:
                 raise TimeoutError(
-                    f"DiLoCo: {counts.sent} of {remaining} replicas contributed to round {counts.rounds} within "
-                    f"{self._timeout} s; pass quorum= and grace= to continue without the others"
+                    f"DiLoCo: {counts.sent} of {remaining} replicas contributed to round {counts.rounds} "
+                    f"within {self._timeout} s; pass quorum= and grace= to continue without the others"
                 )
             if now >= closes:
                 self._close(sent_at, limit)
@@ -298,10 +299,10 @@ class DiLoCo(Replica):
         counts, version = _counts(state), self._client.version
         if counts.closed > sent_at:
             return
-        # the optimizer works on the tensors in place; one of its slots is bytes
-        rest = {self._outer.rest_slot: state[self._outer.rest_slot].numpy()}
+        # the optimizer works in place, and some of its slots are arrays of bytes
+        bytes_slots = [name for name, slot in self._outer.slots.items() if not isinstance(slot, Tensor)]
         means = {name: state[_SUM + name] / counts.sent for name in self._parameters}
-        self._outer.step({**state, **rest}, means)
+        self._outer.step({**state, **{name: state[name].numpy() for name in bytes_slots}}, means)
         for name in self._parameters:
             state[_SUM + name].zero_()
         state[_ROUND] = torch.tensor(Counts(counts.rounds + 1, 0, counts.left, version + 1))

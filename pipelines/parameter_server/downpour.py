@@ -142,8 +142,8 @@ class Downpour(Replica):
             -0.5
         """
         self._send_updates()
-        self._prefetch, self._since = None, []
         self._adopt(self._pull)
+        self._since = []
 
     @torch.no_grad()
     def _update(self) -> None:

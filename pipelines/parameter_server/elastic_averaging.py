@@ -126,7 +126,6 @@ class ElasticAveraging(Replica):
             >>> model.weight.item()
             1.0
         """
-        self._prefetch = None
         self._adopt(self._pull)
 
     def _attracted(self) -> Values:

@@ -74,8 +74,11 @@ class Replica:
             self._push = None
 
     def _pull(self) -> Values:
-        """Return the server's parameters, which contain all pushes of this replica."""
+        """Return the server's parameters with all pushes of this replica, and discard a prefetch."""
         self._finish_push()
+        if self._prefetch is not None:
+            self._prefetch.wait(timeout=self._timeout)
+            self._prefetch = None
         pulled: Values = self._client.pull(
             names=list(self._parameters), at_least=self._version, timeout=self._timeout
         )

@@ -19,7 +19,8 @@ def test_each_algorithm_learns_the_digits(torch_programs: Template, tmp_path: Pa
     *lines, last = done.stdout.splitlines()
     assert last == f"{picture} shows the curves"
     found = [
-        re.fullmatch(r"(.*): (\d+\.\d)% of the held-out digits are wrong after 80 steps", line) for line in lines
+        re.fullmatch(r"(.*): (\d+\.\d)% of the held-out digits are wrong after 80 steps", line)
+        for line in lines
     ]
     assert [one[1] for one in found if one] == NAMES
     assert all(float(one[2]) < 50 for one in found if one)  # 90 % without training

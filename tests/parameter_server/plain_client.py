@@ -60,7 +60,10 @@ class PlainClient:
     ) -> PlainHandle:
         server = self.server
         with server.changed:
-            if max_staleness is not None and server.version - (self.version if at is None else at) > max_staleness:
+            if (
+                max_staleness is not None
+                and server.version - (self.version if at is None else at) > max_staleness
+            ):
                 return PlainHandle(server.version, dropped=True)
             server.log.append(("push", rule, *values))
             if rule == "gradient":

@@ -38,7 +38,10 @@ def test_asysg_equals_its_simulation_bit_for_bit(kind: str, make: str) -> None:
 
 
 def test_server_takes_a_step_after_32_gradients() -> None:
-    server, model = PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])), simulations.model()
+    server, model = (
+        PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])),
+        simulations.model(),
+    )
     training, ((batch,),) = AsySGInCon(server.client(), model), simulations.batches(workers=1, steps=1)
     for _ in range(31):
         backward(model, batch)
@@ -52,7 +55,10 @@ def test_server_takes_a_step_after_32_gradients() -> None:
 
 
 def test_only_the_reads_of_steps_may_be_inconsistent() -> None:
-    server, model = PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])), simulations.model()
+    server, model = (
+        PlainServer(simulations.initial(), AsySGInCon.optimizer(OPTIMIZERS["sgd"])),
+        simulations.model(),
+    )
     training, ((batch,),) = AsySGInCon(server.client(), model), simulations.batches(workers=1, steps=1)
     backward(model, batch)
     training.step()

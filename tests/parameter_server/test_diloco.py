@@ -40,9 +40,7 @@ def test_diloco_equals_its_simulation_bit_for_bit(kind: str, outer: str) -> None
     """The workers contribute in a different order in each round."""
     every, order = 3, [0, 1, 2, 2, 0, 1, 1, 2, 0]
     data = simulations.batches(workers=3, steps=9)
-    rounds = [
-        [(r, data[w][r * every : (r + 1) * every]) for w in order[r * 3 : r * 3 + 3]] for r in range(3)
-    ]
+    rounds = [[(r, data[w][r * every : (r + 1) * every]) for w in order[r * 3 : r * 3 + 3]] for r in range(3)]
     expected = simulations.diloco(rounds, lr=LR, outer=OUTERS[outer])
     turns = Turns(order)
     with SERVERS[kind](DiLoCo.tensors(simulations.model(), outer=OUTERS[outer])) as server:
@@ -208,7 +206,9 @@ def test_replica_that_joins_later_begins_with_the_parameters_of_the_server() -> 
 
 def test_diloco_rejects_a_server_without_its_tensors() -> None:
     client = PlainServer(simulations.initial()).client()
-    message = r"^DiLoCo: client must belong to a server created with DiLoCo.tensors\(model\), got another server"
+    message = (
+        r"^DiLoCo: client must belong to a server created with DiLoCo.tensors\(model\), got another server"
+    )
     with pytest.raises(ValueError, match=message):
         DiLoCo(client, simulations.model(), workers=1)
 

@@ -1,4 +1,4 @@
-"""Downpour equals its simulation bit for bit, and does not repeat the errors of TorchMPI's DownpourUpdate."""
+"""Downpour equals its simulation bit for bit, and does not repeat the errors of TorchMPI."""
 
 from __future__ import annotations
 
@@ -159,7 +159,9 @@ def test_downpour_rejects_an_argument_out_of_range(options: dict[str, Any], mess
 
 def test_downpour_rejects_a_model_without_parameters() -> None:
     client = PlainServer(simulations.initial()).client()
-    with pytest.raises(ValueError, match="^Downpour: model must have parameters that require gradients, got none"):
+    with pytest.raises(
+        ValueError, match=r"^Downpour: model must have parameters that require gradients, got none"
+    ):
         Downpour(client, torch.nn.ReLU(), lr=0.1)
-    with pytest.raises(TypeError, match="^Downpour: model must be a torch.nn.Module, got dict"):
+    with pytest.raises(TypeError, match=r"^Downpour: model must be a torch.nn.Module, got dict"):
         Downpour(client, {}, lr=0.1)  # type: ignore[arg-type]

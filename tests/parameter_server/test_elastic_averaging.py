@@ -1,4 +1,4 @@
-"""ElasticAveraging equals its simulation bit for bit, and does not repeat the errors of TorchMPI's EASGDUpdate."""
+"""ElasticAveraging equals its simulation bit for bit, and does not repeat the errors of TorchMPI."""
 
 from __future__ import annotations
 
@@ -98,5 +98,5 @@ def test_finish_copies_the_centre_into_the_model() -> None:
 @pytest.mark.parametrize("alpha", [0, 1, 1.5])
 def test_elastic_averaging_rejects_alpha_out_of_range(alpha: float) -> None:
     client = PlainServer(simulations.initial()).client()
-    with pytest.raises(ValueError, match="^ElasticAveraging: alpha must be between 0 and 1, got "):
+    with pytest.raises(ValueError, match=r"^ElasticAveraging: alpha must be between 0 and 1, got "):
         ElasticAveraging(client, simulations.model(), alpha=alpha)

@@ -92,7 +92,7 @@ def test_error_of_the_leader_is_raised_on_all_members() -> None:
     server, group = PlainServer(simulations.initial()), members(2)
 
     def work(w: int) -> str:
-        with group[w] as g, pytest.raises(TimeoutError, match="^the server is slow$") as raised:
+        with group[w] as g, pytest.raises(TimeoutError, match="the server is slow") as raised:
             Downpour(Late(server), simulations.model(), lr=0.1, group=g)
         return str(raised.value)
 
