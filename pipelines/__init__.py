@@ -13,8 +13,8 @@
 - :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: training with little
   communication over a parameter server.
 
-Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported on
-first use.
+Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported
+on first use.
 """
 
 from __future__ import annotations

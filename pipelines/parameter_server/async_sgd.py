@@ -22,9 +22,8 @@ class AsySGInCon(Replica):
     """Train a replica by asynchronous SGD with inconsistent reads.
 
     In each step, the replica pushes its gradients and pulls the parameters. It does not wait for other
-    workers, and the server may change the parameters during the pull: a part of the pulled tensors can be
-    newer than the others. The server adds up 32 gradients, from any workers, and then takes one step with the
-    sum.
+    workers. The server may change the parameters during the pull, so some of the pulled tensors can be newer
+    than the others. The server adds up 32 gradients, from any workers, and then takes one step with the sum.
 
     AsySGInCon replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies
     the server's parameters into the model. Buffers of the model, such as running means, stay local.

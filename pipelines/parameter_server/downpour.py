@@ -20,9 +20,9 @@ class Downpour(Replica):
     """Train a replica by Downpour SGD.
 
     The replica updates its parameters by SGD in each step, and adds up its updates. Every ``push_every``
-    steps, it adds this sum to the server's parameters. Every ``pull_every`` steps, it takes the server's
-    parameters, plus those of its own updates that they do not contain. So a pull neither loses nor repeats a
-    step of the replica.
+    steps, it adds this sum to the server's parameters. Every ``pull_every`` steps, it copies the server's
+    parameters, and adds its own updates that the server does not have yet. So a pull neither loses nor
+    repeats a step of the replica.
 
     Downpour replaces the optimizer: compute the gradients, and call :meth:`step`. The constructor copies the
     server's parameters into the model. Buffers of the model, such as running means, stay local.

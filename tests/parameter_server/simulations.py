@@ -147,8 +147,8 @@ def diloco(
     """Return the parameters after each round.
 
     Args:
-        rounds: For each round, the contributions in their order: the number of the round with whose result
-            the worker began (0: the initial parameters), and its batches.
+        rounds: Contributions to each round, in their order. A contribution consists of the worker's batches,
+            and of the number of the round whose result it began with (0: the initial parameters).
         lr: Learning rate of the inner SGD.
         outer: Function that creates the outer optimizer.
     """

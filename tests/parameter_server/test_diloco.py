@@ -193,7 +193,7 @@ def test_finish_contributes_the_steps_of_an_incomplete_round() -> None:
         training.step()
 
 
-def test_replica_that_joins_later_begins_with_the_parameters_of_the_server() -> None:
+def test_replacement_continues_with_the_state_of_the_server() -> None:
     """The state of the outer optimizer is on the server, so a replacement continues with its momentum."""
     (data,) = simulations.batches(workers=1, steps=4)
     expected = simulations.diloco([[(0, data[:2])], [(1, data[2:])]], lr=LR, outer=nesterov)

@@ -102,7 +102,7 @@ def test_constructor_copies_the_parameters_of_the_server() -> None:
     assert_equal(state_of(model), tensors)
 
 
-def test_update_survives_a_server_that_answers_too_late() -> None:
+def test_update_is_pushed_later_if_the_server_is_slow() -> None:
     class SlowOnce(PlainClient):
         pushes = 0
 

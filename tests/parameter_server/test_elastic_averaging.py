@@ -38,7 +38,7 @@ def test_elastic_averaging_equals_its_simulation_bit_for_bit(kind: str, schedule
             assert_equal(one, other)
 
 
-def test_centre_moves_by_what_the_replica_gives_up() -> None:
+def test_centre_moves_towards_the_replica() -> None:
     """TorchMPI's EASGD never sends, so its centre does not move."""
     server, model = PlainServer(simulations.initial()), simulations.model()
     training = ElasticAveraging(server.client(), model, every=1, alpha=0.25)
@@ -70,7 +70,7 @@ def test_torchmpi_schedule_of_exchanges_has_the_documented_steps(
     assert found == {"prefetch": prefetched, "integrate": exchanged, "push": exchanged}
 
 
-def test_first_exchange_uses_the_centre_and_not_an_old_copy_of_the_replica() -> None:
+def test_first_exchange_after_a_prefetch_uses_the_centre() -> None:
     """TorchMPI's first integration with a prefetch uses the replica's own parameters of the start."""
     server, model = PlainServer(simulations.initial()), simulations.model()
     training = ElasticAveraging(server.client(), model, every=3, prefetch=1, alpha=0.5)

@@ -47,7 +47,7 @@ def in_turn(
     Args:
         start: Function that creates the algorithm of a worker for its model.
         data: The batches of each worker.
-        inner_lr: Learning rate of SGD before each step of the algorithm, if it is no optimizer itself.
+        inner_lr: Learning rate of SGD before each step of the algorithm; None if the algorithm has its own.
     """
     models = [simulations.model() for _ in data]
     trainings = [start(model) for model in models]
