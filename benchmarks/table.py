@@ -53,6 +53,7 @@ TITLES = {
     "schedules": "Sequential: schedules",
     "autoscale": "Automatic number of workers",
     "page": "The live page",
+    "parameter_server": "Parameter server",
 }
 """Heading of each benchmark."""
 

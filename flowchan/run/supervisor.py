@@ -101,6 +101,7 @@ from flowchan.run.policy.actions import (
     Action,
     BreakChannels,
     DropQueued,
+    EndServices,
     EndGroup,
     FormGroup,
     ReleasePorts,
@@ -434,6 +435,8 @@ class Supervisor:
         match action:
             case StopSources():
                 self.channels.stop_sources()
+            case EndServices():
+                self.channels.end_services()
             case DropQueued():
                 self.channels.drop_queued()
             case BreakChannels():

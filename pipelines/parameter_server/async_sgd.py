@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from flowchan.items.arguments import whole
-from flowchan.pipelines.parameter_server.replica import Replica, Values
-
-if TYPE_CHECKING:
-    from flowchan.collective import Group
+from flowchan.items.arguments import refuses_misspelt, whole
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
@@ -34,9 +32,10 @@ class AsySGInCon(Replica):
     Args:
         client: Client of a server with the model's parameters and the optimizer from :meth:`optimizer`.
         model: The model of this worker.
-        group: Group whose members have equal replicas and average their gradients (default None). Only its
-            rank 0 uses ``client``.
-        timeout: Maximum seconds for each wait for the server (default: no limit).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each wait for the server (default: no limit).
 
     Raises:
         ValueError: ``timeout`` is out of range, or the model has no parameters that require gradients.
@@ -59,15 +58,14 @@ class AsySGInCon(Replica):
         -1.5
     """
 
+    @refuses_misspelt("AsySGInCon", ReplicaOptions.__annotations__)
     def __init__(
         self,
-        client: Any,
+        client: ParameterClient,
         model: nn.Module,
-        *,
-        group: Group | None = None,
-        timeout: float | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
-        super().__init__(client, model, group, timeout)
+        super().__init__(client, model, options)
 
     @staticmethod
     def optimizer(make: Make, *, gradients: int = 32) -> Callable[[Iterable[Tensor]], SummedGradients]:

@@ -16,17 +16,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from flowchan.items.arguments import pause, whole
+from flowchan.items.arguments import pause, refuses_misspelt, whole
 from flowchan.pipelines.parameter_server.optimizer_state import OptimizerState
-from flowchan.pipelines.parameter_server.replica import Replica, Values, trainable
-
-if TYPE_CHECKING:
-    from flowchan.collective import Group
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, trainable
 
 Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -81,9 +79,11 @@ class DiLoCo(Replica):
         workers: Number of replicas; a group counts as one.
         quorum: Number of replicas with which a round can end, from 1 to ``workers`` (default: ``workers``).
         grace: Seconds to wait for the other replicas after the quorum (default: no limit).
-        group: Group whose members have equal replicas and average their gradients (default None). Only its
-            rank 0 uses ``client``.
-        timeout: Maximum seconds for each round and for each other wait for the server (default: no limit).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each round, and for each other wait for the server (default:
+                no limit).
 
     Raises:
         ValueError: An argument is out of range, ``grace`` is missing, the server was not created with
@@ -108,9 +108,10 @@ class DiLoCo(Replica):
         1
     """
 
+    @refuses_misspelt("DiLoCo", ReplicaOptions.__annotations__)
     def __init__(
         self,
-        client: Any,
+        client: ParameterClient,
         model: nn.Module,
         *,
         every: int = 100,
@@ -118,8 +119,7 @@ class DiLoCo(Replica):
         workers: int,
         quorum: int | None = None,
         grace: float | None = None,
-        group: Group | None = None,
-        timeout: float | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         self._every = whole("DiLoCo", "every", every, 1)
         self._workers = whole("DiLoCo", "workers", workers, 1)
@@ -135,7 +135,7 @@ class DiLoCo(Replica):
         self._counts = Counts(0, 0, 0, 0)
         self._contributed = False  # to a round that has not ended yet
         self._finished = False
-        super().__init__(client, model, group, timeout)
+        super().__init__(client, model, options)
 
     @staticmethod
     def tensors(model: nn.Module, *, outer: Outer = nesterov) -> dict[str, Tensor]:

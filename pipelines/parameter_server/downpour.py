@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from flowchan.items.arguments import whole
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.text import shown
-from flowchan.pipelines.parameter_server.replica import Replica, Values, prefetch_steps
-
-if TYPE_CHECKING:
-    from flowchan.collective import Group
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, prefetch_steps
 
 
 class Downpour(Replica):
@@ -41,9 +39,10 @@ class Downpour(Replica):
         start: Number of steps before the first interval begins (default 0). Updates of these steps are part
             of the first push.
         momentum: Nesterov momentum of the local updates, from 0 to less than 1 (default 0).
-        group: Group whose members have equal replicas and average their gradients (default None). Only its
-            rank 0 uses ``client``.
-        timeout: Maximum seconds for each wait for the server (default: no limit).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each wait for the server (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, or the model has no parameters that require gradients.
@@ -65,9 +64,10 @@ class Downpour(Replica):
         1
     """
 
+    @refuses_misspelt("Downpour", ReplicaOptions.__annotations__)
     def __init__(
         self,
-        client: Any,
+        client: ParameterClient,
         model: nn.Module,
         *,
         lr: float,
@@ -76,8 +76,7 @@ class Downpour(Replica):
         prefetch: int = 0,
         start: int = 0,
         momentum: float = 0.0,
-        group: Group | None = None,
-        timeout: float | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         if not 0 < lr < math.inf:
             raise ValueError(f"Downpour: lr must be greater than 0 and finite, got {shown(lr)}")
@@ -87,7 +86,7 @@ class Downpour(Replica):
         self._push_every = whole("Downpour", "push_every", push_every, 1)
         self._pull_every = whole("Downpour", "pull_every", pull_every, 1)
         self._lead = prefetch_steps("Downpour", prefetch, pull_every)
-        super().__init__(client, model, group, timeout, start)
+        super().__init__(client, model, options, start)
         self._velocity: dict[str, Tensor] = {}
         self._unsent: dict[str, Tensor] = {}  # sums of the updates since the last push
         self._since: list[tuple[Any, Values]] = []  # pushes since the prefetch began, with their updates
@@ -174,7 +173,7 @@ class Downpour(Replica):
         fetched = dict(self._fetched())
         version = self._client.version
         for handle, updates in self._since:  # empty without a prefetch
-            if handle.wait(timeout=self._timeout) > version:
+            if version is None or handle.wait(timeout=self._timeout) > version:
                 _add(fetched, updates)
         self._since = []
         _add(fetched, self._unsent)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
 from torch import nn
 
-from flowchan.items.arguments import whole
+from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.text import shown
-from flowchan.pipelines.parameter_server.replica import Replica, Values, prefetch_steps
-
-if TYPE_CHECKING:
-    from flowchan.collective import Group
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, prefetch_steps
 
 
 class ElasticAveraging(Replica):
@@ -36,9 +34,10 @@ class ElasticAveraging(Replica):
         prefetch: Number of steps before an exchange at which the pull of the centre begins, less than
             ``every`` (default 0).
         start: Number of steps before the first interval begins (default 0).
-        group: Group whose members have equal replicas and average their gradients (default None). Only its
-            rank 0 uses ``client``.
-        timeout: Maximum seconds for each wait for the server (default: no limit).
+        **options: Keyword options:
+            group (Group): Group whose members have equal replicas and average their gradients (default:
+                None). Only its rank 0 uses ``client``.
+            timeout (float): Maximum seconds for each wait for the server (default: no limit).
 
     Raises:
         ValueError: An argument is out of range, or the model has no parameters that require gradients.
@@ -62,24 +61,24 @@ class ElasticAveraging(Replica):
         1
     """
 
+    @refuses_misspelt("ElasticAveraging", ReplicaOptions.__annotations__)
     def __init__(
         self,
-        client: Any,
+        client: ParameterClient,
         model: nn.Module,
         *,
         every: int = 10,
         alpha: float = 0.1,
         prefetch: int = 0,
         start: int = 0,
-        group: Group | None = None,
-        timeout: float | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         if not 0 < alpha < 1:
             raise ValueError(f"ElasticAveraging: alpha must be between 0 and 1, got {shown(alpha)}")
         self._alpha = alpha
         self._every = whole("ElasticAveraging", "every", every, 1)
         self._lead = prefetch_steps("ElasticAveraging", prefetch, every)
-        super().__init__(client, model, group, timeout, start)
+        super().__init__(client, model, options, start)
 
     def step(self) -> None:
         """Count a step of the optimizer, and exchange with the centre if due. Call this after each step.

@@ -7,12 +7,14 @@ Rank 0 is the leader: only the leader exchanges values with the server, and it b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from flowchan.items.arguments import seconds, whole
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient, PullHandle
+from flowchan.pipelines.parameter_server.server_connection import PushHandle
 from flowchan.run.policy.failures import Portable
 
 if TYPE_CHECKING:
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Tensor]
 """Tensors by the names of the model's parameters."""
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """Keyword options of all algorithms."""
+
+    group: Group | None
+    """Group whose members have equal replicas (default: None). Only its rank 0 uses the client."""
+    timeout: float | None
+    """Maximum seconds for each wait for the server (default: no limit)."""
 
 
 class Replica:
@@ -30,8 +41,7 @@ class Replica:
     Args:
         client: Client of the server.
         model: The model of this worker.
-        group: Group of equal replicas, or ``None``.
-        timeout: Maximum seconds for each wait, or ``None`` for no limit.
+        options: The ``group`` and the ``timeout``.
         start: Number of steps before the replica uses the server.
 
     Raises:
@@ -39,18 +49,18 @@ class Replica:
     """
 
     def __init__(
-        self, client: Any, model: nn.Module, group: Group | None, timeout: float | None, start: int = 0
+        self, client: ParameterClient, model: nn.Module, options: ReplicaOptions, start: int = 0
     ) -> None:
         self._call = type(self).__name__
         self._client = client
-        self._group = group
-        self._leads = group is None or group.rank == 0
-        self._timeout = seconds(self._call, "timeout", timeout)
+        self._group = options.get("group")
+        self._leads = self._group is None or self._group.rank == 0
+        self._timeout = seconds(self._call, "timeout", options.get("timeout"))
         self._start = whole(self._call, "start", start, 0)
         self._steps = 0
         self._parameters = trainable(self._call, model)
-        self._push: Any = None  # handle of the last push; at most one push is under way
-        self._prefetch: Any = None  # handle of a pull that has begun
+        self._push: PushHandle | None = None  # handle of the last push; at most one push is under way
+        self._prefetch: PullHandle | None = None  # handle of a pull that has begun
         self._version = 0  # version that contains all own pushes that are known to be applied
         self._adopt(self._pull)
 
@@ -59,7 +69,7 @@ class Replica:
         counted = self._steps - self._start
         return counted > 0 and (counted + lead) % every == 0
 
-    def _send(self, values: Values, rule: str = "add") -> Any:
+    def _send(self, values: Values, rule: str = "add") -> PushHandle:
         """Begin a push, and return its handle. Later changes must not affect ``values``."""
         self._finish_push()
         self._push = self._client.push(
@@ -122,16 +132,14 @@ def prefetch_steps(call: str, prefetch: int, every: int) -> int:
 
 def _at_leader(group: Group, function: Callable[[], Values]) -> Values:
     """Call a function on rank 0, and return its result on all members. If it raises, all members raise."""
-    result: Any = None
-    error: Any = None
+    result: Values | None = None
     if group.rank == 0:
         try:
             result = dict(function())
         except Exception as raised:
             group.broadcast((None, Portable(raised, "on rank 0, which uses the parameter server")))
             raise
-    result, error = group.broadcast((result, error))
-    if error is not None:
-        raise error
-    values: Values = result
-    return values
+    found: tuple[Values, BaseException | None] = group.broadcast((result, None))
+    if found[1] is not None:
+        raise found[1]
+    return found[0]

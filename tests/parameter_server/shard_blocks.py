@@ -14,7 +14,9 @@ from flowchan.pipelines.parameter_server.block_updates import BlockUpdates
 
 def bits(value: Any) -> bytes:
     """Return the memory of an array or tensor."""
-    array = value.detach().contiguous().view(-1).view(torch.uint8).numpy() if torch.is_tensor(value) else value
+    array = (
+        value.detach().contiguous().view(-1).view(torch.uint8).numpy() if torch.is_tensor(value) else value
+    )
     return np.ascontiguousarray(array).tobytes()
 
 

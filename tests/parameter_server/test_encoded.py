@@ -114,5 +114,7 @@ def test_encoded_tensor_can_be_pushed_to_an_array() -> None:
 
 @pytest.mark.parametrize("codes", ["zip", None, 3])
 def test_unknown_code_is_rejected_at_the_client(codes: Any) -> None:
-    with pytest.raises(ValueError, match="push: codes must be 'fp16', 'bf16', 'topk', 'qsgd', a Code or a function"):
+    with pytest.raises(
+        ValueError, match="push: codes must be 'fp16', 'bf16', 'topk', 'qsgd', a Code or a function"
+    ):
         Encoder().encode(values(), codes)

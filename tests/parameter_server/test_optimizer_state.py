@@ -34,7 +34,11 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 def start() -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
-    return {"weight": torch.randn(5, 3, dtype=torch.float64), "bias": torch.randn(5), "scale": torch.randn(())}
+    return {
+        "weight": torch.randn(5, 3, dtype=torch.float64),
+        "bias": torch.randn(5),
+        "scale": torch.randn(()),
+    }
 
 
 def gradients(step: int) -> dict[str, torch.Tensor]:
@@ -57,7 +61,9 @@ def plain(make: Callable[[Any], optim.Optimizer], steps: int, scale: float = 1.0
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 @pytest.mark.parametrize("replaced", [False, True], ids=["one server", "replaced servers"])
-def test_gradient_pushes_equal_torch_bit_for_bit(make: Callable[[Any], optim.Optimizer], replaced: bool) -> None:
+def test_gradient_pushes_equal_torch_bit_for_bit(
+    make: Callable[[Any], optim.Optimizer], replaced: bool
+) -> None:
     blocks = Blocks(start(), optimizer=make)
     for step in range(7):
         blocks.push("gradient", gradients(step))

@@ -10,7 +10,15 @@ import torch
 
 from flowchan.pipelines.parameter_server.rules import apply, apply_to_object, check_rule, check_values
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.uint8,
+]
 
 
 def pair(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,11 +101,23 @@ def test_client_accepts_names_and_functions_of_two_arguments(rule: Any) -> None:
     ("values", "rule", "scale", "error", "message"),
     [
         ({"x": torch.ones(2)}, "add", 1.0, KeyError, "values must have names of the server's tensors"),
-        ({"w": torch.ones(3)}, "add", 1.0, ValueError, r"values\['w'\] must have the shape \(2,\), got \(3,\)"),
+        (
+            {"w": torch.ones(3)},
+            "add",
+            1.0,
+            ValueError,
+            r"values\['w'\] must have the shape \(2,\), got \(3,\)",
+        ),
         ({"w": torch.ones(2, dtype=torch.float64)}, "add", 1.0, TypeError, "must be float32 .* got float64"),
         ({"w": [1.0, 2.0]}, "add", 1.0, TypeError, "must be an array or a tensor, got"),
         ({"n": np.ones(2, np.int64)}, "add", 0.5, ValueError, "scale must be 1 for the int64 tensor 'n'"),
-        ({"n": np.ones(2, np.int64)}, "gradient", 1.0, ValueError, "rule must not be 'gradient' for the int64"),
+        (
+            {"n": np.ones(2, np.int64)},
+            "gradient",
+            1.0,
+            ValueError,
+            "rule must not be 'gradient' for the int64",
+        ),
     ],
 )
 def test_client_rejects_values_that_the_server_cannot_use(

@@ -67,7 +67,11 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_other_optimizer_than_the_saved_one_is_rejected() -> None:
     check_slots(SLOTS, SLOTS)
-    for wrong in ({}, {"optimizer/half/step": torch.tensor(3.0)}, {**SLOTS, "optimizer/state": np.zeros(9, np.uint8)}):
+    for wrong in (
+        {},
+        {"optimizer/half/step": torch.tensor(3.0)},
+        {**SLOTS, "optimizer/state": np.zeros(9, np.uint8)},
+    ):
         with pytest.raises(ValueError, match="optimizer and rows must be those of the saved server, got"):
             check_slots(SLOTS, wrong)
 
@@ -76,5 +80,7 @@ def test_missing_package_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyP
     for name in [name for name in sys.modules if name.partition(".")[0] == "safetensors"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ImportError, match=r"ParameterServer.save needs safetensors: pip install 'flowchan\[safet"):
+    with pytest.raises(
+        ImportError, match=r"ParameterServer.save needs safetensors: pip install 'flowchan\[safet"
+    ):
         save_state(tmp_path / "a", StoredState(1, {"x": np.ones(2)}, {}))

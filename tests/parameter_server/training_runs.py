@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ import torch
 from plain_client import PlainServer
 from simulations import Batch, State
 from torch import nn
+
+from flowchan.pipelines import ParameterServer, PullHandle
 
 
 def state_of(model: nn.Module) -> State:
@@ -110,5 +113,34 @@ def plain(tensors: Any, optimizer: Any = None) -> Iterator[PlainServer]:
     yield PlainServer(tensors, optimizer)
 
 
-SERVERS: dict[str, Callable[..., Any]] = {"plain": plain}
+@contextlib.contextmanager
+def real(tensors: Any, **options: Any) -> Iterator[Any]:
+    with ParameterServer(tensors, **options) as server:
+        yield Serving(server)
+
+
+class Serving:
+    """A real server, whose prefetches end at once, so that the order of its operations is fixed."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self._server = server
+
+    def client(self) -> Any:
+        client = self._server.client()
+        begin = client.prefetch
+
+        def prefetch(names: Any = None) -> PullHandle:
+            handle = begin(names)
+            handle.wait(timeout=60)
+            return handle
+
+        client.prefetch = prefetch  # type: ignore[method-assign]
+        return client
+
+
+SERVERS: dict[str, Callable[..., Any]] = {
+    "plain": plain,
+    "real": real,
+    "real, three shards": functools.partial(real, shards=3),
+}
 """Context managers that start a server; ``client()`` of their result returns a client."""

@@ -1,0 +1,230 @@
+"""Parameter server: tensors that many workers push to and pull from."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from flowchan import Channel, Graph, Stream
+from flowchan.declare.placements import PlacementOption, placement_argument
+from flowchan.items.arguments import refuses_misspelt, text, whole
+from flowchan.items.codec import dumps_in_one
+from flowchan.items.text import shown
+from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
+from flowchan.pipelines.parameter_server.shard import Order, Push, ShardStage
+from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
+from flowchan.pipelines.parameter_server.tensor_layout import (
+    ONLY,
+    form_of,
+    layout_of,
+    named,
+    plain,
+    shared_out,
+)
+
+CAPACITY = 16
+"""Maximum number of pushes that wait for the server."""
+RESTARTS = 1000
+"""Maximum number of replacements of dead workers within 60 seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterServerStats:
+    """Statistics of a parameter server, from ``ParameterServer.stats()``.
+
+    Attributes:
+        version: Current version: the number of pushes that were not dropped.
+        pushes: Pushes that were applied.
+        pulls: Pulls of all clients.
+        dropped: Pushes that were too old.
+        failed: Pushes whose rule raised an error.
+        mean_staleness: Mean number of versions between the computation of a push and its application.
+        max_staleness: Largest such number.
+        bytes_in: Bytes that were pushed and applied.
+        bytes_out: Bytes that were pulled.
+        queued: Pushes that wait for the server.
+
+    Example:
+        >>> import numpy as np
+        >>> from flowchan.pipelines import ParameterServer
+        >>> with ParameterServer(np.zeros(2), on="thread") as server:
+        ...     version = server.client().push(np.ones(2)).wait()
+        ...     stats = server.stats()
+        >>> stats.version, stats.pushes, stats.bytes_in
+        (1, 1, 16)
+    """
+
+    version: int
+    pushes: int
+    pulls: int
+    dropped: int
+    failed: int
+    mean_staleness: float
+    max_staleness: int
+    bytes_in: int
+    bytes_out: int
+    queued: int
+
+
+class ParameterServer:
+    """Tensors that many workers push to and pull from, from any process of the machine.
+
+    Each push is applied exactly once, even if workers of the server are killed. A pull returns one version of
+    all tensors. A client on the server's machine reads the tensors without asking the server.
+
+    Args:
+        tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
+            array, or any picklable object. The server copies it.
+        shards: Number of workers among which whole tensors are distributed (default: 1). An object cannot be
+            distributed.
+        on: ``"process"`` (default) or ``"thread"``.
+        graph: Graph in which the server is a stage; it ends when all other stages have ended. The graph can
+            run once. Default: the server has its own run, which ``close()`` ends.
+        name: Name of the stage (default: ``"parameters"``).
+
+    Raises:
+        TypeError: The object cannot be pickled, or an argument has the wrong type.
+        ValueError: ``shards`` is out of range.
+
+    Example:
+        >>> import numpy as np
+        >>> from flowchan.pipelines import ParameterServer, map
+        >>> def work(client, worker):
+        ...     return client.push({"w": np.full(2, worker)}).wait()
+        >>> with ParameterServer({"w": np.zeros(2, int)}) as server:
+        ...     versions = map(3, work, server.client(), on="process").join()
+        ...     sorted(versions), server.client().pull()
+        ([1, 2, 3], {'w': array([6, 6])})
+    """
+
+    @refuses_misspelt("ParameterServer")
+    def __init__(
+        self,
+        tensors: Any,
+        *,
+        shards: int = 1,
+        on: PlacementOption = "process",
+        graph: Graph | None = None,
+        name: str = "parameters",
+    ) -> None:
+        whole("ParameterServer", "shards", shards, 1)
+        text("ParameterServer", "name", name)
+        placement = placement_argument("ParameterServer", on)
+        if placement.hosts or placement.nowhere:
+            raise ValueError(f"ParameterServer: on must be 'process' or 'thread', got {shown(on)}")
+        self.name, self._form = name, form_of(tensors)
+        values = {key: plain(value) for key, value in named(tensors, self._form).items()}
+        if shards > max(1, len(values)):
+            raise ValueError(
+                f"ParameterServer: shards must be at most the number of tensors ({max(1, len(values))}), got "
+                f"{shards}"
+            )
+        contents = dumps_in_one(tensors) if self._form == "object" else b""
+        shares = shared_out(values, shards)
+        self._memories = [ShardMemory(layout_of({key: values[key] for key in share})) for share in shares]
+        self._shards = [memory.opened() for memory in self._memories]
+        for share, shard in zip(shares, self._shards, strict=True):
+            shard.fill({key: values[key] for key in share}, contents)
+        self._inbox: Channel[Push] = Channel(CAPACITY, across="processes")
+        self._ended: Channel[None] = Channel(1, across="processes")
+        own = Graph(name) if graph is None else graph
+        self._declare(own, shares, on)
+        self._run = own.start() if graph is None else None
+        self._finalizer = weakref.finalize(self, self._inbox.close)
+
+    def _declare(self, graph: Graph, shares: list[list[str]], on: PlacementOption) -> None:
+        ends = self._inbox, self._ended
+        pushes: Stream[Any] = graph.input(f"{self.name} pushes", capacity=CAPACITY)
+        graph._serve(*ends)
+        if len(shares) > 1:
+            pushes = graph.stage(Order(shares), pushes, name=f"{self.name} order", capacity=CAPACITY)
+            graph._serve(*ends)
+        graph.stage(
+            ShardStage(self._memories), pushes, name=self.name, on=on, workers=len(shares),
+            per_worker="pushes" if len(shares) > 1 else (), restartable=True, restarts=RESTARTS,
+        )  # fmt: skip
+        graph._serve(*ends)
+
+    def client(self) -> ParameterClient:
+        """Return a new client, which can be passed to any process of the machine.
+
+        Returns:
+            The client.
+
+        Example:
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer({"step": 0, "notes": []}, on="thread") as server:
+            ...     client = server.client()
+            ...     version = client.push(
+            ...         "begun", rule=lambda state, note: {**state, "notes": [*state["notes"], note]}
+            ...     ).wait()
+            ...     client.pull()
+            {'step': 0, 'notes': ['begun']}
+        """
+        return ParameterClient(self._form, self._memories, self._inbox, self._ended)
+
+    def stats(self) -> ParameterServerStats:
+        """Return the statistics of the server.
+
+        Returns:
+            The statistics.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> with ParameterServer(np.zeros(2), on="thread") as server:
+            ...     server.stats().version
+            0
+        """
+        records = [shard.record() for shard in self._shards]
+        first = min(records, key=lambda record: record.version)
+        pulls, bytes_out = self._shards[0].pulls()
+        return ParameterServerStats(
+            version=first.version,
+            pushes=first.pushes,
+            pulls=pulls,
+            dropped=first.dropped,
+            failed=max(record.failed for record in records),
+            mean_staleness=first.staleness / first.measured if first.measured else 0.0,
+            max_staleness=first.stalest,
+            bytes_in=sum(record.bytes_in for record in records),
+            bytes_out=bytes_out,
+            queued=len(self._inbox),
+        )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Apply all pushes that were sent, and end the server. Further calls have no effect.
+
+        A server in a user's graph ends with the other stages, so do not close it.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Raises:
+            RunError: The server has failed.
+            RuntimeError: The server is a stage of a user's graph.
+            TimeoutError: ``timeout`` expired. The server still applies the pushes.
+
+        Example:
+            >>> import numpy as np
+            >>> from flowchan.pipelines import ParameterServer
+            >>> server = ParameterServer(np.zeros(2))
+            >>> server.close()
+        """
+        if self._run is None:
+            raise RuntimeError(
+                f"{self!r}: close must not be called for a stage of a graph; it ends with the graph"
+            )
+        self._inbox.close()
+        self._run.wait(timeout)
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._run is not None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<ParameterServer {self.name!r}, version {self._shards[0].version}>"
