@@ -15,7 +15,7 @@ from plain_client import PlainServer
 from simulations import Batch, State
 from torch import nn
 
-from flowchan.pipelines import ParameterServer, PullHandle
+from flowchan.pipelines import ParameterClient, ParameterServer, PullHandle, PushHandle
 
 
 def state_of(model: nn.Module) -> State:
@@ -120,22 +120,31 @@ def real(tensors: Any, **options: Any) -> Iterator[Any]:
 
 
 class Serving:
-    """A real server, whose prefetches end at once, so that the order of its operations is fixed."""
+    """A real server whose clients wait for each push and prefetch, so that the order is fixed."""
 
     def __init__(self, server: ParameterServer) -> None:
         self._server = server
 
     def client(self) -> Any:
-        client = self._server.client()
-        begin = client.prefetch
+        return WaitingClient(self._server.client())
 
-        def prefetch(names: Any = None) -> PullHandle:
-            handle = begin(names)
-            handle.wait(timeout=60)
-            return handle
 
-        client.prefetch = prefetch  # type: ignore[method-assign]
-        return client
+class WaitingClient:
+    def __init__(self, client: ParameterClient) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def push(self, *args: Any, **options: Any) -> PushHandle:
+        handle = self._client.push(*args, **options)
+        handle.wait(timeout=60)
+        return handle
+
+    def prefetch(self, names: Any = None) -> PullHandle:
+        handle = self._client.prefetch(names)
+        handle.wait(timeout=60)
+        return handle
 
 
 SERVERS: dict[str, Callable[..., Any]] = {
