@@ -6,15 +6,14 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import Case, Effort, Report, at_least, at_most
+from benchmarks.harness import Case, Effort, Report, at_most
 from benchmarks.peers import CONTEXT
 from flowchan.pipelines import ParameterServer
 
@@ -22,9 +21,9 @@ ISOLATES = (
     "One client pushes 64 MB of float32 values, which the server adds to its state, and pulls them. The server "
     "is another process on the same machine, with one thread. A push ends when the server has applied it. The "
     "row with queued pushes measures several pushes that are sent one after another. memcpy copies 64 MB "
-    "within the client, into memory that is in use. flowchan and torch.distributed.rpc use tensors of torch, "
-    "the Ray actor uses arrays of NumPy. Ray pulls arrays that are read-only and in shared memory, so the "
-    "client copies them into its own array, as all other systems do."
+    "within the client, into memory that is in use. flowchan and torch.distributed.rpc use tensors of torch; "
+    "the Ray actor uses arrays of NumPy. Ray pulls read-only arrays in shared memory, so the client copies "
+    "them into its own array, as with the other systems."
 )
 SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"

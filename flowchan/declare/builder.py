@@ -252,7 +252,8 @@ class Builder:
         If the stage is an input, the service reads ``inbox`` in place of a channel of the run.
 
         Args:
-            inbox: Channel of the requests, to which any process may put. The run closes it to end the service.
+            inbox: Channel of the requests, to which any process may put. The run closes it to end the
+                service.
             ended: Channel that the run closes when it has ended.
         """
         # A service itself decides when a request has killed too many workers.

@@ -84,11 +84,11 @@ class PullHandle:
 class ParameterClient:
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process as an argument or an item. Each process counts as a client of
-    its own. Threads may share a client, but then also share its ``version``.
+    A client can be passed to another process as an argument or an item. In each process, it counts as
+    another client. Threads may share a client, but then also share its ``version``.
 
     Args:
-        form: What the server holds.
+        form: Form of the server's state.
         memories: Memory of each shard.
         inbox: Channel of the pushes.
         ended: Channel that closes when the server has ended.

@@ -15,7 +15,6 @@ from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.shard import Order, Push, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
 from flowchan.pipelines.parameter_server.tensor_layout import (
-    ONLY,
     form_of,
     layout_of,
     named,

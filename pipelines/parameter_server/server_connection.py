@@ -209,6 +209,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 def copy_of(source: Any, into: Mapping[str, Any] | None, name: str) -> Any:
+    """Copy a tensor into the one of the same name in ``into``, or into a new one."""
     if into is None:
         return copied(source)
     copy(as_kind(source, into[name]), into[name])

@@ -142,8 +142,8 @@ class ShardMemory:
         Raises:
             Broken: The program that owns the server has ended.
         """
-        # The locks need a file description of their own: those of one description do not conflict, and they
-        # remain while any descriptor of it is open, such as the one that a mapping keeps.
+        # The locks need another file description than the mapping, whose descriptor stays open. The locks of
+        # one description do not conflict, and they remain until its last descriptor is closed.
         try:
             fd = os.open(self._file._path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

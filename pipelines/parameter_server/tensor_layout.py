@@ -97,9 +97,9 @@ def form_of(given: Any) -> Form:
     """Return what the user has given."""
     if is_array(given):
         return "tensor"
-    if isinstance(given, Mapping) and given and all(isinstance(name, str) for name in given):
-        if all(map(is_array, given.values())):
-            return "mapping"
+    is_mapping = isinstance(given, Mapping) and len(given) > 0
+    if is_mapping and all(isinstance(name, str) and is_array(value) for name, value in given.items()):
+        return "mapping"
     return "object"
 
 

@@ -97,7 +97,8 @@ def test_readers_in_processes_see_whole_versions_in_ascending_order(on: str, sha
             found = client.pull()
             values = set(found["a"]) | set(found["b"])
             assert values == {float(client.version or 0)}
-            assert client.version is not None and client.version >= last
+            assert client.version is not None
+            assert client.version >= last
             last = client.version
         return last
 

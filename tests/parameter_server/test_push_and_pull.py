@@ -80,7 +80,7 @@ def test_state_may_be_one_array_or_any_object(on: str) -> None:
         assert client.pull() == "short"
 
 
-def test_pull_fills_arrays_in_place_and_returns_only_the_named_ones() -> None:
+def test_pull_fills_arrays_in_place_and_returns_named_ones() -> None:
     with ParameterServer(state(), on="thread") as server:
         client = server.client()
         out = {name: np.full_like(value, -1) for name, value in state().items()}

@@ -52,7 +52,7 @@ def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
 
 
 @everywhere
-def test_pushes_of_the_last_stage_are_applied_before_the_run_ends(on: str) -> None:
+def test_pushes_of_the_last_stage_are_applied(on: str) -> None:
     graph = Graph()
     server = ParameterServer(state(), graph=graph, on=on)
     client = server.client()

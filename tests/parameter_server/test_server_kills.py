@@ -59,7 +59,7 @@ class KillAtLine:
 
 
 @pytest.mark.parametrize(("shards", "names"), [(1, "abc"), (1, "b"), (2, "abc")])
-def test_push_is_applied_once_if_the_worker_dies_at_any_line(
+def test_push_is_applied_once_despite_death_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Worker n dies while it applies push n, before line n. Its replacement applies push n."""
