@@ -13,6 +13,7 @@ program draws these errors, and those of plain SGD in one process. The example n
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -35,6 +36,7 @@ Curve = list[tuple[int, float]]
 ALGORITHMS = ("Downpour", "ElasticAveraging", "DiLoCo", "AsySGInCon")
 
 
+@functools.cache
 def digits() -> Batch:
     """Return 1,797 images of 8 × 8 pixels with values from 0 to 1, and their digits, shuffled."""
     from sklearn.datasets import load_digits

@@ -130,7 +130,8 @@ class ParameterServer:
         own = Graph(name) if graph is None else graph
         self._declare(own, shares, on)
         self._run = own.start() if graph is None else None
-        self._finalizer = weakref.finalize(self, self._inbox.close)
+        if graph is None:  # a user's graph ends the server, also if the program keeps only its clients
+            self._finalizer = weakref.finalize(self, self._inbox.close)
 
     def _declare(self, graph: Graph, shares: list[list[str]], on: PlacementOption) -> None:
         ends = self._inbox, self._ended
