@@ -34,6 +34,8 @@ from flowchan.pipelines.parameter_server import (
     ParameterServerStats,
     PullHandle,
     PushHandle,
+    RowOptimizer,
+    gathered,
 )
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
@@ -66,6 +68,7 @@ __all__ = [
     "Pop",
     "PullHandle",
     "PushHandle",
+    "RowOptimizer",
     "Semaphore",
     "Sequential",
     "ServedClient",
@@ -78,6 +81,7 @@ __all__ = [
     "WorkQueue",
     "Workers",
     "dataset",
+    "gathered",
     "map",
     "marshal",
     "workqueue",

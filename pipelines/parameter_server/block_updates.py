@@ -1,22 +1,24 @@
 """Apply pushes to the shadow block of a shard.
 
-A block holds the tensors of the shard and the slots of its optimizers. Both blocks of a shard are equal except
-for the *changes* of the last push: the next push copies these first, and then applies its rule.
+A block holds the tensors of the shard and the slots of its optimizers. Both blocks are equal except for the
+*changes* of the last push. The next push copies these first, and then applies its rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
+from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.encoded import Encoded
 from flowchan.pipelines.parameter_server.optimizer_state import Factory, OptimizerState
+from flowchan.pipelines.parameter_server.push_rules import Rule, apply
 from flowchan.pipelines.parameter_server.rows import (
+    RowOptimizer,
     apply_to_rows,
     check_row_optimizer,
     sparse_gradient,
 )
-from flowchan.pipelines.parameter_server.rules import Rule, apply
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, copy
 
 OPTIMIZER, ROWS = "optimizer", "rows"
@@ -40,7 +42,10 @@ class BlockUpdates:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Any], optimizer: Factory | None = None, rows: Mapping[str, Factory] = {}
+        self,
+        tensors: Mapping[str, Any],
+        optimizer: Factory | None = None,
+        rows: Mapping[str, RowOptimizer] = {},
     ) -> None:
         self._tables = {}
         for name in rows.keys() & tensors.keys():
@@ -92,11 +97,12 @@ class BlockUpdates:
             return self._step(values, scale, shadow)
         changes: dict[str, Any] = {}
         for table, given in values.items():
+            ids = rows[table].copy()  # the changes must not keep the memory of the push
             if rule == "gradient":
-                changes |= self._step_of_rows(table, rows[table], given, scale, shadow)
+                changes |= self._step_of_rows(table, ids, given, scale, shadow)
             else:
-                apply_to_rows(rule, rows[table], given, scale, shadow[table])
-                changes[table] = rows[table]
+                apply_to_rows(rule, ids, given, scale, shadow[table])
+                changes[table] = ids
         return changes
 
     def _step(self, values: Mapping[str, Any], scale: float, shadow: MutableMapping[str, Any]) -> Changes:
@@ -135,3 +141,41 @@ def _catch_up(
 def _gradient(given: Any, scale: float) -> Any:
     gradient = given.decoded() if isinstance(given, Encoded) else as_tensor(given)
     return gradient if scale == 1 else gradient * scale
+
+
+def updates_of_shards(
+    tensors: Mapping[str, Any],
+    shares: Iterable[Iterable[str]],
+    optimizer: Factory | None,
+    rows: Mapping[str, RowOptimizer],
+) -> list[BlockUpdates]:
+    """Create the rules and optimizers of all shards.
+
+    Args:
+        tensors: The tensors by name; none if the server holds an object.
+        shares: Names of the tensors of each shard.
+        optimizer: Function that creates the optimizer of rule ``"gradient"``.
+        rows: Optimizer of the rows of each table.
+    """
+    if optimizer is not None and not (callable(optimizer) and tensors):
+        raise TypeError(
+            "ParameterServer: optimizer must be a function params -> torch.optim.Optimizer, for a server of "
+            f"tensors, got {shown(optimizer)}"
+        )
+    for name in rows:
+        if name not in tensors:
+            raise KeyError(f"ParameterServer: rows must have names of tensors, got {name!r}")
+    updates = [BlockUpdates({name: tensors[name] for name in share}, optimizer, rows) for share in shares]
+    for taken in tensors.keys() & {slot for one in updates for slot in one.slots}:
+        raise ValueError(
+            f"ParameterServer: tensors must not have the name of an optimizer's state, got {taken!r}"
+        )
+    return updates
+
+
+def optimized(slots: Collection[str]) -> tuple[bool, frozenset[str]]:
+    """Return what has an optimizer, from the names of the slots: whole tensors, and names of tables."""
+    dense = any(slot.startswith(f"{OPTIMIZER}/") for slot in slots)
+    start, end = f"{ROWS}/", ".json"
+    tables = (slot[len(start) : -len(end)] for slot in slots if slot.startswith(start) and slot.endswith(end))
+    return dense, frozenset(tables)

@@ -94,7 +94,7 @@ def gathered(encodings: Iterable[Mapping[str, Encoded]]) -> dict[str, Encoded]:
 
     Example:
         >>> import torch
-        >>> from flowchan.pipelines.parameter_server import ParameterServer, gathered
+        >>> from flowchan.pipelines import ParameterServer, gathered
         >>> with ParameterServer({"w": torch.zeros(2)}, on="thread") as server:
         ...     client = server.client()
         ...     workers = [client.encode({"w": torch.full((2,), x)}, "fp16") for x in (1.0, 3.0)]

@@ -6,6 +6,7 @@ of steps, is JSON text in one more slot.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -90,18 +91,22 @@ class OptimizerState:
         self._optimizer = self._factory(list(self._params.values()))
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"ParameterServer: optimizer must return a torch.optim.Optimizer, got {shown(self._optimizer)}"
+                "ParameterServer: optimizer must return a torch.optim.Optimizer, got "
+                f"{shown(self._optimizer)}"
             )
 
     def _take_step(self) -> None:
-        import inspect
+        import torch
 
         closure = inspect.signature(self._optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
-                f"ParameterServer: optimizer must work without a closure, got {type(self._optimizer).__name__}"
+                "ParameterServer: optimizer must work without a closure, got "
+                f"{type(self._optimizer).__name__}"
             )
-        self._optimizer.step()
+        # explicitly, because torch warns if its sparse optimizers leave the choice open
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+            self._optimizer.step()
 
     def step(self, block: MutableMapping[str, Any], gradients: Mapping[str, Any]) -> None:
         """Take one step on the parameters and the slots of a block, in place.
@@ -170,7 +175,7 @@ def _no_rows(p: Any) -> Any:
     import torch
 
     ids, values = torch.zeros((1, 0), dtype=torch.int64), p.new_zeros((0, *p.shape[1:]))
-    return torch.sparse_coo_tensor(ids, values.detach(), tuple(p.shape))
+    return torch.sparse_coo_tensor(ids, values.detach(), tuple(p.shape), check_invariants=False)
 
 
 def _cloned(value: Any) -> Any:

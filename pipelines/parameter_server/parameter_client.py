@@ -1,4 +1,4 @@
-"""Client of a parameter server, for the processes on the server's machine."""
+"""Client of a parameter server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from flowchan import Channel, pack
 from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.codec import dumps_in_one
 from flowchan.items.text import shown
-from flowchan.pipelines.parameter_server.rules import Rule, check_rule, check_values
+from flowchan.pipelines.parameter_server.encoded import Codes
+from flowchan.pipelines.parameter_server.push_rules import Rule, check_rule, check_values
+from flowchan.pipelines.parameter_server.row_client import RowClient
 from flowchan.pipelines.parameter_server.server_connection import Connection, PushHandle, copy_of
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import ShardMemory
@@ -23,8 +25,9 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     form_of,
     named,
     plain,
-    size_of,
+    pushed_size,
 )
+from flowchan.transport.descriptors import is_for_another_host
 
 Stale = Literal["drop", "wait"]
 """What happens if values would be too old: the server drops the push, or the client waits."""
@@ -81,11 +84,11 @@ class PullHandle:
         return self._result if out is None else self._fill(self._result, out)
 
 
-class ParameterClient:
+class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 
-    A client can be passed to another process as an argument or an item. In each process, it counts as
-    another client. Threads may share a client, but then also share its ``version``.
+    A client can be passed to another process or host as an argument or an item. In each process, it counts
+    as another client. Threads may share a client, but then also share its ``version``.
 
     Args:
         form: Form of the server's state.
@@ -107,12 +110,19 @@ class ParameterClient:
         self, form: Form, memories: Sequence[ShardMemory], inbox: Channel[Push], ended: Channel[None]
     ) -> None:
         self._form, self._memories, self._inbox, self._ended = form, tuple(memories), inbox, ended
-        self._entries = {entry.name: entry for memory in memories for entry in memory.layout.entries}
+        super().__init__({entry.name: entry for memory in memories for entry in memory.layout.entries})
         self._connection: Connection | None = None
         self._pulled: int | None = None
+        self._entrance: Any = None  # makes clients for other hosts; only in the program
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if not is_for_another_host():
+            return ParameterClient, (self._form, self._memories, self._inbox, self._ended)
+        if self._entrance is None:
+            raise TypeError(f"{self!r} must be sent to another host by the program that has the server")
+        entries = tuple(entry for memory in self._memories for entry in memory.layout.entries)
+        reduced: tuple[Any, ...] = self._entrance.reduced(self._form, entries)
+        return reduced
 
     @property
     def version(self) -> int | None:
@@ -135,6 +145,7 @@ class ParameterClient:
         max_staleness: int | None = None,
         stale: Stale = "drop",
         timeout: float | None = None,
+        codes: Codes | None = None,
     ) -> PushHandle:
         """Send values to the server, which applies them with a rule, exactly once.
 
@@ -143,8 +154,8 @@ class ParameterClient:
         Args:
             values: Mapping from names to tensors (some of the server's names suffice), one tensor, or an
                 object, like the server's.
-            rule: ``"add"`` (default), ``"copy"``, ``"zero"``, or a function ``(current, given) -> new`` that
-                the server calls for each tensor.
+            rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the server's
+                optimizer, or a function ``(current, given) -> new`` that the server calls for each tensor.
             scale: Factor of the values (default: 1).
             at: Version on which the values were computed (default: the version of the last pull).
             max_staleness: Largest number of versions between ``at`` and the version to which the values are
@@ -153,6 +164,7 @@ class ParameterClient:
                 call waits until each other client has pulled a version that is at most ``max_staleness``
                 versions older than the current one.
             timeout: Maximum seconds to wait (default: no limit).
+            codes: Code that compresses the values, see :meth:`encode` (default: none).
 
         Returns:
             The handle of the push.
@@ -173,13 +185,13 @@ class ParameterClient:
             ...     client.pull()
             array([3., 5.])
         """
-        check_rule("push", rule)
+        check_rule("push", rule, self._optimized)
         if stale not in ("drop", "wait"):
             raise ValueError(f"push: stale must be 'drop' or 'wait', got {stale!r}")
         if max_staleness is not None:
             whole("push", "max_staleness", max_staleness, 0)
         started = time.monotonic()
-        given, size = self._checked(values, rule, scale)
+        given, size = self._checked(values, rule, scale, codes)
         connection = self._connected()
         if stale == "wait" and max_staleness is not None:
             self._wait_for_slower(connection, max_staleness, timeout)
@@ -194,7 +206,7 @@ class ParameterClient:
             left,
         )
 
-    def _checked(self, values: Any, rule: Rule, scale: float) -> tuple[Any, int]:
+    def _checked(self, values: Any, rule: Rule, scale: float, codes: Codes | None) -> tuple[Any, int]:
         """Check the values. Return what is sent, and its size in bytes."""
         if self._form == "object":
             contents = dumps_in_one(values)
@@ -202,11 +214,44 @@ class ParameterClient:
         if self._form == "mapping" and not isinstance(values, Mapping):
             raise TypeError(f"push: values must be a mapping from names to tensors, got {shown(values)}")
         given = dict(values) if self._form == "mapping" else {ONLY: values}
-        check_values("push", given, rule, scale, self._entries)
+        check_values("push", given, rule, scale, self._entries, self._tables)
         given = {name: plain(value) for name, value in given.items()}
         if rule == "zero":
             given = dict.fromkeys(given, 0)
-        return given, sum(size_of(value) for value in given.values() if hasattr(value, "nbytes"))
+        elif codes is not None:
+            given = self._encoder.encode(given, codes)
+        return given, pushed_size(given, None)
+
+    def _reached(self, at_least: int | None, timeout: float | None) -> Connection:
+        """Wait for a version, and return the connection."""
+        connection = self._connected()
+        if at_least is not None:
+            late = None if timeout is None else time.monotonic() + timeout
+            for shard in connection.shards:
+                connection.await_(
+                    shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
+                )  # fmt: skip
+        return connection
+
+    def _count(self, connection: Connection, version: int, size: int) -> None:
+        """Count a pull, and keep its version."""
+        connection.shards[0].count_pull(connection.slot, version, size)
+        self._pulled = version
+
+    def _send_rows(
+        self, table: str, ids: Any, values: Any, rule: Rule, scale: float, timeout: float | None
+    ) -> PushHandle:
+        given, rows, at = {table: values}, {table: ids}, self._pulled
+        packed, size = rule if isinstance(rule, str) else pack(rule), pushed_size(given, rows)
+        return self._connected().send(
+            lambda slot, number: Push(slot, number, at, None, packed, scale, given, rows, size), timeout
+        )
+
+    def _read_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
+        connection = self._reached(at_least, timeout)
+        version, found, size = connection.pull_rows(table, ids)
+        self._count(connection, version, size)
+        return found
 
     def _wait_for_slower(self, connection: Connection, most: int, timeout: float | None) -> None:
         shard = connection.shards[0]
@@ -253,13 +298,7 @@ class ParameterClient:
             ...     server.client().pull(names=["b"])
             {'b': array([0.])}
         """
-        connection = self._connected()
-        if at_least is not None:
-            late = None if timeout is None else time.monotonic() + timeout
-            for shard in connection.shards:
-                connection.await_(
-                    shard, lambda shard=shard: shard.version >= at_least, late, "pull"  # type: ignore[misc]
-                )  # fmt: skip
+        connection = self._reached(at_least, timeout)
         if self._form == "object":
             version, found, size = connection.pull_object()
         else:
@@ -267,8 +306,7 @@ class ParameterClient:
             into = None if out is None else self._targets(out, wanted)
             version, copies, size = connection.pull(wanted, into, consistent)
             found = copies if self._form == "mapping" else copies[ONLY]
-        connection.shards[0].count_pull(connection.slot, version, size)
-        self._pulled = version
+        self._count(connection, version, size)
         return found if out is None or self._form == "object" else out
 
     def _targets(self, out: Any, names: list[str]) -> dict[str, Any]:

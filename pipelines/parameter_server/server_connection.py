@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flowchan import Channel, Closed
+from flowchan.pipelines.parameter_server.rows import read_rows
 from flowchan.pipelines.parameter_server.shard import Push
 from flowchan.pipelines.parameter_server.shard_memory import (
     DROPPED,
@@ -177,6 +178,19 @@ class Connection:
             whole = all(shard.is_version(version) for shard in self.shards)
             if not consistent or (whole and len(copies) == len(names)):
                 return version, copies, size
+        raise AssertionError
+
+    def pull_rows(self, table: str, ids: Any) -> tuple[int, Any, int]:
+        """Copy rows of one version. Return the version, the rows and their bytes."""
+        shard = next(shard for shard in self.shards if table in shard.blocks[0])
+        for attempt in itertools.count():
+            version = shard.version
+            with shard.reading(version, attempt >= OPTIMISTIC_READS):
+                found = (
+                    read_rows(shard.blocks[version % 2][table], ids) if shard.is_version(version) else None
+                )
+            if found is not None and shard.is_version(version):
+                return version, found, size_of(found)
         raise AssertionError
 
     def pull_object(self) -> tuple[int, Any, int]:

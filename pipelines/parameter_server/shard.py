@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from flowchan import Broken, In, Out, WorkerDied, unpack, worker
 from flowchan.items.codec import dumps_in_one
-from flowchan.pipelines.parameter_server.rules import Rule, apply, apply_to_object
+from flowchan.pipelines.parameter_server.block_updates import BlockUpdates, Changes
+from flowchan.pipelines.parameter_server.push_rules import apply_to_object
 from flowchan.pipelines.parameter_server.shard_memory import (
     APPLIED,
     DROPPED,
@@ -23,7 +24,7 @@ from flowchan.pipelines.parameter_server.shard_memory import (
     ShardMemory,
 )
 from flowchan.pipelines.parameter_server.tensor_kinds import copy
-from flowchan.pipelines.parameter_server.tensor_layout import size_of
+from flowchan.pipelines.parameter_server.tensor_layout import pushed_size
 from flowchan.pipelines.user_calls import call, reason
 
 MAX_DEATHS = 8
@@ -62,7 +63,7 @@ class Shard:
     Args:
         memories: Memory of all shards.
         number: Number of this shard, from 0.
-        optimizers: Optimizers of the server, which apply the rule ``"gradient"``.
+        updates: Rules and optimizers of this shard.
         is_over: Returns whether the run has failed, so that the other shards make no new versions.
     """
 
@@ -70,14 +71,14 @@ class Shard:
         self,
         memories: Sequence[ShardMemory],
         number: int,
-        optimizers: Any = None,
+        updates: BlockUpdates,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._optimizers, self._is_over = optimizers, is_over
+        self._updates, self._is_over = updates, is_over
         self._own = memories[number].opened()
         self._others = [memory.opened() for memory in memories if memory is not memories[number]]
-        # names of tensors that differ between the blocks; a predecessor may have left a half-written shadow
-        self._stale: Mapping[str, Any] = dict.fromkeys(memories[number].layout.names)
+        # unknown at first, because a killed predecessor may have left a half-written shadow
+        self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:
         """Apply each push. The channel keeps a push until the next one is taken."""
@@ -136,17 +137,11 @@ class Shard:
             contents = dumps_in_one(call(apply_to_object, rule, current, unpack(push.values), push.scale))
             self._own.write_object(version, contents)
             return new._replace(object_size=len(contents))
-        self._apply(push, rule, self._own.blocks[record.version % 2], shadow)
+        current, self._stale, stale = self._own.blocks[record.version % 2], None, self._stale
+        self._stale = call(
+            self._updates.apply, rule, push.values, push.rows, push.scale, current, shadow, stale
+        )
         return new
-
-    def _apply(self, push: Push, rule: Rule, current: Mapping[str, Any], shadow: dict[str, Any]) -> None:
-        """Write the new version into the shadow: first what the last push has changed, then this push."""
-        for name in self._stale:
-            if name not in push.values:
-                copy(current[name], shadow[name])
-        self._stale = dict.fromkeys(push.values)
-        for name, given in push.values.items():
-            call(apply, rule, current[name], given, push.scale, shadow[name])
 
     def _refresh(self, shadow: dict[str, Any], version: int) -> None:
         """Make the shadow equal to a version."""
@@ -183,7 +178,7 @@ class Order:
         for push in pushes:
             for shard, names in enumerate(self.names, 1):
                 part = {name: value for name, value in push.values.items() if name in names}
-                size = sum(size_of(value) for value in part.values() if hasattr(value, "nbytes"))
+                size = pushed_size(part, push.rows)
                 out.put((shard, push._replace(values=part, size=size)))
             del push
 
@@ -193,15 +188,14 @@ class ShardStage:
 
     Args:
         memories: Memory of each shard.
-        optimizers: Optimizers of each shard.
+        updates: Rules and optimizers of each shard.
     """
 
-    def __init__(self, memories: Sequence[ShardMemory], optimizers: Any = None) -> None:
-        self.memories, self.optimizers = tuple(memories), optimizers
+    def __init__(self, memories: Sequence[ShardMemory], updates: Sequence[BlockUpdates]) -> None:
+        self.memories, self.updates = tuple(memories), tuple(updates)
 
     def __call__(self, pushes: In[Any]) -> None:
         """Apply all pushes until the channel is closed."""
-        shard = Shard(
-            self.memories, worker().number - 1, self.optimizers, lambda: bool(pushes.channel.broken)
-        )
+        number = worker().number - 1
+        shard = Shard(self.memories, number, self.updates[number], lambda: bool(pushes.channel.broken))
         shard.serve(pushes)

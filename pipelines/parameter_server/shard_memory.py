@@ -36,7 +36,7 @@ import secrets
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from flowchan import Broken
@@ -219,13 +219,13 @@ class OpenShard:
 
     # --- the worker ---
 
-    def fill(self, tensors: dict[str, Any], contents: bytes = b"") -> None:
+    def fill(self, tensors: Mapping[str, Any], contents: bytes = b"", version: int = 0) -> None:
         """Store the first version, before any worker or client uses the memory."""
         for name, value in tensors.items():
-            self.blocks[0][name][...] = value
-        os.pwrite(self.memory._objects[0].fd, contents, 0)
-        self._words[_VERSION_OF_BLOCK] = 1
-        self._write(Record(object_size=len(contents)))
+            self.blocks[version % 2][name][...] = value
+        os.pwrite(self.memory._objects[version % 2].fd, contents, 0)
+        self._words[_VERSION_OF_BLOCK + version % 2] = version + 1
+        self._write(Record(version=version, object_size=len(contents)))
 
     def begin(self, slot: int, push: int) -> int:
         """Count an attempt to apply a push, and return how many workers have begun it."""

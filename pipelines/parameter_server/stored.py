@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, dtype_name, is_tensor
+from flowchan.pipelines.parameter_server.tensor_layout import ONLY
 
 _HEADER = "flowchan.ParameterServer"
 
@@ -29,6 +30,11 @@ class StoredState:
     tensors: dict[str, Any]
     slots: dict[str, Any]
     single: bool = False
+
+    @property
+    def given(self) -> Any:
+        """Return the tensors as the user has given them to the server."""
+        return self.tensors[ONLY] if self.single else self.tensors
 
 
 def save_state(path: str | os.PathLike[str], state: StoredState) -> None:

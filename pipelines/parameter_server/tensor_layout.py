@@ -29,6 +29,7 @@ class Entry(NamedTuple):
         shape: Shape.
         offset: Offset in the block, in bytes.
         size: Size in bytes.
+        slot: Whether it belongs to the state of an optimizer, which clients do not see.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     size: int
+    slot: bool = False
 
     @property
     def dtype(self) -> Any:
@@ -124,15 +126,29 @@ def size_of(value: Any) -> int:
     return int(value.nbytes)
 
 
-def layout_of(tensors: Mapping[str, Any]) -> Layout:
-    """Return the layout for these tensors."""
+def pushed_size(values: Mapping[str, Any], rows: Mapping[str, Any] | None) -> int:
+    """Return the size of pushed tensors in bytes, with the ids of rows."""
+    ids = [rows[name] for name in values] if rows else []
+    return sum(size_of(value) for value in [*values.values(), *ids] if hasattr(value, "nbytes"))
+
+
+def layout_of(tensors: Mapping[str, Any], slots: Mapping[str, Any]) -> Layout:
+    """Return the layout for these tensors and the slots of their optimizers."""
     entries, end = [], 0
-    for name, value in tensors.items():
+    for name, value in [*tensors.items(), *slots.items()]:
         is_torch = type(value).__module__.partition(".")[0] == "torch" or hasattr(value, "detach")
         type_name = str(value.dtype).removeprefix("torch.") if is_torch else value.dtype.str
         size = size_of(value)
         entries.append(
-            Entry(name, "torch" if is_torch else "numpy", type_name, tuple(value.shape), end, size)
+            Entry(
+                name,
+                "torch" if is_torch else "numpy",
+                type_name,
+                tuple(value.shape),
+                end,
+                size,
+                name in slots,
+            )
         )
         end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
     return Layout(tuple(entries), end)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 
@@ -40,7 +40,7 @@ class Blocks:
         Args:
             torn: Fill the shadow block with rubbish, as a server that was killed in a push may leave it.
         """
-        self.updates = pickle.loads(pickle.dumps(self.updates))
+        self.updates = cloudpickle.loads(cloudpickle.dumps(self.updates))
         self.stale = None
         for value in self.shadow.values() if torn else ():
             value[...] = 1

@@ -1,4 +1,4 @@
-"""Test the codes of pushes: each built-in code, users' codes, and codes that see the values of all workers."""
+"""Test the codes of pushes: built-in codes, users' codes, and codes that see the values of all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 
 from flowchan.collective.training.gradients import QSGD, TopK
 from flowchan.pipelines.parameter_server.encoded import Encoder, gathered
-from flowchan.pipelines.parameter_server.rules import apply
+from flowchan.pipelines.parameter_server.push_rules import apply
+
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 
 def values(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

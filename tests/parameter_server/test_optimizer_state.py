@@ -1,4 +1,4 @@
-"""Test that steps of an optimizer at the server equal those of plain torch, also after the server was replaced."""
+"""Test that steps of an optimizer at the server equal those of torch, also after the server was replaced."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shard_blocks import Blocks, bits
 from torch import nn, optim
 
-from shard_blocks import Blocks, bits
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda params: optim.SGD(params, lr=0.1),
@@ -125,5 +126,5 @@ def test_optimizer_that_needs_a_closure_is_rejected() -> None:
 
 
 def test_factory_that_returns_no_optimizer_is_rejected() -> None:
-    with pytest.raises(TypeError, match="optimizer must return a torch.optim.Optimizer, got"):
+    with pytest.raises(TypeError, match=r"optimizer must return a torch\.optim.Optimizer, got"):
         Blocks(start(), optimizer=lambda params: None)

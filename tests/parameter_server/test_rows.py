@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shard_blocks import Blocks, bits
 from torch import nn, optim
 
 from flowchan.pipelines.parameter_server.rows import RowOptimizer, checked_ids, read_rows, summed
+from flowchan.pipelines.parameter_server.tensor_kinds import as_kind
 
-from shard_blocks import Blocks, bits
+pytestmark = pytest.mark.usefixtures("one_compute_thread")
 
 ROWS, WIDTH = 50, 3
 OPTIMIZERS = {
@@ -60,17 +62,17 @@ def test_row_optimizers_equal_torch_on_sparse_gradients_bit_for_bit(
 def test_push_of_rows_changes_only_these_rows_and_their_state(name: str) -> None:
     """torchrec#481 asks for rows by id on a server that also keeps the state of their optimizer."""
     blocks = Blocks({"users": table()}, rows={"users": OPTIMIZERS[name][0]})
-    before = {key: np.array(value) for key, value in blocks.current.items()}
+    before = {key: np.array(as_kind(value, np)) for key, value in blocks.current.items()}
     ids = np.array([3, 7])
     blocks.push_rows("gradient", "users", ids, torch.ones(2, WIDTH))
     per_row = [key for key, value in before.items() if value.shape[:1] == (ROWS,)]
     assert len(per_row) == {"sgd": 1, "adagrad": 2, "adam": 3}[name]
     for key in per_row:
-        changed = np.flatnonzero((np.array(blocks.current[key]) != before[key]).any(axis=1))
+        changed = np.flatnonzero((as_kind(blocks.current[key], np) != before[key]).any(axis=1))
         assert changed.tolist() == [3, 7]
 
 
-def test_next_push_copies_only_the_changed_rows_to_the_other_block() -> None:
+def test_next_push_copies_only_changed_rows_to_the_other_block() -> None:
     """The cost of a push does not depend on the number of rows in the table."""
     blocks = Blocks({"users": table()}, rows={"users": RowOptimizer.adagrad()})
     for step in range(3):
@@ -117,7 +119,7 @@ def test_rows_accept_every_rule() -> None:
         max_size=12,
     )
 )
-def test_pushes_of_rows_and_tensors_in_any_order_equal_one_array(pushes: list[Any]) -> None:
+def test_mixed_pushes_of_rows_and_tensors_equal_one_array(pushes: list[Any]) -> None:
     blocks, plain = Blocks({"t": np.zeros((10, 2)), "u": np.zeros(3)}), np.zeros((10, 2))
     for number, (whole, ids, rule) in enumerate(pushes, 1):
         if whole:

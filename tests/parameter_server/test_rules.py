@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowchan.pipelines.parameter_server.rules import apply, apply_to_object, check_rule, check_values
+from flowchan.pipelines.parameter_server.push_rules import apply, apply_to_object, check_rule, check_values
 
 DTYPES = [
     torch.float64,
@@ -88,7 +88,7 @@ def test_rules_for_objects() -> None:
 def test_client_rejects_an_unknown_rule(rule: Any) -> None:
     """TorchMPI sends a missing rule to the server, and an assertion ends the server there."""
     error = ValueError if isinstance(rule, str) else TypeError
-    with pytest.raises(error, match="push: rule must be .* a function \\(current, given\\) -> new, got"):
+    with pytest.raises(error, match=r"push: rule must be .* a function \(current, given\) -> new, got"):
         check_rule("push", rule)
 
 

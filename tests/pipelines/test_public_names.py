@@ -48,8 +48,10 @@ SHARED = {
     "flowchan.items.text",
     "flowchan.run.policy.failures",
     "flowchan.channel.latch",
+    "flowchan.collective.training.codes",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
+    "flowchan.transport.descriptors",
     "flowchan.collective",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.

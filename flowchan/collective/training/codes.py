@@ -142,8 +142,9 @@ class TopK:
 class QSGD:
     """An encoding that rounds each element at random to a multiple of a fraction of the tensor's norm.
 
-    The rounding is unbiased: its mean is the element. Each element is sent as one byte. Source: Alistarh et al.,
-    "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017.
+    The mean of the rounded values is the element, so the code is unbiased. Each element is sent as one byte.
+    Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding",
+    NeurIPS 2017.
 
     Args:
         levels: Number of positive values, from 1 to 127 (default 127).
@@ -239,7 +240,9 @@ def code_maker(codes: Any) -> Callable[[], Code]:
     made = _CODES.get(codes) if isinstance(codes, str) else codes
     if not callable(made):
         names = ", ".join(map(repr, [*_TYPES, *_CODES]))
-        raise ValueError(f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}")
+        raise ValueError(
+            f"push: codes must be {names}, a Code or a function that returns one, got {shown(codes)}"
+        )
     return made
 
 

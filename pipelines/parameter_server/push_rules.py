@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flowchan.items.text import shown
@@ -16,13 +16,28 @@ Rule = str | Callable[[Any, Any], Any]
 RULES = ("zero", "copy", "add", "gradient")
 
 
-def check_rule(call: str, rule: Any) -> None:
-    """Raise unless the rule has a known name or is a function of two arguments."""
+def check_rule(call: str, rule: Any, optimized: bool = True) -> None:
+    """Check the rule of a push at the client.
+
+    Args:
+        call: Name of the call, for messages.
+        rule: The rule.
+        optimized: Whether the pushed tensors have an optimizer at the server (default True).
+
+    Raises:
+        TypeError: The rule is neither a string nor a function of two arguments.
+        ValueError: The name is unknown, or the rule is ``"gradient"`` without an optimizer.
+    """
     if isinstance(rule, str):
         if rule not in RULES:
             names = ", ".join(map(repr, RULES))
             raise ValueError(
                 f"{call}: rule must be {names} or a function (current, given) -> new, got {rule!r}"
+            )
+        if rule == "gradient" and not optimized:
+            option = "rows={table: RowOptimizer.sgd(lr)}" if call == "push_rows" else "optimizer="
+            raise ValueError(
+                f"{call}: rule must not be 'gradient' without an optimizer; give {option} to ParameterServer"
             )
     elif not callable(rule) or not _takes_two(rule):
         raise TypeError(
@@ -41,7 +56,12 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def check_values(
-    call: str, values: Mapping[str, Any], rule: Rule, scale: float, specs: Mapping[str, Any]
+    call: str,
+    values: Mapping[str, Any],
+    rule: Rule,
+    scale: float,
+    specs: Mapping[str, Any],
+    tables: Collection[str] = (),
 ) -> None:
     """Check at the client that the server can apply the rule to the pushed tensors.
 
@@ -51,6 +71,7 @@ def check_values(
         rule: A checked rule.
         scale: Factor of the pushed values.
         specs: Objects with the ``shape`` and the ``dtype`` of each of the server's tensors, by name.
+        tables: Names of the tensors that have an optimizer for rows.
 
     Raises:
         KeyError: The server has no tensor of this name.
@@ -61,6 +82,8 @@ def check_values(
         if name not in specs:
             known = ", ".join(map(repr, list(specs)[:5]))
             raise KeyError(f"{call}: values must have names of the server's tensors ({known}), got {name!r}")
+        if rule == "gradient" and name in tables:
+            raise ValueError(f"{call}: rule must not be 'gradient' for the rows of {name!r}; use push_rows")
         if rule != "zero":
             check_value(call, f"values[{name!r}]", value, tuple(specs[name].shape), specs[name].dtype)
             check_scale(call, name, rule, scale, specs[name].dtype)
