@@ -12,7 +12,7 @@ from support.optional_packages import optional
 from training_runs import assert_equal, backward, plain_step, state_of
 
 from flowchan import RunError
-from flowchan.pipelines import DiLoCo, Downpour, ElasticAveraging, ParameterServer, map
+from flowchan.pipelines import DiLoCo, Downpour, ElasticAveraging, ParameterServer, map  # noqa: A004
 from flowchan.pipelines.parameter_server.diloco import nesterov
 
 torch = optional("torch")
@@ -52,7 +52,7 @@ def test_other_workers_finish_if_a_worker_is_killed(name: str) -> None:
 
 
 def test_killed_worker_leaves_diloco_equal_to_its_simulation() -> None:
-    """The worker dies before its first contribution. The sum of two contributions does not depend on order."""
+    """The worker dies before its first contribution, and a sum of two does not depend on their order."""
     data = simulations.batches(workers=3, steps=6)
     rounds = [[(r, data[w][r * 2 : r * 2 + 2]) for w in (0, 1)] for r in range(3)]
     expected = simulations.diloco(rounds, lr=LR, outer=nesterov)
