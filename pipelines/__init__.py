@@ -11,8 +11,11 @@
 - :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
 - :func:`dataset`: use a graph as the data of a training loop.
+- :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: training with little
+  communication over a parameter server.
 
-Only ``dataset``, ``Sequential`` and its companions need torch. They are imported on first use.
+Only ``dataset``, ``Sequential`` and its companions, and these four algorithms need torch. They are imported
+on first use.
 """
 
 from __future__ import annotations
@@ -40,14 +43,22 @@ from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 if TYPE_CHECKING:
     from flowchan.pipelines.datasets import Dataset, dataset
+    from flowchan.pipelines.parameter_server.async_sgd import AsySGInCon
+    from flowchan.pipelines.parameter_server.diloco import DiLoCo
+    from flowchan.pipelines.parameter_server.downpour import Downpour
+    from flowchan.pipelines.parameter_server.elastic_averaging import ElasticAveraging
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
 
 __all__ = [
+    "AsySGInCon",
     "BackgroundTask",
     "Barrier",
     "Client",
     "Condition",
     "Dataset",
+    "DiLoCo",
+    "Downpour",
+    "ElasticAveraging",
     "Event",
     "Lock",
     "Marshalled",
@@ -86,6 +97,10 @@ del _name
 _NEED_TORCH = {
     **dict.fromkeys(("Dataset", "dataset"), "datasets"),
     **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
+    "AsySGInCon": "parameter_server.async_sgd",
+    "DiLoCo": "parameter_server.diloco",
+    "Downpour": "parameter_server.downpour",
+    "ElasticAveraging": "parameter_server.elastic_averaging",
 }
 """Modules that define the names that need torch."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowchan import Channel, Graph, Stream
+from flowchan import Channel, Graph, Run, Stream
 from flowchan.declare.placements import PlacementOption, placement_argument
 from flowchan.items.arguments import refuses_misspelt, text, whole
 from flowchan.items.codec import dumps_in_one
@@ -156,10 +156,13 @@ class ParameterServer:
             shard.fill(given, contents, 0 if stored is None else stored.version)
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes")
         self._ended: Channel[None] = Channel(1, across="processes")
-        own = Graph(name) if graph is None else graph
-        self._declare(own, shares, updates, on)
-        self._run = own.start() if graph is None else None
-        self._finalizer = weakref.finalize(self, self._inbox.close)
+        self._run: Run | None = None
+        if graph is None:
+            self._declare(own := Graph(name), shares, updates, on)
+            self._run = own.start()
+            self._finalizer = weakref.finalize(self, self._inbox.close)
+        else:  # the graph ends the server, also if the program keeps only its clients
+            self._declare(graph, shares, updates, on)
         self._new_client = functools.partial(
             ParameterClient, self._form, self._memories, self._inbox, self._ended
         )

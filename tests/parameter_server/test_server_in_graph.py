@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -49,6 +50,17 @@ def test_server_ends_after_all_other_stages(on: str, shards: int) -> None:
     assert run.state == "done"
     with pytest.raises(Closed):
         client.push(one())
+
+
+@everywhere
+def test_server_outlives_its_object_in_the_program(on: str) -> None:
+    """The program may keep only the graph and the clients."""
+    graph = Graph()
+    client = ParameterServer(state(), graph=graph, on=on).client()
+    gc.collect()
+    graph.source(range(5)).sink(lambda _: client.push(one()).wait(WAIT_LIMIT_S))
+    graph.run()
+    assert client.pull() == {"a": 5, "b": 5}
 
 
 @everywhere

@@ -60,6 +60,7 @@ SHARED = {
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
     "flowchan.transport.descriptors",
+    "flowchan.collective",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
