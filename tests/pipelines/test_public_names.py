@@ -39,6 +39,7 @@ def test_every_public_name_and_method_has_a_docstring(name: str) -> None:
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",
+    "flowchan.hosts",
     "flowchan.declare.callables",
     "flowchan.declare.options",
     "flowchan.declare.placements",
@@ -50,6 +51,7 @@ SHARED = {
     "flowchan.channel.latch",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
+    "flowchan.transport.local_peers",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}

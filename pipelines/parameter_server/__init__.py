@@ -1,0 +1,1 @@
+"""Parameter servers, and weights that a trainer publishes for inference workers."""
