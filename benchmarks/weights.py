@@ -1,4 +1,4 @@
-"""Measure the time from ``Weights.publish`` to the end of ``refresh`` in another process, and the size of deltas."""
+"""Measure the time from publish to the end of refresh in another process, and the size of deltas."""
 
 from __future__ import annotations
 

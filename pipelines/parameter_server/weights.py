@@ -81,8 +81,8 @@ class _Source:
 class Weights:
     """Weights of a model that a trainer publishes for inference workers.
 
-    Create the object in the trainer's process. :meth:`reader` returns a reader that can be sent to any process
-    or host. A reader always gets one whole version. The trainer never waits for a reader.
+    Create the object in the trainer's process, and send a :meth:`reader` to each worker, on any host. A
+    reader always gets one whole version. The trainer never waits for a reader.
 
     The trainer's machine needs memory for two copies of the weights, one more if a reader on another machine
     asks, and one for each further version that a reader is copying.

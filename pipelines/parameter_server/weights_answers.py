@@ -72,7 +72,7 @@ class WeightsAnswers:
         self._memory = memory
         self._base: PinnedVersion | None = None
         self._comparisons: list[tuple[int, Any]] = []
-        """The version before each comparison, and its bits; each comparison begins where the last one ends."""
+        """The version before each comparison, and its bits; the next comparison begins where it ends."""
         self._last: tuple[int, WeightsAnswer] | None = None
         """The last delta with the version that it changes, for readers that ask at about the same time."""
         self._requests: Channel[WeightsRequest] | None = requests

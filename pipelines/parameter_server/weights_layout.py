@@ -97,7 +97,7 @@ class WeightsLayout:
         ):
             if names:
                 raise ValueError(
-                    f"{call}: the weights {message} {shown(names[0])}; they must have the names that were "
+                    f"{call}: the weights {message} {names[0]!r}; they must have the names that were "
                     "passed to Weights"
                 )
         for entry in self._entries:

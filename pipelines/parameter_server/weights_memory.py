@@ -8,9 +8,9 @@ lock, and moves the front to this slot in one step (``dup2``). If all slots are 
 another one. It frees the slots that it does not need.
 
 Invariants. A slot does not change while a reader has its lock, so a reader copies one whole version. The
-trainer never waits for a lock. A reader waits for no lock either: if the trainer is writing into the slot that
-the reader has opened, then the front has moved to another slot. The kernel releases the lock of a reader that
-is killed. All memory belongs to the trainer, and the kernel frees it when the trainer ends.
+trainer never waits for a lock. A reader does not wait either: if the trainer is writing into the slot that
+the reader has opened, the front has moved to another slot. The kernel releases the lock of a reader that is
+killed. All memory belongs to the trainer, and the kernel frees it when the trainer ends.
 
 ``LatestValue`` publishes broadcast values in a similar way, but its readers keep the memory mapped, so it
 needs a new file for each version. Here, slots are reused, because new memory costs as much as a copy.
@@ -161,7 +161,7 @@ class _Slot:
         self._token = token
         self.fd = os.memfd_create("flowchan weights")
         try:
-            # all memory now, because a write into memory that the machine does not have would kill the trainer
+            # Allocate now. Otherwise, a write for which the machine has no memory would kill the trainer.
             os.posix_fallocate(self.fd, 0, _PAYLOAD + size)
             self._map = mmap.mmap(self.fd, _PAYLOAD + size)
         except BaseException:

@@ -18,7 +18,19 @@ from flowchan import Broken, Channel, Closed, Empty, pipelines
 from flowchan.hosts import local
 from flowchan.pipelines import Weights, WeightsReader
 
-DTYPES = ["bool", "int8", "uint16", "<f4", ">f4", "f8", "c16", "M8[ns]", "S3", "U2", [("a", "i4"), ("b", "f2")]]
+DTYPES = [
+    "bool",
+    "int8",
+    "uint16",
+    "<f4",
+    ">f4",
+    "f8",
+    "c16",
+    "M8[ns]",
+    "S3",
+    "U2",
+    [("a", "i4"), ("b", "f2")],
+]
 
 
 def state(dtype: Any = "f4", seed: int = 0) -> dict[str, np.ndarray]:
@@ -180,7 +192,7 @@ def test_refresh_raises_empty_if_no_such_version_comes_in_time(where: str) -> No
     with Weights(state()) as weights:
         reader = reader_of(weights, where)
         weights.publish()
-        with pytest.raises(Empty, match="'weights', version 0>: version 2 was not published within 0.01 s"):
+        with pytest.raises(Empty, match=r"'weights', version 0>: version 2 was not published within 0.01 s"):
             reader.refresh(at_least=2, timeout=0.01)
         assert reader.refresh() == 1
 
@@ -245,7 +257,10 @@ def test_refresh_overwrites_nothing_if_the_model_differs(where: str) -> None:
         for model, problem in (
             ({"a": np.zeros(3)}, "the weights must contain 'b'; they must have the names"),
             ({"a": np.zeros(3), "b": np.zeros(2), "c": np.zeros(1)}, "must not contain 'c'"),
-            ({"a": np.zeros(3), "b": np.zeros(3)}, r"b must have dtype float64 and shape \(2,\), got float64 and"),
+            (
+                {"a": np.zeros(3), "b": np.zeros(3)},
+                r"b must have dtype float64 and shape \(2,\), got float64 and",
+            ),
             ({"a": np.zeros(3), "b": np.zeros(2, "f4")}, r"b must have dtype float64 .*, got float32"),
         ):
             with pytest.raises(ValueError, match=problem):
@@ -324,7 +339,9 @@ def test_dropped_weights_release_their_memory_and_thread() -> None:
 
     def named() -> set[str]:
         links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-        return {os.readlink(link) for link in links if os.path.exists(link)} & {"/memfd:flowchan weights (deleted)"}
+        return {os.readlink(link) for link in links if os.path.exists(link)} & {
+            "/memfd:flowchan weights (deleted)"
+        }
 
     weights = Weights(state())
     weights.publish()
@@ -336,7 +353,10 @@ def test_dropped_weights_release_their_memory_and_thread() -> None:
 
 
 def test_weights_themselves_cannot_be_sent() -> None:
-    with Weights(state(), name="policy") as weights, pytest.raises(TypeError, match=r"send policy.reader\(\)"):
+    with (
+        Weights(state(), name="policy") as weights,
+        pytest.raises(TypeError, match=r"send policy.reader\(\)"),
+    ):
         pickle.dumps(weights)
 
 

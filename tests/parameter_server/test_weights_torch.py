@@ -13,7 +13,18 @@ from flowchan.pipelines import Weights
 
 torch = optional("torch")
 
-DTYPES = ["bfloat16", "float16", "float32", "float64", "int8", "int64", "uint8", "bool", "complex64", "float8_e4m3fn"]
+DTYPES = [
+    "bfloat16",
+    "float16",
+    "float32",
+    "float64",
+    "int8",
+    "int64",
+    "uint8",
+    "bool",
+    "complex64",
+    "float8_e4m3fn",
+]
 
 
 def network(seed: int = 0) -> Any:
@@ -43,7 +54,11 @@ def test_module_is_published_and_refreshed_with_its_buffers(where: str) -> None:
 def test_weights_accept_torch_dtypes_with_all_bits(where: str, name: str) -> None:
     dtype = getattr(torch, name, None)
     bits = torch.randint(0, 2 if name == "bool" else 256, (1024,), dtype=torch.uint8)
-    trained = {"w": bits.view(dtype).reshape(2, -1), "scalar": bits[:16].view(dtype)[0], "empty": torch.empty(0, 3)}
+    trained = {
+        "w": bits.view(dtype).reshape(2, -1),
+        "scalar": bits[:16].view(dtype)[0],
+        "empty": torch.empty(0, 3),
+    }
     with Weights(trained) as weights:
         reader = reader_of(weights, where)
         weights.publish()
