@@ -22,7 +22,7 @@ from flowchan.pipelines.parameter_server.deltas import apply_delta
 from flowchan.pipelines.parameter_server.weights_answers import WeightsAnswer, WeightsAnswers, WeightsRequest
 from flowchan.pipelines.parameter_server.weights_layout import Tensors, WeightsLayout, tensors_of
 from flowchan.pipelines.parameter_server.weights_memory import WeightsAddress, WeightsMemory
-from flowchan.transport import local_peers
+from flowchan.transport.local_peers import machine
 
 _MOST_STEPS = 2**63 - 1
 CONNECT_TIMEOUT_S = 10.0
@@ -184,7 +184,7 @@ class Weights:
             if not self._opened:
                 self._opened.append(WeightsAnswers(self._memory))
             at = self._opened[0].at
-            return WeightsReader(_Source(local_peers.machine(), self._memory.address, self._layout, at))
+            return WeightsReader(_Source(machine(), self._memory.address, self._layout, at))
 
     def stats(self) -> WeightsStats:
         """Return the statistics so far.
@@ -343,7 +343,7 @@ class WeightsReader:
     def _copy_newer(self, tensors: Tensors, least: int, until: float | None) -> bool:
         """Copy the latest version if it is at least ``least``. Return False if it is older."""
         source = self._source
-        if source.machine and source.machine == local_peers.machine():
+        if source.machine and source.machine == machine():
             if source.memory.latest() < least:
                 return False
             with source.memory.pin() as pinned:
@@ -412,7 +412,7 @@ class _RemoteCopy:
     def _ask(self, least: int, until: float | None) -> None:
         self._is_waiting = True
         try:
-            self._requests.put(WeightsRequest(self._reply, self.version, least), _left(until))
+            self._requests.put(WeightsRequest(self._reply.address, self.version, least), _left(until))
         except BaseException:
             self._is_waiting = False
             raise

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowchan import Channel, ChannelError
+from flowchan import Channel, FlowchanError
+from flowchan.hosts import open_channel
 from flowchan.pipelines.parameter_server.deltas import Delta, changed_units, delta_of
 from flowchan.pipelines.parameter_server.weights_memory import PinnedVersion, WeightsMemory
 
@@ -25,12 +26,12 @@ class WeightsRequest(NamedTuple):
     """Request of a reader on another machine.
 
     Attributes:
-        reply: Channel for the answer.
+        reply: Address of the channel for the answer. The reader keeps this channel; the trainer owns it.
         version: Version that the reader has; 0 for none.
         least: Lowest version that the reader wants.
     """
 
-    reply: Channel[Any]
+    reply: str
     version: int
     least: int
 
@@ -94,7 +95,7 @@ class WeightsAnswers:
             while True:
                 try:
                     self._answer(requests.get())
-                except ChannelError:
+                except FlowchanError:
                     if requests.closed or requests.broken:
                         return
                     # otherwise, a reader has ended
@@ -104,12 +105,14 @@ class WeightsAnswers:
                 self._base.close()
 
     def _answer(self, request: WeightsRequest) -> None:
+        _, secret, tls = self.at
+        reply = open_channel(request.reply, secret, tls=tls)  # raises if the reader has ended
         try:
             answer = self._answer_to(request)
         except Exception as error:
-            request.reply.put_nowait(error)
+            reply.put_nowait(error)
             return
-        request.reply.put_nowait(answer)
+        reply.put_nowait(answer)
         self.bytes_sent += answer.nbytes
         self.full += answer.full is not None
         self.deltas += answer.delta is not None

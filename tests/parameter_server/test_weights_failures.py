@@ -49,7 +49,8 @@ def test_readers_of_a_killed_trainer_get_broken_with_the_name(where: str) -> Non
 @everywhere
 def test_reader_that_waits_for_a_killed_trainer_gets_broken(where: str) -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
-    trainer = HostPeer(train, where, readers, Channel(across="hosts"))
+    go_on: Channel[None] = Channel(across="hosts")
+    trainer = HostPeer(train, where, readers, go_on)
     reader = readers.get(60)
     reader.refresh(timeout=60)
 
@@ -140,7 +141,8 @@ def test_stopped_reader_stalls_neither_trainer_nor_other_readers(where: str) -> 
 
 def test_stopped_trainer_lets_remote_readers_time_out() -> None:
     readers: Channel[WeightsReader] = Channel(across="hosts")
-    trainer = HostPeer(train, "remote", readers, Channel(across="hosts"))
+    go_on: Channel[None] = Channel(across="hosts")
+    trainer = HostPeer(train, "remote", readers, go_on)
     reader = readers.get(60)
     assert reader.refresh(timeout=60) == 1
     os.kill(trainer.pid(), signal.SIGSTOP)
