@@ -35,6 +35,7 @@ NAMES = (
     "schedules",
     "autoscale",
     "page",
+    "parameter_server",
     "weights",
 )
 

@@ -53,6 +53,7 @@ TITLES = {
     "schedules": "Sequential: schedules",
     "autoscale": "Automatic number of workers",
     "page": "The live page",
+    "parameter_server": "Parameter server",
     "weights": "Weights for inference workers",
 }
 """Heading of each benchmark."""

@@ -7,6 +7,7 @@
 - :func:`marshal`: serialise an object once and read it many times.
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: synchronisation and state for several processes.
+- :class:`ParameterServer`: tensors that many workers push to and pull from.
 - :class:`Weights`: weights that a trainer publishes and that inference workers refresh from.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
@@ -25,7 +26,18 @@ from flowchan.pipelines.client_server import Client, ServedClient, Server, Traff
 from flowchan.pipelines.locks import Lock, Semaphore
 from flowchan.pipelines.marshalled import Marshalled, marshal
 from flowchan.pipelines.parallel_map import Workers, map  # noqa: A004
-from flowchan.pipelines.parameter_server.weights import Weights, WeightsReader, WeightsStats
+from flowchan.pipelines.parameter_server import (
+    ParameterClient,
+    ParameterServer,
+    ParameterServerStats,
+    PullHandle,
+    PushHandle,
+    RowOptimizer,
+    Weights,
+    WeightsReader,
+    WeightsStats,
+    gathered,
+)
 from flowchan.pipelines.shared_dict import SharedDict
 from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
 from flowchan.pipelines.work_queue import WorkQueue, workqueue
@@ -43,7 +55,13 @@ __all__ = [
     "Event",
     "Lock",
     "Marshalled",
+    "ParameterClient",
+    "ParameterServer",
+    "ParameterServerStats",
     "Pop",
+    "PullHandle",
+    "PushHandle",
+    "RowOptimizer",
     "Semaphore",
     "Sequential",
     "ServedClient",
@@ -59,6 +77,7 @@ __all__ = [
     "WorkQueue",
     "Workers",
     "dataset",
+    "gathered",
     "map",
     "marshal",
     "workqueue",

@@ -49,6 +49,7 @@ SHARED = {
     "flowchan.items.text",
     "flowchan.run.policy.failures",
     "flowchan.channel.latch",
+    "flowchan.collective.training.codes",
     "flowchan.viz.gantt",
     "flowchan.transport.interrupts",
     "flowchan.transport.local_peers",

@@ -37,7 +37,7 @@ import math
 from dataclasses import dataclass
 
 from flowchan.errors import MemberLeft, WorkerDied
-from flowchan.run.policy.actions import Action, DropQueued, Replace, StopSources, Warn
+from flowchan.run.policy.actions import Action, DropQueued, EndServices, Replace, StopSources, Warn
 from flowchan.run.policy.events import Death, Ended, Failure, GroupLost, ProcessEnded
 from flowchan.run.policy.gang_decisions import (
     form_groups,
@@ -185,7 +185,10 @@ def next_at(state: PolicyState) -> float:
     """Return the time at which the state changes if no event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
-        return min(state.since + GRACE if state.alive <= state.sources else notice, state.stop_by)
+        if not state.services_end and state.alive & state.services and state.alive <= state.services:
+            return state.since
+        only_sources = state.alive - (frozenset() if state.services_end else state.services) <= state.sources
+        return min(state.since + GRACE if only_sources else notice, state.stop_by)
     if state.phase not in ("finishing", "failing", "aborting"):
         return math.inf
     if not state.alive & state.processes or not state.terminated:
@@ -343,6 +346,8 @@ def _tick(state: PolicyState, now: float) -> Decision:
         # all other stages have finished; only blocked sources are left
         if state.alive <= state.sources and waited > GRACE:
             return dataclasses.replace(state, phase="finishing", since=now), ()
+        if not state.services_end and _waits_for_services(state, waited):
+            return dataclasses.replace(state, services_end=True), (EndServices(),)
         if now >= state.stop_by:
             return run_aborted(state, now)
         return (state, ()) if state.notified or waited <= STOP_NOTICE_S else _notify(state)
@@ -356,6 +361,12 @@ def _tick(state: PolicyState, now: float) -> Decision:
             return dataclasses.replace(state, killed=True), terminate(stuck, force=True)
         return state, ()
     return dataclasses.replace(state, phase="ended", alive=frozenset(), abandoned=state.alive), ()
+
+
+def _waits_for_services(state: PolicyState, waited: float) -> bool:
+    """Return whether a stopping run has nothing left but services, and sources that do not end."""
+    others = state.alive - state.services
+    return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 
 
 def _notify(state: PolicyState) -> Decision:
