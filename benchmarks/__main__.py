@@ -38,6 +38,7 @@ NAMES = (
     "children",
     "parameter_server",
     "remote_parameters",
+    "weights",
 )
 
 

@@ -56,6 +56,7 @@ TITLES = {
     "children": "Children",
     "parameter_server": "Parameter server",
     "remote_parameters": "Parameter server: clients on hosts",
+    "weights": "Weights for inference workers",
 }
 """Heading of each benchmark."""
 

@@ -8,6 +8,7 @@
 - :class:`Lock`, :class:`Semaphore`, :class:`Barrier`, :class:`Event`, :class:`Condition` and
   :class:`SharedDict`: synchronisation and state for several processes.
 - :class:`ParameterServer`: tensors that many workers push to and pull from.
+- :class:`Weights`: weights that a trainer publishes and that inference workers refresh from.
 - :class:`Sequential`: an ``nn.Sequential`` whose parts run at the same time. :class:`Stash` and :class:`Pop`
   form skip connections in it, and its ``trainer(...)`` returns a :class:`Training`.
 - :func:`dataset`: use a graph as the data of a training loop.
@@ -35,6 +36,9 @@ from flowchan.pipelines.parameter_server import (
     PullHandle,
     PushHandle,
     RowOptimizer,
+    Weights,
+    WeightsReader,
+    WeightsStats,
     gathered,
 )
 from flowchan.pipelines.shared_dict import SharedDict
@@ -78,6 +82,9 @@ __all__ = [
     "TaskPool",
     "Traffic",
     "Training",
+    "Weights",
+    "WeightsReader",
+    "WeightsStats",
     "WorkQueue",
     "Workers",
     "dataset",

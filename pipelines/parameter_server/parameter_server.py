@@ -182,6 +182,8 @@ class ParameterServer:
             per_worker="pushes" if len(shares) > 1 else (), restartable=True, restarts=RESTARTS,
         )  # fmt: skip
         graph._serve(*ends)
+        hidden = (f"{self.name} pushes", f"{self.name} order")
+        graph._drawn |= {self.name: "tensors of all clients", **dict.fromkeys(hidden)}
 
     def client(self) -> ParameterClient:
         """Return a new client, which can be passed to any process or host.

@@ -61,6 +61,7 @@ SHARED = {
     "flowchan.transport.interrupts",
     "flowchan.transport.descriptors",
     "flowchan.collective",
+    "flowchan.transport.local_peers",
 }
 # Uses of the core itself, for operations that must be atomic in C or must access memory without a copy.
 NATIVE = {"inference.py": {"_core"}, "wire_format.py": {"View"}}
