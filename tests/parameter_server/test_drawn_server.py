@@ -14,7 +14,9 @@ def declared(shards: int) -> Graph:
     graph = Graph("training")
     tensors = {"w": np.zeros(2), "b": np.zeros(2)}
     client = ParameterServer(tensors, shards=shards, graph=graph, name="parameters").client()
-    graph.source([1, 2]).map(lambda n: client.push({"w": np.full(2, float(n))}).wait(), name="train").collect()
+    graph.source([1, 2]).map(
+        lambda n: client.push({"w": np.full(2, float(n))}).wait(), name="train"
+    ).collect()
     return graph
 
 

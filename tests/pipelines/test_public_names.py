@@ -50,7 +50,6 @@ SHARED = {
     "flowchan.hosts",
     "flowchan.hosts.code",
     "flowchan.hosts.pool_channels",
-    "flowchan.items.codec",
     "flowchan.run.policy.decisions",
     "flowchan.run.policy.events",
     "flowchan.items.text",
