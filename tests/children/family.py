@@ -174,7 +174,10 @@ class Family:
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if pid != self.program.pid and self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                if (
+                    pid != self.program.pid
+                    and self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+                ):
                     process = psutil.Process(pid)
                     command = " ".join(process.cmdline())
                     is_helper = any(helper in command for helper in HELPERS)
