@@ -20,7 +20,7 @@ ISOLATES = (
     "children, 1,000 times; the time is per round and child. In the rounds of lua---parallel's README, the "
     "parent also sends an array of 100 × 100 floats and receives a short text from each child. With "
     "multiprocessing, there is one duplex Pipe per child; the parent first sends to all children and then "
-    "receives from all of them. In the last work, the parent sends one array of 64 MB to 16 children, and the "
+    "receives from all of them. In the last work, the parent sends one array of 64 MB to 16 children. The "
     "clock stops when each child has read one byte of every page and has answered. execnet has one gateway "
     "per child, which starts a new Python, and sends bytes."
 )

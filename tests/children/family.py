@@ -73,7 +73,7 @@ def placement(on: str) -> Any:
 
 
 def work(parent: Any, call: str, deep: bool) -> None:
-    """Run in each child: serve the parent's calls until it is killed, with a child of its own if ``deep``."""
+    """Run in each child: serve the parent's calls until it is killed, and start a grandchild if ``deep``."""
     from flowchan.pipelines import children
 
     if deep:
@@ -174,10 +174,8 @@ class Family:
         found = []
         for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
-                if (
-                    pid != self.program.pid
-                    and self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-                ):
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if pid != self.program.pid and self._mark.encode() in environment:
                     process = psutil.Process(pid)
                     command = " ".join(process.cmdline())
                     is_helper = any(helper in command for helper in HELPERS)

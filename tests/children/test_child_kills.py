@@ -75,7 +75,7 @@ def test_k1_random_kills_leave_nothing_and_raise_child_died(long_walk: bool) -> 
 
 
 def kill_one(family: Family, on: str, victim: str, chance: random.Random) -> None:
-    """Let the program start children, kill or interrupt one process, and check the error and the leftovers."""
+    """Let the program start children, kill one process, and check the error and the leftovers."""
     call = chance.choice(["join", "send", "receive", "talk", "wait"])
     family.order(on=on, call=call, deep=chance.random() < 0.3)
     pause = threading.Event()

@@ -189,11 +189,16 @@ def wait_endlessly(parent: Any) -> None:
     parent.receive()
 
 
-def test_protected_call() -> None:
-    """The check for leftovers finds children that are still running."""
-    with pytest.raises(ZeroDivisionError), children.start(2) as kids:
+def fail_with_children(kids: children.Children) -> None:
+    with kids:
         kids.run(wait_endlessly)
         print(1 / 0)
+
+
+def test_protected_call() -> None:
+    kids = children.start(2)
+    with pytest.raises(ZeroDivisionError):
+        fail_with_children(kids)
     assert not kids.alive
 
 

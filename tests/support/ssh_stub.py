@@ -1,6 +1,6 @@
 """Stand-in for ``ssh`` that runs the command on this machine, for tests without an ssh server.
 
-Like an ssh server, it runs the command in a session of its own. If the stand-in is killed, the command keeps
+Like an ssh server, it runs the command in a new session. If the stand-in is killed, the command keeps
 running without its output.
 """
 
