@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from support.waiting import wait_until
 
 from flowchan import Closed
 from flowchan.hosts import local
@@ -222,3 +224,24 @@ def test_large_group_value_has_one_copy_for_all_children() -> None:
         assert all(state.links.down.stats().bytes_in < 2_000_000 for state in kids._states)
         kids.join(timeout=WAIT_S)
         assert kids.wait(WAIT_S) == dict.fromkeys((1, 2, 3), (1_500_000.0, False))
+
+
+def test_ctrl_c_interrupts_join_and_withdraws_its_message(kids: Children) -> None:
+    kids.run(late)
+    kids.receive(timeout=WAIT_S)
+    main = threading.main_thread().ident
+    assert main is not None
+    messages = kids._states[1].links.joins
+
+    def interrupt() -> None:
+        wait_until(lambda: messages.stats().items_in == 1)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        kids.join("early", timeout=WAIT_S)
+    thread.join()
+    kids[2].send("continue")
+    kids.join("stop", timeout=WAIT_S)
+    assert kids.wait(WAIT_S)[2] == ["stop"]

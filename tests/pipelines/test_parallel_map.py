@@ -299,3 +299,22 @@ def test_dropping_the_handle_frees_the_workers_channels(on: Any) -> None:
 def test_misspelt_option_names_the_closest_option() -> None:
     with pytest.raises(TypeError, match=r"^map: unknown option 'onn'; did you mean 'on'\?$"):
         map(2, abs, onn="process")  # type: ignore[call-arg]
+
+
+def test_close_ends_live_worker_processes_and_keeps_results() -> None:
+    pids = Channel[int](2, across="processes")
+
+    def work(worker: int) -> int:
+        if worker == 2:
+            pids.put(os.getpid())
+            signal.pause()
+        return worker
+
+    workers = map(2, work, on="process")
+    pid = pids.get()
+    wait_until(lambda: workers._results == {1: 1})
+    workers.close()
+    workers.close()
+    assert workers.join() == [1]
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

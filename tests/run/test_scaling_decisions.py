@@ -1,4 +1,4 @@
-"""Test which sets of workers a new worker joins, and decisions at the bounds of the limits."""
+"""Test which sets of workers a new worker joins, requests to end a worker, and the bounds of the limits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from deciding import died
 
-from flowchan.run.policy.actions import Replace
-from flowchan.run.policy.decisions import HOPELESS, decide
+from flowchan.run.policy.actions import Replace, Terminate
+from flowchan.run.policy.decisions import HOPELESS, EndWorker, decide
 from flowchan.run.policy.events import Ended, WorkerId
 from flowchan.run.policy.scaling import AddWorker, Scale, Size
 from flowchan.run.policy.transitions import PolicyState
@@ -18,6 +18,13 @@ STATE = PolicyState(
     alive=frozenset({SOURCE, WORK, SINK}), processes=frozenset({WORK}), sources=frozenset({SOURCE}),
     ends=frozenset({SINK}), limits={"work": 1}, sizes={"work": Size(1, 0.0, 1), "sink": Size(1, 0.0, 1)},
 )  # fmt: skip
+
+
+def test_request_to_end_a_worker_signals_only_live_processes() -> None:
+    assert decide(STATE, EndWorker(WORK, False), 0.0) == (STATE, (Terminate(WORK, force=False),))
+    assert decide(STATE, EndWorker(WORK, True), 0.0) == (STATE, (Terminate(WORK, force=True),))
+    for other in (SINK, WorkerId("work", 2)):
+        assert decide(STATE, EndWorker(other, True), 0.0) == (STATE, ())
 
 
 def test_new_worker_has_a_process_like_its_peers() -> None:
